@@ -1,0 +1,64 @@
+"""tierbed's engine: embeddings whose tables live over device memory, host memory and SSD."""
+
+from importlib.metadata import version as _version
+
+from .embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
+from .errors import (
+    CapacityError,
+    ClosedError,
+    GraphError,
+    InputError,
+    OptimizerError,
+    OptionError,
+    SnapshotError,
+    StoreError,
+    TierbedError,
+)
+from .initializers import (
+    make_column_options,
+    make_constant_initializer,
+    make_normal_initializer,
+    make_table,
+    make_table_options,
+    make_trunc_normal_initializer,
+    make_uniform_initializer,
+)
+from .optimizers import RowOptimizer, row_optimizer
+from .options import (
+    load_store_options,
+    make_cached_host_mem_store_options,
+    make_cached_ssd_store_options,
+    make_device_mem_store_options,
+    make_host_mem_store_options,
+)
+
+__version__ = _version("tierbed")
+
+__all__ = [
+    "CapacityError",
+    "ClosedError",
+    "GraphError",
+    "InputError",
+    "MultiTableEmbedding",
+    "MultiTableMultiColumnEmbedding",
+    "OptimizerError",
+    "OptionError",
+    "RowOptimizer",
+    "SnapshotError",
+    "StoreError",
+    "TierbedError",
+    "__version__",
+    "load_store_options",
+    "make_cached_host_mem_store_options",
+    "make_cached_ssd_store_options",
+    "make_column_options",
+    "make_constant_initializer",
+    "make_device_mem_store_options",
+    "make_host_mem_store_options",
+    "make_normal_initializer",
+    "make_table",
+    "make_table_options",
+    "make_trunc_normal_initializer",
+    "make_uniform_initializer",
+    "row_optimizer",
+]

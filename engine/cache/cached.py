@@ -1,0 +1,123 @@
+"""A write-back cache in front of a slower tier. It is the store of a step, and a tier itself, so caches stack.
+
+A line comes up once, stays pinned for the step, and goes down once, when it gives way while dirty. Rows that no set has room for are served from memory
+of the batch (the overflow) and go straight back down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _core
+from ..errors import OptionError, StoreError
+from ..store.contract import Found, Keys, Lines, Tables, Tier
+from ..store.full import check_room
+
+MB = 1 << 20
+
+
+class CachedStore:
+    """`budget_mb` bounds lines and their metadata; `option` names it in errors, `tier` names the memory in metrics."""
+
+    def __init__(self, layout: _core.Layout, below: Tier, budget_mb: float, tier: str, option: str) -> None:
+        self._layout = layout
+        self._below = below
+        self._tier = tier
+        try:
+            self._cache = _core.Cache(layout, int(budget_mb * MB))
+        except ValueError as error:
+            raise OptionError(f"{option}={budget_mb} is too small for rows of {layout.line_bytes} bytes: {error}") from None
+        self._pinned: tuple[_core.Batch, _core.Admission] | None = None
+
+    def pin(self, batch: _core.Batch, room: int | None) -> None:
+        if self._pinned is not None:
+            raise StoreError("a batch is still pinned; one step at a time")
+        admission = self._make_room(batch.tables, batch.keys)
+        try:
+            lines = admission.lines.copy()
+            overflow = lines == 0
+            if overflow.any():
+                lines[overflow] = batch.allocate(int(overflow.sum()), self._layout)
+            self._fetch(batch.tables, batch.keys, lines, ~admission.hit)
+            batch.lines[:] = lines
+            if room is not None:
+                check_room(_core.count_new(batch, self._layout), room)
+        except BaseException:
+            self._cache.cancel(admission, restore=False)
+            raise
+        self._pinned = batch, admission
+
+    def unpin(self, batch: _core.Batch, dirty: bool) -> None:
+        if self._pinned is None or self._pinned[0] is not batch:
+            raise StoreError("unpin of a batch that is not pinned")
+        admission = self._pinned[1]
+        self._pinned = None
+        self._cache.release(admission, dirty)
+        overflow = admission.lines == 0
+        if dirty and overflow.any():
+            self._below.write(batch.tables[overflow], batch.keys[overflow], batch.lines[overflow])
+
+    def peek(self, batch: _core.Batch) -> None:
+        lines = np.empty_like(batch.lines)
+        self._cache.find(batch.tables, batch.keys, lines)
+        absent = lines == 0
+        if absent.any():
+            lines[absent] = batch.allocate(int(absent.sum()), self._layout)
+            self._fetch(batch.tables, batch.keys, lines, absent)
+        batch.lines[:] = lines
+
+    def read(self, tables: Tables, keys: Keys, lines: Lines) -> Found:
+        """Serves the cache above: a row stays where it is, it is not admitted here on the way up."""
+        here = np.empty_like(lines)
+        self._cache.find(tables, keys, here)
+        found = here != 0
+        _core.copy_lines(self._layout, here[found], lines[found])
+        absent = ~found
+        found[absent] = self._below.read(tables[absent], keys[absent], lines[absent])
+        return found
+
+    def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
+        admission = self._make_room(tables, keys)
+        overflow = admission.lines == 0
+        try:
+            self._below.write(tables[overflow], keys[overflow], lines[overflow])
+        except BaseException:
+            self._cache.cancel(admission, restore=False)
+            raise
+        _core.copy_lines(self._layout, lines[~overflow], admission.lines[~overflow])
+        self._cache.release(admission, True)
+
+    def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+        self.flush()
+        yield from self._below.scan()
+
+    def flush(self) -> None:
+        self._below.write(*self._cache.dirty())
+        self._cache.mark_clean()
+        self._below.flush()
+
+    def close(self) -> None:
+        self._below.close()
+
+    def metrics(self) -> dict[str, dict[str, int]]:
+        sizes = {"capacity": self._cache.capacity, "resident_rows": self._cache.used, "bytes": self._cache.bytes}
+        return {self._tier: {**self._cache.counts, **sizes}, **self._below.metrics()}
+
+    def _make_room(self, tables: Tables, keys: Keys) -> _core.Admission:
+        """Admit the rows and write the dirty ones that gave way down, before anything takes their lines."""
+        admission = self._cache.admit(tables, keys)
+        try:
+            self._below.write(admission.victim_tables, admission.victim_keys, admission.victim_lines)
+        except BaseException:
+            self._cache.cancel(admission, restore=True)
+            raise
+        return admission
+
+    def _fetch(self, tables: Tables, keys: Keys, lines: Lines, absent: NDArray[np.bool_]) -> None:
+        """Fill the absent lines from below, or with initial values where below does not hold them."""
+        tables, keys, lines = tables[absent], keys[absent], lines[absent]
+        unknown = ~self._below.read(tables, keys, lines)
+        _core.initialise_lines(self._layout, tables[unknown], keys[unknown], lines[unknown])

@@ -1,0 +1,256 @@
+"""The embedding modules: what users make, look up and save."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .errors import ClosedError, InputError, OptionError, OptimizerError
+from .home import TableHome
+from .initializers import make_normal_initializer, make_table_options
+from .inputs import check_lookup
+from .ops.lookup import lookup, register
+from .optimizers import RowOptimizer, row_optimizer
+from .options import store_options_from_dict
+from .spec import TableSpec, check_columns, check_dtype, check_key_type, check_name, check_padding, check_seed
+from .table import Lookup, OpenTable, PinnedBatch
+
+_NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
+_holders: weakref.WeakValueDictionary[str, _Handle] = weakref.WeakValueDictionary()
+
+
+class _Handle:
+    """An open table and its folder; closing it is what the end of an embedding or of the process does."""
+
+    def __init__(self, home: TableHome, optimizer: RowOptimizer | None) -> None:
+        self.home = home
+        self.process = os.getpid()
+        try:
+            self.table = home.open(optimizer)
+        except BaseException:
+            home.release()
+            raise
+
+    def close(self) -> None:
+        if self.process == os.getpid():  # a forked worker must not write to its parent's folder
+            self.home.close(self.table)
+
+
+class MultiTableMultiColumnEmbedding(nn.Module):
+    """Hashed tables that share a row layout: several columns of their own widths, laid side by side in each row.
+
+    name: names the folder under `persistent_path`. embedding_dim: the width of a row, or a list of widths, one a column.
+    dtype: torch.float32. key_type: torch.int32, int64 or uint64, the dtype of ids; every value is a legal id.
+    tables: one `make_table_options(...)` a table; None is one table with `default_initializer` (normal(0, 0.05)).
+    store_options: from a `make_*_store_options`, or the dict that it prints. padding_idx: an id that is no row: zeros, no gradient.
+    seed: initial rows are a pure function of (seed, table, key, column).
+
+    A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use. Raises OptionError.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        embedding_dim: int | Sequence[int],
+        dtype: torch.dtype,
+        key_type: torch.dtype,
+        tables: Sequence[Mapping[str, Any]] | None,
+        store_options: Mapping[str, Any],
+        default_initializer: Mapping[str, Any] | None = None,
+        padding_idx: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_dtype(dtype)
+        key_type = check_key_type(key_type)
+        if tables is None:
+            tables = [default_initializer if default_initializer is not None else make_normal_initializer(0.0, 0.05)]
+        if not isinstance(tables, (list, tuple)) or not tables:
+            raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
+        self.spec = TableSpec(
+            check_name(name),
+            check_columns(embedding_dim),
+            key_type,
+            tuple(make_table_options(table) for table in tables),
+            check_padding(padding_idx, key_type),
+            check_seed(seed),
+        )
+        self.spec.layout([])  # reports a table whose columns do not fit now, not at the first use
+        self.store_options = store_options_from_dict(store_options)
+        self.row_optimizer: RowOptimizer | None = None
+        # what an optimizer holds and autograd follows; the rows themselves are no parameter
+        self.shadow = nn.Parameter(torch.zeros(1))
+        self.handle = register(self)
+        self._open: _Handle | None = None
+        self._closer: weakref.finalize[Any, Any] | None = None
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def dim(self) -> int:
+        """Floats of a row that a lookup returns, all columns together."""
+        return self.spec.dim
+
+    def forward(self, ids: Tensor, table_ids: Tensor | None = None) -> Tensor:
+        """Rows of ids: shape ids.shape + (dim,), float32.
+
+        ids: `key_type`, any shape. table_ids: integers that broadcast to the shape of ids; without them and with several tables, the last
+        dimension of ids is the tables, in order. Unknown ids have their initial rows; only training inserts them.
+        Outside a `Graph` it reads. Raises InputError, StoreError.
+        """
+        ids, table_ids = check_lookup(self.spec, ids, table_ids)
+        output: Tensor = lookup(self.shadow, ids, table_ids, self.handle)
+        return output
+
+    def size(self) -> int:
+        """How many rows were written: by an optimizer, by `put`, or from a snapshot."""
+        return self._table().rows
+
+    def get(self, keys: Any, table_ids: Any = None) -> Tensor:
+        """Rows of keys as they are, without inserting: shape keys.shape + (dim,). Takes what `torch.as_tensor` does."""
+        return self.read(*self._lookup(keys, table_ids))
+
+    def put(self, keys: Any, rows: Any, table_ids: Any = None) -> None:
+        """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last stands. Optimizer state stays as it is."""
+        wanted = self._lookup(keys, table_ids)
+        values = torch.as_tensor(rows)
+        shape = (*wanted[0].shape, self.dim)
+        if values.dtype != torch.float32 or tuple(values.shape) != shape:
+            raise InputError(f"rows of embedding {self.name!r}: {values.dtype} {tuple(values.shape)}; give float32 {shape}")
+        self._table().put(wanted, values.detach().cpu().contiguous())
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Every written row in chunks of (table_ids [n] int64, keys [n] of key_type, rows [n, dim]), ordered by bucket, table and key."""
+        for _, rows in self._table().scan():
+            keys = np.ascontiguousarray(rows["key"]).view(_NUMPY_KEYS[self.spec.key_type])
+            values = np.ascontiguousarray(rows["values"][:, : self.dim])
+            tables = torch.from_numpy(rows["table"].astype(np.int64))
+            yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Every written row as (table id, key, row [dim]), in the order of `chunks`."""
+        for tables, keys, rows in self.chunks():
+            yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
+
+    def save_snapshot(self, snapshot_name: str) -> None:
+        """Save all rows with optimizer state in the store folder. When it returns, the snapshot survives the process. Raises SnapshotError."""
+        self._table()
+        assert self._open is not None
+        self._open.home.save_snapshot(self._open.table, snapshot_name)
+
+    def load_snapshot(self, snapshot_name: str) -> None:
+        """Replace all rows by a snapshot's, checked first. Raises SnapshotError, and the rows stay, where it is missing, damaged or of another table."""
+        self._table()
+        assert self._open is not None
+        self._open.table = self._open.home.load_snapshot(self._open.table, snapshot_name)
+
+    def metrics(self) -> dict[str, dict[str, int]]:
+        """Counters: `table` (rows, step), then each tier from the top: hits, misses, evictions, bytes."""
+        return self._table().metrics()
+
+    def close(self) -> None:
+        """Bring every row down and close the store; the next run resumes from it. May be called again. Using the embedding raises ClosedError."""
+        self._closed = True
+        self._close_table()
+
+    def __enter__(self) -> MultiTableMultiColumnEmbedding:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        return f"{spec.name!r}, embedding_dim={list(spec.columns)}, tables={spec.num_tables}, store={self.store_options['store']}"
+
+    def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Let the rows follow one of the optimizer's param groups. `Graph.add_optimizer` calls it. Raises OptimizerError."""
+        rows_optimizer = row_optimizer(optimizer, group)
+        if self._open is not None:
+            table = self._open.table
+            if table.optimizer is not None and table.rule != rows_optimizer.rule:
+                raise OptimizerError(
+                    f"embedding {self.name!r} is being trained by {table.rule}, and its rows have no state of {rows_optimizer.rule}; "
+                    "keep the optimizer, or create the embedding under another name"
+                )
+            if table.rows and table.states != rows_optimizer.states:
+                raise OptimizerError(
+                    f"embedding {self.name!r} holds {table.rows} rows with state {list(table.states)}, not of {rows_optimizer.rule}; "
+                    "add the optimizer before rows are put"
+                )
+            if table.states == rows_optimizer.states:
+                table.optimizer, table.rule = rows_optimizer, rows_optimizer.rule
+            else:
+                self._close_table()  # it was read, never written: the next use opens it with room for the state
+        self.row_optimizer = rows_optimizer
+
+    def read(self, ids: Tensor, table_ids: Tensor | None) -> Tensor:
+        """What a lookup returns, for checked arguments."""
+        return self._table().read((ids, table_ids))
+
+    def prefetch(self, lookups: list[Lookup]) -> PinnedBatch:
+        """The rows of all lookups of a step, pinned until they are updated. See `ops/step.py`."""
+        return self._table().prefetch(lookups)
+
+    def release(self) -> None:
+        """Drop the pin that a failed step left."""
+        if self._open is not None:
+            self._open.table.release()
+
+    def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
+        given = torch.as_tensor(keys)
+        if given.numel() == 0 and not isinstance(keys, Tensor):
+            given = given.to(self.spec.key_type)
+        if given.dtype == torch.int64 and self.spec.key_type != torch.int64 and not isinstance(keys, Tensor):
+            given = given.to(self.spec.key_type)
+        return check_lookup(self.spec, given, None if table_ids is None else torch.as_tensor(table_ids))
+
+    def _table(self) -> OpenTable:
+        if self._closed or (self._open is not None and self._closer is not None and not self._closer.alive):
+            raise ClosedError(f"embedding {self.name!r} was closed, or another embedding opened its folder; create it again")
+        if self._open is None:
+            path = self.store_options.persistent_path
+            place = None if path is None else os.path.realpath(os.path.join(path, self.name))
+            if place is not None and place in _holders:
+                _holders[place].closer()  # type: ignore[attr-defined]
+            self._open = _Handle(TableHome(self.spec, self.store_options), self.row_optimizer)
+            self._closer = weakref.finalize(self, self._open.close)
+            if place is not None:
+                self._open.closer = self._closer  # type: ignore[attr-defined]
+                _holders[place] = self._open
+        return self._open.table
+
+    def _close_table(self) -> None:
+        closer, self._closer, self._open = self._closer, None, None
+        if closer is not None:
+            closer()
+
+
+class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
+    """Hashed tables of rows of one width; `embedding_dim` is an int. The rest is `MultiTableMultiColumnEmbedding`'s."""
+
+    def __init__(
+        self,
+        name: str,
+        embedding_dim: int,
+        dtype: torch.dtype,
+        key_type: torch.dtype,
+        tables: Sequence[Mapping[str, Any]] | None,
+        store_options: Mapping[str, Any],
+        default_initializer: Mapping[str, Any] | None = None,
+        padding_idx: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(embedding_dim, int):
+            raise OptionError(f"embedding_dim={embedding_dim!r}: give a whole number; MultiTableMultiColumnEmbedding takes a list of columns")
+        super().__init__(name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed)

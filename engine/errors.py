@@ -1,0 +1,37 @@
+"""Every exception that tierbed raises for a user's mistake or a store's fault. Messages name the argument, the value and the remedy."""
+
+
+class TierbedError(Exception):
+    """The root: `except TierbedError` catches all of them."""
+
+
+class OptionError(TierbedError, ValueError):
+    """An option or argument has a value that cannot work."""
+
+
+class InputError(TierbedError, ValueError):
+    """Ids, table ids or rows have a wrong dtype, shape or value."""
+
+
+class OptimizerError(TierbedError, ValueError):
+    """An optimizer that rows cannot follow, is missing, or differs from the one that the stored rows have state for."""
+
+
+class CapacityError(TierbedError, RuntimeError):
+    """The batch would bring more rows than `capacity` allows. Nothing was changed; the store stays usable."""
+
+
+class StoreError(TierbedError, RuntimeError):
+    """A store folder is locked, foreign, unclean or unwritable, or its device failed."""
+
+
+class ClosedError(StoreError):
+    """The embedding's store was closed."""
+
+
+class SnapshotError(TierbedError, RuntimeError):
+    """A snapshot is missing, foreign, damaged, or of another table. The running table stays as it was."""
+
+
+class GraphError(TierbedError, RuntimeError):
+    """`build` does something that a static graph cannot hold."""

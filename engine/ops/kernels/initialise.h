@@ -1,0 +1,58 @@
+// Initial values of a row: a pure function of (seed, table, key, column), so that a row that was never updated need not be stored.
+//
+// One tile writes one whole line: embedding, optimizer state, record, padding. Column c takes word c % 4 of Philox with counter
+// (c / 4, table, key low, key high) and the seed as key: every column has 32 bits of its own.
+#pragma once
+#include "line.h"
+#include "philox.h"
+#include "quantile.h"
+
+namespace tierbed {
+
+enum class Initial : u32 { constant = 0, uniform = 1, normal = 2 };
+
+// How one column group of one table begins: constant a | a + u (b - a) | a + b quantile(q0 + u (q1 - q0)).
+struct InitialValues {
+    Initial kind;
+    float a, b;
+    double q0, q1;
+};
+
+struct InitialRow {
+    u64 seed;
+    const InitialValues* values;  // [tables * groups]
+    const u32* group_ends;        // [groups], the column after each group's last
+    u32 groups;
+    const float* states;          // [width / dim - 1], the initial value of each optimizer state
+};
+
+TIERBED_FN float initial_value(const InitialValues& how, u32 bits) {
+    if (how.kind == Initial::constant) return how.a;
+    if (how.kind == Initial::uniform) {
+        const float u = static_cast<float>(bits >> 8) * 5.9604644775390625e-08f;  // 2^-24
+        const float range = how.b - how.a;
+        return how.a + u * range;
+    }
+    const double u = (static_cast<double>(bits) + 0.5) * 2.3283064365386962890625e-10;  // 2^-32
+    const double z = normal_quantile(how.q0 + u * (how.q1 - how.q0));
+    return static_cast<float>(static_cast<double>(how.a) + static_cast<double>(how.b) * z);
+}
+
+TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table, u64 key) {
+    float* out = floats(line);
+    for (u32 block = tile.lane; block * 4 < shape.dim; block += tile.size) {
+        const Words words = philox(Words{{block, table, static_cast<u32>(key), static_cast<u32>(key >> 32)}}, row.seed);
+        u32 group = 0;
+        for (u32 j = 0; j < 4 && block * 4 + j < shape.dim; ++j) {
+            const u32 column = block * 4 + j;
+            while (column >= row.group_ends[group]) ++group;
+            out[column] = initial_value(row.values[table * row.groups + group], words.x[j]);
+        }
+    }
+    for (u32 column = shape.dim + tile.lane; column < shape.width; column += tile.size)
+        out[column] = row.states[column / shape.dim - 1];
+    u32* tail = reinterpret_cast<u32*>(out + shape.width);
+    for (u32 i = tile.lane; i < shape.line_bytes / 4 - shape.width; i += tile.size) tail[i] = 0;
+}
+
+}  // namespace tierbed

@@ -1,0 +1,137 @@
+#include "pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <unistd.h>
+
+namespace tierbed {
+namespace {
+
+class Pool {
+public:
+    explicit Pool(std::size_t workers) {
+        for (std::size_t i = 0; i < workers; ++i) threads_.emplace_back([this] { work(); });
+    }
+
+    ~Pool() {
+        {
+            std::lock_guard lock(mutex_);
+            stopping_ = true;
+        }
+        wake_.notify_all();
+        for (auto& thread : threads_) thread.join();
+    }
+
+    std::size_t workers() const { return threads_.size(); }
+
+    void run(std::size_t tasks, const std::function<void(std::size_t)>& task) {
+        {
+            std::lock_guard lock(mutex_);
+            task_ = &task;
+            tasks_ = tasks;
+            next_ = 0;
+            busy_ = threads_.size();
+            failure_ = nullptr;
+            ++round_;
+        }
+        wake_.notify_all();
+        take(task, tasks);
+        std::unique_lock lock(mutex_);
+        done_.wait(lock, [this] { return busy_ == 0; });
+        if (failure_) std::rethrow_exception(failure_);
+    }
+
+private:
+    void take(const std::function<void(std::size_t)>& task, std::size_t tasks) {
+        for (std::size_t i; (i = next_.fetch_add(1)) < tasks;) {
+            try {
+                task(i);
+            } catch (...) {
+                std::lock_guard lock(mutex_);
+                if (!failure_) failure_ = std::current_exception();
+                next_ = tasks;
+            }
+        }
+    }
+
+    void work() {
+        std::size_t seen = 0;
+        std::unique_lock lock(mutex_);
+        for (;;) {
+            wake_.wait(lock, [&] { return stopping_ || round_ != seen; });
+            if (stopping_) return;
+            seen = round_;
+            const auto* task = task_;
+            const std::size_t tasks = tasks_;
+            lock.unlock();
+            take(*task, tasks);
+            lock.lock();
+            if (--busy_ == 0) done_.notify_one();
+        }
+    }
+
+    std::vector<std::thread> threads_;
+    std::mutex mutex_;
+    std::condition_variable wake_, done_;
+    const std::function<void(std::size_t)>* task_ = nullptr;
+    std::size_t tasks_ = 0, busy_ = 0, round_ = 0;
+    std::atomic<std::size_t> next_{0};
+    std::exception_ptr failure_;
+    bool stopping_ = false;
+};
+
+std::atomic<std::size_t> wanted_threads{1};
+
+// The pool of this process. After a fork the parent's threads do not exist: its pool and mutex are abandoned, never touched.
+struct Process {
+    pid_t pid = getpid();
+    std::mutex turn;
+    Pool* pool = nullptr;
+};
+
+Process& process() {
+    static std::atomic<Process*> current{new Process};
+    Process* mine = current.load();
+    if (mine->pid != getpid()) {
+        auto* fresh = new Process;
+        if (current.compare_exchange_strong(mine, fresh))
+            mine = fresh;
+        else
+            delete fresh;
+    }
+    return *mine;
+}
+
+}  // namespace
+
+void set_threads(std::size_t threads) { wanted_threads = std::max<std::size_t>(threads, 1); }
+
+void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task) {
+    const std::size_t workers = wanted_threads - 1;
+    if (workers > 0 && tasks > 1) {
+        Process& here = process();
+        std::unique_lock turn(here.turn, std::try_to_lock);
+        if (turn.owns_lock()) {
+            if (here.pool && here.pool->workers() != workers) {
+                delete here.pool;
+                here.pool = nullptr;
+            }
+            if (!here.pool) here.pool = new Pool(workers);
+            here.pool->run(tasks, task);
+            return;
+        }
+    }
+    for (std::size_t i = 0; i < tasks; ++i) task(i);
+}
+
+void parallel_ranges(std::size_t n, std::size_t grain, const std::function<void(std::size_t, std::size_t)>& body) {
+    parallel_for((n + grain - 1) / grain, [&](std::size_t i) { body(i * grain, std::min(n, (i + 1) * grain)); });
+}
+
+}  // namespace tierbed

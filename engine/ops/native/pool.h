@@ -1,0 +1,18 @@
+// A small thread pool: the caller and `threads - 1` workers take numbered tasks until none is left.
+//
+// Which thread takes which task varies, so a task must own what it writes. The first exception of a task is rethrown to the caller.
+// A second caller at the same time runs its tasks alone; a forked child starts with a fresh pool.
+#pragma once
+#include <cstddef>
+#include <functional>
+
+namespace tierbed {
+
+void set_threads(std::size_t threads);
+
+void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task);
+
+// Splits [0, n) into ranges of at most `grain` items.
+void parallel_ranges(std::size_t n, std::size_t grain, const std::function<void(std::size_t, std::size_t)>& body);
+
+}  // namespace tierbed

@@ -1,0 +1,101 @@
+"""What an embedding is, apart from where its rows live: names, widths, tables, seed. It makes the native layout and the stored description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import _core
+from .errors import OptionError
+from .initializers import AnyTableOptions, as_arrays
+
+KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """`columns`: the widths of the column groups. `padding_idx`: ids that are no rows."""
+
+    name: str
+    columns: tuple[int, ...]
+    key_type: torch.dtype
+    tables: tuple[AnyTableOptions, ...]
+    padding_idx: int | None
+    seed: int
+
+    @property
+    def dim(self) -> int:
+        return sum(self.columns)
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.tables)
+
+    def layout(self, states: Sequence[float]) -> _core.Layout:
+        """`states`: the initial value of each optimizer state."""
+        kinds, parameters, quantiles = as_arrays(self.tables, self.columns)
+        return _core.Layout(self.dim, list(states), self.seed % 2**64, self.columns, kinds, parameters, quantiles)
+
+    def describe(self, rule: str | None, states: Sequence[str], step: int) -> dict[str, Any]:
+        """What marks and snapshots keep of the table, as plain values."""
+        return {
+            "name": self.name,
+            "key_type": KEY_TYPES[self.key_type],
+            "dtype": "float32",
+            "columns": list(self.columns),
+            "width": self.dim * (1 + len(states)),
+            "optimizer": rule,
+            "states": list(states),
+            "seed": self.seed,
+            "tables": [table.as_dict() for table in self.tables],
+            "padding_idx": self.padding_idx,
+            "step": step,
+        }
+
+
+def check_name(name: Any) -> str:
+    """Raises OptionError for a name that cannot be a folder's."""
+    if not isinstance(name, str) or not name or name != name.strip() or name.startswith(".") or set(name) & set("/\\\0\n"):
+        raise OptionError(f"name={name!r}: give a non-empty str that can name a folder: no slashes, no leading dot or spaces around")
+    return name
+
+
+def check_columns(embedding_dim: Any) -> tuple[int, ...]:
+    """The widths of the column groups of `embedding_dim`, an int or a sequence of them. Raises OptionError."""
+    columns = (embedding_dim,) if isinstance(embedding_dim, int) else embedding_dim
+    good = isinstance(columns, (list, tuple)) and columns
+    if not good or any(isinstance(c, bool) or not isinstance(c, int) or c <= 0 for c in columns) or sum(columns) > 1 << 16:
+        raise OptionError(f"embedding_dim={embedding_dim!r}: give a whole number from 1 to 65536, or a list of them for several columns")
+    return tuple(columns)
+
+
+def check_key_type(key_type: Any) -> torch.dtype:
+    """Raises OptionError for a key type that rows cannot have."""
+    if key_type not in KEY_TYPES:
+        raise OptionError(f"key_type={key_type!r}: give torch.int32, torch.int64 or torch.uint64")
+    return key_type  # type: ignore[no-any-return]
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises OptionError for any but float32, the one that rows are stored in."""
+    if dtype is not torch.float32:
+        raise OptionError(f"dtype={dtype!r}: rows are float32; give torch.float32, and cast what a lookup returns")
+
+
+def check_seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise OptionError(f"seed={seed!r}: give a whole number of 64 bits")
+    return seed
+
+
+def check_padding(padding_idx: Any, key_type: torch.dtype) -> int | None:
+    """Raises OptionError for a padding id that no id of the key type can equal."""
+    if padding_idx is None:
+        return None
+    limits = torch.iinfo(key_type)
+    if isinstance(padding_idx, bool) or not isinstance(padding_idx, int) or not limits.min <= padding_idx <= limits.max:
+        raise OptionError(f"padding_idx={padding_idx!r}: give a whole number from {limits.min} to {limits.max}, or None")
+    return padding_idx

@@ -1,0 +1,89 @@
+"""Files that outlive a crash and betray damage: fsync, atomic replacement, msgpack sealed with a checksum."""
+
+from __future__ import annotations
+
+import os
+import stat
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgpack  # type: ignore[import-untyped]
+
+MAX_SEALED = 1 << 24  # bytes; bounds what reading a foreign file may allocate
+
+
+def fsync_file(path: Path) -> None:
+    """Make the content of a file durable."""
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in a folder durable: files created, renamed or removed in it."""
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that at any instant it is the old one or the new one, whole. One writer at a time."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    fsync_dir(path.parent)
+
+
+def seal(value: Any) -> bytes:
+    """msgpack of `[msgpack of value, its crc32]`. Raises ValueError for a value that it cannot hold."""
+    try:
+        payload = msgpack.packb(value)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"msgpack cannot hold this value: {error}") from error
+    data: bytes = msgpack.packb([payload, zlib.crc32(payload)])
+    if len(data) > MAX_SEALED:
+        raise ValueError(f"more than {MAX_SEALED} bytes")
+    unseal(data)  # a record that could not be read back is never written
+    return data
+
+
+def unseal(data: bytes) -> Any:
+    """The value of `seal`. Raises ValueError for anything else: truncated, damaged or foreign."""
+    outer = _unpack(data, max_array_len=2, max_map_len=0)
+    if type(outer) is not list or [type(item) for item in outer] != [bytes, int]:
+        raise ValueError("not a sealed record")
+    payload, checksum = outer
+    if zlib.crc32(payload) != checksum:
+        raise ValueError("the checksum does not match")
+    return _unpack(payload, max_array_len=1 << 16, max_map_len=1 << 16)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError, also for a pipe or a device, which could block for ever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{str(path)!r} is not a regular file")
+    return path.open("rb")
+
+
+def read_record(path: Path) -> bytes:
+    """The content of a file to `unseal`. Raises OSError, or ValueError if it is too large to be one."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_SEALED:
+            raise ValueError(f"more than {MAX_SEALED} bytes")
+        return file.read(size)
+
+
+def _unpack(data: bytes, **limits: int) -> Any:
+    try:
+        return msgpack.unpackb(data, **limits)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not valid msgpack ({error or type(error).__name__})") from error

@@ -1,0 +1,139 @@
+"""The folder of a live store: who holds it, whether its rows are consistent, and the rows' place."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import StoreError
+from .durable import fsync_dir, read_record, seal, unseal, write_atomically
+
+
+class StoreFolder:
+    """A store folder, `<persistent_path>/<embedding name>`, held exclusively until `release` or the end of the process.
+
+    `path` is created, parents included. The folder holds:
+
+    - `LOCK`: locked by the holder, with its process id inside;
+    - `CLEAN`: the mark, present while the live rows are all of one step;
+    - `live`: the rows of the running table, scratch without the mark;
+    - `incoming`: live rows being prepared; what a killed process left there is removed here;
+    - `snapshots`: a folder for each snapshot.
+
+    Raises StoreError if the path or a parent is a file, cannot be written, or another holder has it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.live = self.path / "live"
+        self.incoming = self.path / "incoming"
+        self.snapshots = self.path / "snapshots"
+        self._mark = self.path / "CLEAN"
+        self._owner = os.getpid()
+        self._lock: int | None = None
+        with self._errors("open"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._acquire()
+        try:
+            with self._errors("prepare"):
+                _remove(self.incoming)
+        except StoreError:
+            self.release()
+            raise
+
+    def _acquire(self) -> int:
+        descriptor = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+            os.close(descriptor)
+            raise StoreError(
+                f"store folder {str(self.path)!r} is in use by process {holder or 'unknown'}: close the "
+                "embedding there, or end that process, or choose another persistent_path or name"
+            ) from None
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        return descriptor
+
+    def release(self) -> None:
+        """Let the folder go. The files stay as they are. May be called again."""
+        descriptor, self._lock = self._lock, None
+        if descriptor is None:
+            return
+        if os.getpid() == self._owner:
+            # a forked worker shares the lock, so closing our descriptor alone would not end it
+            os.ftruncate(descriptor, 0)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+    def __enter__(self) -> StoreFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def read_mark(self) -> dict[str, Any] | None:
+        """What `set_mark` stored; None where the mark is absent, truncated or damaged. Raises StoreError."""
+        with self._errors("read the mark of"):
+            try:
+                mark = unseal(read_record(self._mark))
+            except (FileNotFoundError, ValueError):
+                return None
+        return mark if isinstance(mark, dict) else None
+
+    def set_mark(self, description: dict[str, Any]) -> None:
+        """Declare the live rows consistent. They must be durable already. Raises StoreError."""
+        try:
+            data = seal(description)
+        except ValueError as error:
+            raise StoreError(f"the mark of {str(self.path)!r} cannot hold the description: {error}") from error
+        with self._errors("mark"):
+            write_atomically(self._mark, data)
+
+    def clear_mark(self) -> None:
+        """Declare the live rows scratch, durably: to be called before any of them is written. Raises StoreError."""
+        with self._errors("clear the mark of"):
+            self._mark.unlink(missing_ok=True)
+            fsync_dir(self.path)
+
+    def discard_live(self) -> None:
+        """Clear the mark and remove the live rows. Raises StoreError."""
+        self.clear_mark()
+        with self._errors("remove the live rows of"):
+            _remove(self.live)
+            fsync_dir(self.path)
+
+    def replace_live(self, new: Path) -> None:
+        """Clear the mark and put a durable folder of the same filesystem in the place of `live`. Raises StoreError."""
+        self.discard_live()
+        with self._errors("replace the live rows of"):
+            new.rename(self.live)
+            fsync_dir(new.parent)
+            fsync_dir(self.path)
+
+    @contextlib.contextmanager
+    def _errors(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"cannot {action} store folder {str(self.path)!r}: {error}: "
+                "persistent_path must be a folder that this user can write, with room on its device"
+            ) from error
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)

@@ -1,0 +1,73 @@
+"""The full table: every row in memory. It is a store by itself, and the last tier under a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _core
+from ..errors import CapacityError
+from .contract import BUCKETS, Found, Keys, Lines, Tables, row_dtype
+
+
+def check_room(new: int, room: int | None) -> None:
+    """Raises CapacityError where a batch brings more new rows than there is room for."""
+    if room is not None and new > room:
+        raise CapacityError(
+            f"capacity: the batch brings {new} new rows and there is room for {room}; raise capacity, or leave out unseen ids. "
+            "Nothing was changed"
+        )
+
+
+class FullTable:
+    """Grows as rows arrive; `tier` names the memory in metrics."""
+
+    def __init__(self, layout: _core.Layout, tier: str) -> None:
+        self._layout = layout
+        self._tier = tier
+        self._table = _core.FullTable(layout)
+        self._counts = {"hits": 0, "misses": 0}
+
+    def pin(self, batch: _core.Batch, room: int | None) -> None:
+        missing = self._table.find(batch)
+        self._counts["hits"] += batch.unique - missing
+        self._counts["misses"] += missing
+        if missing:
+            # rows of a failed step are resident but were never written: they are new as well
+            check_room(_core.count_new(batch, self._layout) if room is not None else 0, room)
+            self._table.insert_missing(batch, self._layout)
+
+    def unpin(self, batch: _core.Batch, dirty: bool) -> None:
+        """Lines never move: there is nothing to end."""
+
+    def peek(self, batch: _core.Batch) -> None:
+        if self._table.find(batch):
+            _core.initialise_missing(batch, self._layout)
+
+    def read(self, tables: Tables, keys: Keys, lines: Lines) -> Found:
+        found = self._table.read(tables, keys, lines)
+        self._counts["hits"] += int(found.sum())
+        self._counts["misses"] += len(found) - int(found.sum())
+        return found
+
+    def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
+        self._table.write(tables, keys, lines)
+
+    def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+        dtype = row_dtype(self._layout.width)
+        for bucket in range(BUCKETS):
+            rows = np.empty(self._table.held(bucket), dtype)
+            if len(rows):
+                self._table.scan(bucket, rows.view(np.uint8))
+                yield bucket, rows
+
+    def flush(self) -> None:
+        """Nothing lies below."""
+
+    def close(self) -> None:
+        self._table = _core.FullTable(self._layout)
+
+    def metrics(self) -> dict[str, dict[str, int]]:
+        return {self._tier: {**self._counts, "resident_rows": self._table.rows, "bytes": self._table.bytes}}

@@ -1,0 +1,107 @@
+"""RocksDB as the last tier. Its folder is scratch until `flush`; nothing here is read back without a clean mark."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _core
+from ..errors import StoreError
+from .contract import Found, Keys, Lines, Tables, row_dtype
+
+SHARDS = 4
+BLOCK_CACHE_BYTES = 32 << 20
+WRITE_BUFFER_BYTES = 32 << 20  # a shard
+SCAN_BYTES = 8 << 20
+
+
+def require_rocksdb() -> None:
+    """Raises StoreError where the package was built without RocksDB."""
+    if not _core.has_rocksdb:
+        raise StoreError(
+            "cached_ssd: this build of tierbed has no RocksDB; install it (apt install librocksdb-dev) and reinstall tierbed "
+            "from source (pip install --no-binary tierbed --force-reinstall tierbed)"
+        )
+
+
+class RocksDB:
+    """Rows of `width` floats in `folder`, one database a shard; an existing folder keeps the number of shards that it has."""
+
+    def __init__(self, folder: Path, width: int, block_bytes: int = 4096) -> None:
+        require_rocksdb()
+        self._folder = folder
+        self._width = width
+        self._counts = {"hits": 0, "misses": 0, "rows_written": 0}
+        with self._errors():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._db: _core.RocksTier | None = _core.RocksTier(
+                str(folder),
+                width,
+                shards=len(list(folder.glob("shard-*"))) or SHARDS,
+                block_bytes=block_bytes,
+                block_cache_bytes=BLOCK_CACHE_BYTES,
+                write_buffer_bytes=WRITE_BUFFER_BYTES,
+            )
+
+    def read(self, tables: Tables, keys: Keys, lines: Lines) -> Found:
+        with self._errors():
+            found = self._open().read(tables, keys, lines)
+        self._counts["hits"] += int(found.sum())
+        self._counts["misses"] += len(found) - int(found.sum())
+        return found
+
+    def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
+        with self._errors():
+            self._open().write(tables, keys, lines)
+        self._counts["rows_written"] += len(keys)
+
+    def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+        dtype = row_dtype(self._width)
+        most = max(1, SCAN_BYTES // dtype.itemsize)
+        with self._errors():
+            scan = self._open().scan()
+        while True:
+            rows = np.empty(most, dtype)
+            with self._errors():
+                bucket, n = scan.next(rows.view(np.uint8), most)
+            if n == 0:
+                return
+            yield bucket, rows[:n]
+
+    def flush(self) -> None:
+        with self._errors():
+            self._open().flush()
+
+    def close(self) -> None:
+        self._db = None  # the last reference closes the databases
+
+    def metrics(self) -> dict[str, dict[str, int]]:
+        db = self._open()
+        sizes = {
+            "sst_bytes": db.property("rocksdb.total-sst-files-size"),
+            "memtable_bytes": db.property("rocksdb.cur-size-all-mem-tables"),
+        }
+        return {"ssd": {**self._counts, **sizes}}
+
+    def _open(self) -> _core.RocksTier:
+        if self._db is None:
+            raise StoreError(f"RocksDB in {self._folder} was closed")
+        return self._db
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"RocksDB in {self._folder}: {error}; check the disk, then reopen from the last snapshot") from error
+
+
+def open_for_scan(live: Path, width: int) -> RocksDB:
+    """The live rows of a store folder, for reading them out."""
+    return RocksDB(live, width)

@@ -1,0 +1,238 @@
+"""Predict which films a user likes, with embedding tables on the tier that the deployment chooses.
+
+    python examples/movielens.py --data ml-100k --store ssd
+    python examples/movielens.py --data ml-100k --config examples/deploy.toml
+
+Without --data it trains on a synthetic click log. It ends with a snapshot that a fresh process loads and scores to the
+same AUC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from movielens_data import FIELDS, GENRE, PADDING, Log, auc, read_log, split
+from movielens_synthetic import synthetic_log
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tierbed.engine import (
+    MultiTableEmbedding,
+    TierbedError,
+    load_store_options,
+    make_cached_host_mem_store_options,
+    make_cached_ssd_store_options,
+    make_device_mem_store_options,
+    make_host_mem_store_options,
+    make_normal_initializer,
+    make_table_options,
+)
+from tierbed.graph import Graph
+from torch import nn
+
+
+def make_embedding(store_options: Any, dim: int, seed: int = 0) -> MultiTableEmbedding:
+    """One table per field. The tables are empty at first and grow as keys arrive; the options say where they live."""
+    return MultiTableEmbedding(
+        "movielens",
+        dim,
+        torch.float32,
+        torch.int64,
+        tables=[make_table_options(make_normal_initializer(0, 0.01)) for _ in FIELDS],
+        store_options=store_options,
+        padding_idx=PADDING,
+        seed=seed,
+    )
+
+
+class TrainGraph(Graph):
+    """One call is one training step: look up, forward, backward, update the rows and the dense parameters."""
+
+    def __init__(self, embedding: MultiTableEmbedding, model: nn.Module, lr: float) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.model = model
+        self.add_optimizer(torch.optim.Adagrad(embedding.parameters(), lr=lr))
+        self.add_optimizer(torch.optim.Adam(model.parameters(), lr=lr / 50))
+
+    def build(self, ids: torch.Tensor, table_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.model(self.embedding(ids, table_ids), ids)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        loss.backward()
+        return loss
+
+
+class ScoreGraph(Graph):
+    """Without `backward()` a graph is evaluation: it changes nothing, and unseen keys keep their initial rows."""
+
+    def __init__(self, embedding: MultiTableEmbedding, model: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.model = model
+
+    def build(self, ids: torch.Tensor, table_ids: torch.Tensor) -> torch.Tensor:
+        return self.model(self.embedding(ids, table_ids), ids)
+
+
+class DeepFM(nn.Module):
+    """Rows [batch, width, dim] to logits [batch]. A row's first column is its value's bias, the others its factors."""
+
+    def __init__(self, dim: int, hidden: int = 64, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(()))
+        self.dropout = nn.Dropout(dropout)
+        self.deep = nn.Sequential(
+            nn.Linear(len(FIELDS) * (dim - 1), hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 1)
+        )
+
+    def forward(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        count = (ids[:, GENRE:] != PADDING).sum(1, keepdim=True).clamp(min=1)
+        genre = rows[:, GENRE:].sum(1) / count  # the mean of a film's genres: rows of padding are zeros
+        fields = torch.cat([rows[:, :GENRE], genre.unsqueeze(1)], 1)
+        factors = self.dropout(fields[:, :, 1:])
+        pairs = (factors.sum(1).square() - factors.square().sum(1)).sum(1) / 2  # every field times every other
+        return self.bias + fields[:, :, 0].sum(1) + pairs + self.deep(factors.flatten(1)).squeeze(1)
+
+
+STORES: dict[str, Callable[[str, float], Any]] = {
+    "device": lambda path, cache_mb: make_device_mem_store_options(persistent_path=path),
+    "host": lambda path, cache_mb: make_host_mem_store_options(persistent_path=path),
+    "cached_host": lambda path, cache_mb: make_cached_host_mem_store_options(cache_mb, persistent_path=path),
+    "ssd": lambda path, cache_mb: make_cached_ssd_store_options(cache_mb, persistent_path=path),
+}
+
+
+def batches(log: Log, rows: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    for part in rows.split(size):
+        yield log.ids[part], log.table_ids, log.labels[part]
+
+
+def train_epoch(graph: TrainGraph, log: Log, rows: torch.Tensor, size: int) -> Iterator[float]:
+    """The loss of each step over `rows`, in their order."""
+    graph.model.train()
+    for batch in batches(log, rows, size):
+        yield graph(*batch).item()
+
+
+def evaluate(graph: ScoreGraph, log: Log, rows: torch.Tensor, size: int = 4096) -> float:
+    """The AUC over `rows`."""
+    graph.model.eval()
+    scores = [graph(ids, table_ids) for ids, table_ids, _ in batches(log, rows, size)]
+    return auc(log.labels[rows], torch.cat(scores))
+
+
+def train(args: argparse.Namespace, log: Log, options: Any, folder: Path) -> float:
+    """Train, save rows and dense parameters as snapshot "final", and return the test AUC."""
+    torch.manual_seed(args.seed)
+    train_rows, validation_rows, test_rows = split(len(log.labels))
+    model = DeepFM(args.dim)
+    with make_embedding(options, args.dim, args.seed) as embedding:
+        graph, score = TrainGraph(embedding, model, args.lr), ScoreGraph(embedding, model)
+        start_over(embedding)
+        for epoch in range(1, args.epochs + 1):
+            rows = train_rows[torch.randperm(len(train_rows))][: args.steps and args.steps * args.batch_size]
+            began, loss = time.perf_counter(), 0.0
+            with progress_bar() as progress:
+                task = progress.add_task(f"epoch {epoch}", total=len(rows), loss=0.0, speed=0.0)
+                for step, loss in enumerate(train_epoch(graph, log, rows, args.batch_size), 1):
+                    done = min(step * args.batch_size, len(rows))
+                    progress.update(task, completed=done, loss=loss, speed=done / (time.perf_counter() - began))
+            print(f"         validation AUC {evaluate(score, log, validation_rows):.4f}")
+        print(f"{embedding.size():,} rows; {hit_rates(embedding.metrics())}")
+        embedding.save_snapshot("final")
+        torch.save(model.state_dict(), folder / "movielens-dense.pt")
+        return evaluate(score, log, test_rows)
+
+
+def evaluate_snapshot(name: str, args: argparse.Namespace, log: Log, options: Any, folder: Path) -> float:
+    """What a serving process does: no optimizer, rows and dense parameters from disk. Returns the test AUC."""
+    model = DeepFM(args.dim)
+    model.load_state_dict(torch.load(folder / "movielens-dense.pt", weights_only=True))
+    with make_embedding(options, args.dim, args.seed) as embedding:
+        embedding.load_snapshot(name)
+        return evaluate(ScoreGraph(embedding, model), log, split(len(log.labels))[2])
+
+
+def start_over(embedding: MultiTableEmbedding) -> None:
+    """A store folder keeps its rows; an earlier run's would be trained further, so go back to before the first."""
+    if embedding.size():
+        embedding.load_snapshot("untrained")
+        print("the folder holds an earlier run: starting over")
+    else:
+        embedding.save_snapshot("untrained")
+
+
+def progress_bar() -> Progress:
+    numbers = TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} ratings/s")
+    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), numbers, TimeElapsedColumn())
+
+
+def hit_rates(metrics: dict[str, dict[str, int]]) -> str:
+    """What each tier answered of the rows that it was asked for."""
+    parts = []
+    for tier, counts in metrics.items():
+        asked = counts.get("hits", 0) + counts.get("misses", 0)
+        rate = f"{counts['hits'] / asked:.1%} of {asked:,} hit" if asked else "not asked"
+        parts.append(f"{tier} {rate}" + (f", {counts['evictions']:,} evicted" if counts.get("evictions") else ""))
+    return "; ".join(parts)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder with u.data, ratings.dat or one *.inter file")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--store", choices=STORES, default="device", help="where the tables live (default: device)")
+    where.add_argument("--config", type=Path, help='TOML file whose section "movielens" holds the store options')
+    parser.add_argument("--cache-mb", type=float, default=1, help="cache of cached_host and ssd (default: 1 MB)")
+    parser.add_argument("--out", type=Path, help="folder of the store and its snapshots (default: a temporary one)")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="stop each epoch after this many steps")
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--dim", type=int, default=16, help="columns of a row: a bias and dim - 1 factors")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--evaluate", metavar="SNAPSHOT", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace, log: Log, folder: Path) -> None:
+    if args.config:
+        options = load_store_options(args.config, "movielens")
+    else:
+        options = STORES[args.store](str(folder), args.cache_mb)
+    if args.evaluate:
+        print(f"test AUC {evaluate_snapshot(args.evaluate, args, log, options, folder)!r}")
+        return
+    print(log)
+    value = train(args, log, options, folder)
+    again = [sys.executable, __file__, *sys.argv[1:], "--out", str(folder), "--evaluate", "final"]
+    fresh = subprocess.run(again, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
+    if fresh != f"test AUC {value!r}":
+        sys.exit(f"error: this process has test AUC {value!r}, but a fresh one with the snapshot {fresh!r}")
+    print("a fresh process with the snapshot scores the same")
+    print(f"test AUC {value!r}")
+
+
+def main() -> None:
+    args = parse()
+    try:
+        log = read_log(args.data) if args.data else synthetic_log()
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    with tempfile.TemporaryDirectory(prefix="movielens-") as temporary:
+        folder = args.out or Path(temporary)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            run(args, log, folder)
+        except (OSError, TierbedError) as error:
+            sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""The static graph: a user's step, traced once an input signature and run as one compiled step."""
+
+from .graph import Graph
+
+__all__ = ["Graph"]

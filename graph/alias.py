@@ -1,0 +1,76 @@
+"""Which memory a node of a traced graph reads and writes. A trace keeps in-place ops, so order and liveness go by memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+# their schemas hide that running mean and variance (arguments 3 and 4) change when argument 5 (training) is true
+_BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+
+
+def storages(node: fx.Node) -> set[int]:
+    """The storages of a node's tensors. Views of one tensor share one."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+
+
+def written(node: fx.Node) -> set[int]:
+    """The storages that a node changes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return set()
+    schema = node.target._schema
+    if schema.name in _BATCH_NORMS:
+        changed = list(node.args[3:5]) if node.args[5] else []
+    else:
+        changed = [
+            node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            for i, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    return set().union(*(storages(n) for n in pytree.tree_leaves(changed) if isinstance(n, fx.Node)))
+
+
+def external(graph: fx.Graph) -> set[int]:
+    """The storages that live longer than a call: arguments, parameters, buffers and closure tensors."""
+    return set().union(*(storages(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")))
+
+
+def live_nodes(graph: fx.Graph, effects: set[Callable[..., Any]]) -> set[fx.Node]:
+    """The nodes that an output, a call of one of `effects`, an outside tensor or the random stream depends on."""
+    outside = external(graph)
+    writers: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        for storage in written(node):
+            writers[storage].append(node)
+    live: set[fx.Node] = set()
+    pending = [node for node in graph.nodes if node.target in effects or _has_effect(node, outside)]
+    while pending:
+        node = pending.pop()
+        if node in live:
+            continue
+        live.add(node)
+        pending += node.all_input_nodes
+        for storage in _union(storages(n) for n in (node, *node.all_input_nodes)):
+            pending += writers[storage]
+    return live
+
+
+def _has_effect(node: fx.Node, outside: set[int]) -> bool:
+    if node.op != "call_function":
+        return node.op != "get_attr"
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.is_impure()
+    changed = written(node)
+    if changed & outside or torch.Tag.nondeterministic_seeded in node.target.tags:
+        return True
+    return not changed and node.is_impure()
+
+
+def _union(sets: Iterable[set[int]]) -> set[int]:
+    return set().union(*sets)

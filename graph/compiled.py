@@ -1,0 +1,101 @@
+"""One compiled step: the passes in their order, and how it runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ..engine.embedding import MultiTableMultiColumnEmbedding
+from ..engine.errors import OptimizerError
+from ..engine.ops.lookup import embedding_of
+from .lookups import expand_reads, expand_trained, refuse_used_grads, trained_handles
+from .names import identifiers, tensor_names
+from .optimizers import OptimizerSet
+from .passes import add_dense_steps, drop_dead, drop_detach, drop_double_transpose, keep_outputs, name_placeholders
+from .trace import Trace
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """`module` takes the input tensors of a call, then the live tensors of the graph."""
+
+    module: fx.GraphModule
+    trained: list[MultiTableMultiColumnEmbedding]
+    spec: pytree.TreeSpec
+    constants: list[Any]
+    is_tensor: list[bool]
+
+    def run(self, tensors: list[Tensor]) -> Any:
+        """What build returned, computed anew. If an op raises, pins are dropped and the exception goes on."""
+        try:
+            with torch.no_grad(), torch._C._DisableAutocast():
+                outputs = iter(self.module.forward(*tensors))
+        except BaseException:
+            for embedding in self.trained:
+                embedding.release()
+            raise
+        leaves = [
+            next(outputs) if tensor else constant
+            for tensor, constant in zip(self.is_tensor, self.constants, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def code(self) -> str:
+        """The step as Python, one op a line."""
+        code = re.sub("tierbed_(engine_ops_step|graph_dense)_", "", self.module.code)
+        return "\n".join(line.partition(";  ")[0] for line in code.splitlines() if line.strip())
+
+
+def compile_step(root: nn.Module, traced: Trace, optimizers: OptimizerSet, tensors: list[Tensor]) -> CompiledStep:
+    """Rewrite a trace into a step that trains if `root.training` and build called backward().
+
+    OptimizerError if backward() reached an embedding that no optimizer of the graph holds.
+    """
+    module = traced.module
+    graph = module.graph
+    embeddings = {m: path for path, m in root.named_modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
+    names = identifiers([*(type(optimizer).__name__.lower() for optimizer in optimizers), *embeddings.values()])
+    optimizer_at = dict(zip(names, optimizers, strict=False))
+    embedding_at = {m.handle: name for m, name in zip(embeddings, names[len(optimizer_at) :], strict=True)}
+
+    def name_of(handle: int) -> str:
+        return embedding_at.get(handle) or embedding_of(handle).name
+
+    placeholders = graph.find_nodes(op="placeholder")
+    paths = tensor_names(root)
+    name_placeholders(placeholders, [*traced.inputs, *(paths[id(tensor)] for tensor in tensors)])
+    drop_detach(graph)
+    drop_double_transpose(graph)
+    grads = keep_outputs(graph, sum(traced.is_tensor))
+    trained: list[MultiTableMultiColumnEmbedding] = []
+    if root.training and traced.with_grad:
+        holders = optimizers.holders()
+        for handle in sorted(trained_handles(graph)):
+            embedding = embedding_of(handle)
+            if id(embedding.shadow) not in holders:
+                raise OptimizerError(
+                    f"backward() reaches embedding {embedding.name!r}, which no optimizer of this graph holds; "
+                    "call self.add_optimizer(...) in __init__ with an optimizer over its parameters()"
+                )
+            expand_trained(module, handle, name_of)
+            trained.append(embedding)
+        parameters = placeholders[len(traced.inputs) :]
+        shadows = {id(embedding.shadow) for embedding in embeddings}
+        dense = [
+            (holders.get(id(tensors[index])), parameters[index], grad)
+            for index, grad in zip(traced.with_grad, grads, strict=True)
+            if id(tensors[index]) not in shadows
+        ]
+        add_dense_steps(module, optimizer_at, dense)
+    expand_reads(module, name_of)
+    drop_dead(graph)
+    refuse_used_grads(graph, name_of)
+    graph.lint()
+    module.recompile()
+    return CompiledStep(module, trained, traced.spec, traced.constants, traced.is_tensor)
+

@@ -1,0 +1,102 @@
+"""`Graph`: the class that a user subclasses."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from .compiled import CompiledStep, compile_step
+from .optimizers import OptimizerSet
+from .signature import Structure, call_key, modes
+from .trace import trace
+
+STEPS = 64
+
+
+class Graph(nn.Module):
+    """A training or evaluation step, traced once an input signature and then run without autograd and without Python.
+
+    A subclass sets its modules in `__init__`, calls `add_optimizer` there, and defines `build`, which computes a loss and
+    calls `loss.backward()`. Calling the graph runs one step: forward, backward, the update of embedding rows, and
+    `step()` of every optimizer. It returns what `build` returns, tensors detached; `grad` of every parameter is None after
+    it. A graph whose `build` never calls `backward()`, or on which `eval()` was called, trains nothing.
+
+    `build` runs again, on tensors without values, when a call has another signature: shapes, dtypes, devices and strides
+    of tensors, values of other arguments, `training` flags, `requires_grad`, gradient and autocast mode, optimizers. All
+    other Python values are frozen into the step; parameters, buffers and closure tensors are read at every call. The 64
+    steps used last are kept.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._optimizers = OptimizerSet()
+        self._steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
+        self._structure = Structure(self)
+        self._last: tuple[Hashable, Any] = (None, None)  # the step of the previous call, found without hashing
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Let an ordinary torch optimizer update the parameters that it holds, and rows by the shadows that it holds.
+
+        Its parameter groups are read at every step, so learning rate schedulers work. Raises OptimizerError for what is no
+        torch optimizer, one that rows cannot follow, and a parameter that another optimizer of this graph holds.
+        """
+        self._optimizers.add(optimizer)
+        try:
+            self._optimizers.attach(self)
+        except BaseException:
+            self._optimizers.discard(optimizer)
+            raise
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """The step, written by the subclass."""
+        raise NotImplementedError(f"{type(self).__name__} defines no build(self, ...)")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step and return what `build` returns, tensors detached.
+
+        Raises GraphError for a `build` that a static graph cannot hold, OptimizerError where backward() reaches an
+        embedding without optimizer, and whatever `build`, an op or a store raises; the graph stays usable.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        while (live := self._structure.live()) is None:
+            self._structure = Structure(self)
+        tensors, state = live
+        signature = (spec, call_key(leaves, self.build, spec), state, modes(), self._optimizers.key())
+        if signature != self._last[0]:
+            self._last = signature, self._step_for(signature, leaves, spec, tensors)
+        return self._last[1].run([leaf for leaf in leaves if isinstance(leaf, Tensor)] + tensors)
+
+    def _step_for(
+        self, signature: Hashable, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor]
+    ) -> CompiledStep:
+        if signature in self._steps:
+            self._steps.move_to_end(signature)
+        else:
+            self._optimizers.attach(self)
+            self._optimizers.refuse_foreign(self)
+            self._steps[signature] = compile_step(self, trace(self, leaves, spec, tensors), self._optimizers, tensors)
+            self._bound()
+        return self._steps[signature]
+
+    def _bound(self) -> None:
+        if len(self._steps) > STEPS:
+            self._steps.popitem(last=False)
+            warnings.warn(
+                f"{type(self).__name__} was compiled for more than {STEPS} signatures and drops the oldest; "
+                "pass numbers that change at each call as tensors, and pad inputs to few shapes",
+                stacklevel=2,
+            )
+
+    def __repr__(self) -> str:
+        """The modules; after the first call, the code of every compiled step too."""
+        modules = super().__repr__()
+        if not self._steps:
+            return f"{modules}\n# not compiled yet: the first call compiles it"
+        steps = (f"# compiled step {i}\n{step.code()}" for i, step in enumerate(self._steps.values()))
+        return "\n\n".join([modules, *steps])

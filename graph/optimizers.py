@@ -1,0 +1,81 @@
+"""The optimizers of a graph: which parameter each one holds, and the embeddings whose rows follow them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..engine.embedding import MultiTableMultiColumnEmbedding
+from ..engine.errors import OptimizerError
+from .names import name_of
+
+
+class OptimizerSet:
+    """Ordinary torch optimizers, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[Optimizer] = []
+        self._attached: set[int] = set()
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self._optimizers)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """OptimizerError for what is no torch optimizer, needs a closure, or holds a parameter that another one here holds."""
+        if not isinstance(optimizer, Optimizer):
+            raise OptimizerError(
+                f"add_optimizer got a {type(optimizer).__name__}; pass a torch.optim optimizer, such as torch.optim.SGD"
+            )
+        if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} calls the model several times a step, which a static graph cannot do; "
+                "use an optimizer whose step() needs no closure"
+            )
+        if any(optimizer is other for other in self._optimizers):
+            raise OptimizerError(f"this {type(optimizer).__name__} was already added; add each optimizer once")
+        self._optimizers.append(optimizer)
+
+    def discard(self, optimizer: Optimizer) -> None:
+        self._optimizers = [other for other in self._optimizers if other is not optimizer]
+
+    def key(self) -> Hashable:
+        """Changes with every optimizer and every parameter that is added."""
+        return tuple((id(o), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers)
+
+    def attach(self, root: nn.Module) -> None:
+        """Tell each embedding under `root` the group that holds its shadow, once. OptimizerError for a parameter held twice."""
+        by_shadow = {id(m.shadow): m for m in root.modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
+        holders: dict[int, Optimizer] = {}
+        for optimizer, group, parameter in self._held():
+            if holders.setdefault(id(parameter), optimizer) is not optimizer:
+                raise OptimizerError(
+                    f"parameter {name_of(root, parameter)} is in two optimizers, {type(holders[id(parameter)]).__name__} and "
+                    f"{type(optimizer).__name__}; leave it in one"
+                )
+            if id(parameter) in by_shadow and id(parameter) not in self._attached:
+                by_shadow[id(parameter)].attach(optimizer, group)
+                self._attached.add(id(parameter))
+
+    def holders(self) -> dict[int, Optimizer]:
+        """The optimizer of each parameter, by the parameter's id."""
+        return {id(parameter): optimizer for optimizer, _, parameter in self._held()}
+
+    def refuse_foreign(self, root: nn.Module) -> None:
+        """OptimizerError for a parameter that no module under `root` holds: a trace could not see it."""
+        known = {id(parameter) for parameter in root.parameters()}
+        for optimizer, _, parameter in self._held():
+            if id(parameter) not in known:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} holds parameter {name_of(root, parameter)}, which is in no module of the graph; "
+                    "assign its module to self in __init__, and make the optimizer after parameters are replaced"
+                )
+
+    def _held(self) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield optimizer, group, parameter

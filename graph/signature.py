@@ -1,0 +1,89 @@
+"""What a compiled step is valid for: the structure and the tensors of a call, and the live state of the graph's modules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable
+from itertools import chain
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..engine.errors import GraphError
+
+_FIELDS = attrgetter("training", "_parameters", "_buffers", "_modules")
+_DESCRIBE = attrgetter("shape", "dtype", "device", "requires_grad")
+_STRIDE = methodcaller("stride")
+
+class Structure:
+    """The modules under `root`, and what a call needs of them, read anew each time but with few steps of the interpreter."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules = list(root.modules())
+        self._children = self._read()[3]
+
+    def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
+        """Parameters and buffers as they are now, tied ones repeated, and a key of them; None where modules have changed.
+
+        Parameters enter the key by identity, because an optimizer holds the very object; buffers by description alone.
+        """
+        training, parameters, buffers, children = self._read()
+        if children != self._children:
+            return None
+        identities = list(map(id, buffers))
+        distinct = len(set(identities)) == len(identities) or tuple(identities)
+        tensors = [tensor for tensor in parameters + buffers if tensor is not None]
+        return tensors, (self, training, tuple(map(id, parameters)), distinct, *map(_DESCRIBE, tensors), *map(_STRIDE, tensors))
+
+    def _read(self) -> tuple[tuple[Any, ...], ...]:
+        training, *dicts = zip(*map(_FIELDS, self.modules), strict=True)
+        return training, *(tuple(chain.from_iterable(map(dict.values, d))) for d in dicts)
+
+
+def modes() -> Hashable:
+    """The ambient state of torch that decides what a trace records."""
+    autocast = torch._C._is_any_autocast_enabled() and tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+    )
+    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast
+
+
+def call_key(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec) -> tuple[Hashable, ...]:
+    """The key of a call's arguments: tensors by description, all else by type and value. GraphError where a value has none."""
+    key: list[Hashable] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            key.append((_DESCRIBE(leaf), leaf.stride()))
+        elif _has_value(leaf):
+            key.append((type(leaf), leaf))
+        else:
+            raise GraphError(
+                f"argument {argument_name(build, spec, i)} is a {type(leaf).__name__}, which cannot be compared by value; "
+                "pass tensors, numbers, strings, or lists, tuples and dicts of them"
+            )
+    return tuple(key)
+
+
+def argument_name(build: Callable[..., Any], spec: pytree.TreeSpec, index: int) -> str:
+    """How the user wrote leaf number `index`: `ids`, `batch['user']`."""
+    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+    (kind, argument, *rest), _ = paths[index]
+    if kind.idx == 1:
+        return argument.key + pytree.keystr(tuple(rest))
+    names = list(inspect.signature(build).parameters)
+    name = names[argument.idx] if argument.idx < len(names) else f"number {argument.idx}"
+    return name + pytree.keystr(tuple(rest))
+
+
+def _has_value(leaf: Any) -> bool:
+    """False for what has no hash, and for a mutable object that equals only itself: a change inside it would go unseen."""
+    if type(leaf).__hash__ is object.__hash__ and hasattr(leaf, "__dict__") and not callable(leaf):
+        return False
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return True

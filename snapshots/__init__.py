@@ -1,0 +1,19 @@
+"""Snapshots: every row of an embedding with its optimizer state, in checksummed files that NumPy can read."""
+
+from __future__ import annotations
+
+from ..engine.errors import SnapshotError
+from .format import Manifest, check_name
+from .reader import Listing, Snapshot, latest_snapshot, list_snapshots
+from .writer import write_snapshot
+
+__all__ = [
+    "Listing",
+    "Manifest",
+    "Snapshot",
+    "SnapshotError",
+    "check_name",
+    "latest_snapshot",
+    "list_snapshots",
+    "write_snapshot",
+]

@@ -1,0 +1,79 @@
+"""Between the live rows of a closed store and its snapshots: what `tierbed snapshot save` and `load` do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engine.errors import SnapshotError, StoreError
+from ..engine.store.folder import StoreFolder
+from .format import Manifest, check_name
+from .reader import Snapshot
+from .writer import write_snapshot
+
+Progress = Callable[[int], None]
+Chunks = Iterator[tuple[int, NDArray[np.void]]]
+
+
+def save_live(store: StoreFolder, name: str, progress: Progress | None = None) -> Manifest:
+    """Write the live rows of a store that was closed cleanly as snapshot `name`. The live rows stay as they are.
+
+    Raises StoreError if the store carries no mark, SnapshotError as `write_snapshot` does.
+    """
+    check_name(name)
+    mark = store.read_mark()
+    if mark is None:
+        raise StoreError(
+            f"the live rows of {str(store.path)!r} are not consistent: the last process did not close the embedding. "
+            "Load a snapshot with `tierbed snapshot load`, or open and close the embedding, which goes back to the last"
+        )
+    description = {field: value for field, value in mark.items() if field != "live"}
+    with _live_rows(store, mark) as chunks:
+        return write_snapshot(store.snapshots / name, description, chunks, progress)
+
+
+def load_live(store: StoreFolder, snapshot: Snapshot, progress: Progress | None = None) -> None:
+    """Make the rows of a snapshot the live rows, so that the next training run resumes from it; checked while copied.
+
+    Raises SnapshotError, with the live rows as they were, if the snapshot is damaged or of another table.
+    A process killed here leaves the old live rows, or a store without a mark, to be loaded again.
+    """
+    mark = store.read_mark()
+    for field in ("key_type", "dtype", "columns"):
+        if mark is not None and mark.get(field) != snapshot.description[field]:
+            raise SnapshotError(
+                f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
+                f"is {snapshot.description[field]!r}, theirs {mark.get(field)!r}. Load it in the store it came from"
+            )
+    write_snapshot(store.incoming, snapshot.description, snapshot.chunks(), progress)
+    store.replace_live(store.incoming)
+    store.set_mark({**snapshot.description, "live": "rows"})
+
+
+@contextmanager
+def _live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
+    if mark.get("live") == "rows":
+        yield Snapshot.open(store.live).chunks()
+    elif mark.get("live") == "rocksdb":
+        from ..engine.store.rocksdb import open_for_scan  # only where RocksDB holds the rows
+
+        tier = open_for_scan(store.live, int(mark["width"]))
+        try:
+            yield tier.scan()
+        finally:
+            tier.close()
+    else:
+        raise StoreError(f"the mark of {str(store.path)!r} has an unknown live={mark.get('live')!r}: upgrade tierbed")
+
+
+def existing_store(path: Path) -> Path:
+    """The path, if there is a store. Raises StoreError otherwise: a mistyped path must not become one."""
+    if not (os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")):
+        raise StoreError(f"{str(path)!r} is no store folder: give <persistent_path>/<embedding name>")
+    return path

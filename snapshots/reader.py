@@ -1,0 +1,157 @@
+"""Reading snapshots: open, verify, rows in chunks, and which of a folder is the latest."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engine.errors import SnapshotError
+from ..engine.store.contract import row_dtype
+from ..engine.store.durable import open_regular, read_record
+from .format import HEADER_BYTES, MANIFEST, BucketFile, Manifest, bucket_of, npy_header
+
+_CHUNK_BYTES = 1 << 25
+
+
+class Snapshot:
+    """A finished snapshot. Opening reads its manifest; rows are read, and checked, by `chunks` and `verify`."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, folder: Path) -> Snapshot:
+        """Raises SnapshotError if it is missing, foreign, of an unknown format, or its manifest is damaged."""
+        folder = Path(folder)
+        if not os.path.isdir(folder):
+            names = ", ".join(repr(name) for name in _names(folder.parent)) or "none"
+            raise SnapshotError(f"there is no snapshot {folder.name!r} in {str(folder.parent)!r}; those there: {names}")
+        try:
+            return cls(folder, Manifest.decode(read_record(folder / MANIFEST)))
+        except (OSError, ValueError) as error:
+            raise SnapshotError(f"{str(folder / MANIFEST)!r} cannot be read: {error}. {_remedy(folder)}") from error
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.name
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The table that the rows belong to, as the engine described it."""
+        return self.manifest.description
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> None:
+        """Read everything: sizes, headers, checksums. Raises SnapshotError naming the file.
+
+        `progress` is told how many rows each chunk added.
+        """
+        for _, rows in self.chunks():
+            if progress is not None:
+                progress(len(rows))
+
+    def chunks(self, max_rows: int = 65536) -> Iterator[tuple[int, NDArray[np.void]]]:
+        """Every row as (bucket, rows [n] of `row_dtype(width)`), ordered as by `Tier.scan`.
+
+        n is at most `max_rows` and a chunk at most about 32 MiB. Every file's presence, size and header is checked
+        before the first chunk, its checksum after its last chunk: a consumer that must not be left with damaged rows
+        calls `verify` first, or keeps what it builds aside until the end. Raises SnapshotError naming the file.
+        """
+        for name, entry in self.manifest.files.items():
+            with self._open(name, entry):
+                pass
+        for name, entry in self.manifest.files.items():
+            with self._open(name, entry) as file:
+                yield from ((bucket_of(name), rows) for rows in self._rows(file, name, entry, max_rows))
+
+    def _open(self, name: str, entry: BucketFile) -> BinaryIO:
+        """The file, its header read and checked."""
+        try:
+            file = open_regular(self.folder / name)
+        except OSError as error:
+            raise self._damaged(name, str(error)) from error
+        size = os.fstat(file.fileno()).st_size
+        if size != entry.bytes:
+            problem = f"it has {size} bytes instead of {entry.bytes}"
+        elif file.read(HEADER_BYTES) != npy_header(self.manifest.width, entry.rows):
+            problem = "its header is not that of these rows"
+        else:
+            return file
+        file.close()
+        raise self._damaged(name, problem)
+
+    def _rows(self, file: BinaryIO, name: str, entry: BucketFile, max_rows: int) -> Iterator[NDArray[np.void]]:
+        # read, not mapped: a failing disk raises here, where a mapping would kill the process
+        dtype = row_dtype(self.manifest.width)
+        limit = max(1, min(max_rows, _CHUNK_BYTES // dtype.itemsize))
+        checksum = 0
+        for begin in range(0, entry.rows, limit):
+            rows = np.empty(min(limit, entry.rows - begin), dtype)
+            data = rows.view(np.uint8).data
+            try:
+                got = file.readinto(data)  # type: ignore[attr-defined]
+            except OSError as error:
+                raise self._damaged(name, str(error)) from error
+            if got != data.nbytes:
+                raise self._damaged(name, "it was truncated while being read")
+            checksum = zlib.crc32(data, checksum)
+            yield rows
+        if checksum != entry.crc32:
+            raise self._damaged(name, "its checksum does not match")
+
+    def _damaged(self, name: str, problem: str) -> SnapshotError:
+        return SnapshotError(f"{str(self.folder / name)!r} is damaged: {problem}. {_remedy(self.folder)}")
+
+
+class Listing(NamedTuple):
+    """What a folder holds: its readable snapshots from the oldest to the latest, and an error for each other name."""
+
+    snapshots: list[Snapshot]
+    damaged: dict[str, SnapshotError]
+
+
+def list_snapshots(folder: Path) -> Listing:
+    """Open every snapshot in a folder, reading manifests alone; none if it does not exist. Raises SnapshotError."""
+    listing = Listing([], {})
+    for name in _names(Path(folder)):
+        try:
+            listing.snapshots.append(Snapshot.open(Path(folder) / name))
+        except SnapshotError as error:
+            listing.damaged[name] = error
+    listing.snapshots.sort(key=lambda s: (s.manifest.sequence, s.manifest.created, s.name))
+    return listing
+
+
+def latest_snapshot(folder: Path) -> Snapshot | None:
+    """The latest snapshot in a folder, verified; None where there is none.
+
+    An older one is never returned in the place of a damaged one: SnapshotError is raised if the latest does not verify,
+    or if a manifest cannot be read, as that snapshot might be the latest.
+    """
+    snapshots, damaged = list_snapshots(folder)
+    for error in damaged.values():
+        raise SnapshotError(f"it is unknown which snapshot is the latest: {error}") from error
+    if not snapshots:
+        return None
+    snapshots[-1].verify()
+    return snapshots[-1]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise SnapshotError(f"the snapshots in {str(folder)!r} cannot be listed: {error}") from error
+
+
+def _remedy(folder: Path) -> str:
+    return f"Restore the folder {str(folder)!r} from a copy, or delete it and use another snapshot"

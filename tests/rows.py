@@ -1,0 +1,93 @@
+"""What the tests of the native core share: layouts, batches, and lines as NumPy sees them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tierbed.engine import _core
+from tierbed.engine.initializers import (
+    as_arrays,
+    make_constant_initializer,
+    make_normal_initializer,
+    make_table_options,
+    make_trunc_normal_initializer,
+    make_uniform_initializer,
+)
+from tierbed.engine.ops import naive
+
+SPECIAL_KEYS = [0, 1, 2, 3, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1, 2**32 - 1, 2**32]
+INITIALIZERS = [
+    make_uniform_initializer(-0.1, 0.1),
+    make_normal_initializer(0.5, 2.0),
+    make_constant_initializer(0.3),
+    make_trunc_normal_initializer(0.0, 1.0, -0.5, 2.0),
+    make_trunc_normal_initializer(0.0, 1.0, 3.0, 5.0),
+]
+
+any_key = st.sampled_from(SPECIAL_KEYS) | st.integers(0, 20) | st.integers(0, 2**64 - 1)
+
+
+class Table:
+    """A layout and what the naive functions need to know of it."""
+
+    def __init__(
+        self, columns: Sequence[int], states: Sequence[float] = (), seed: int = 7, tables: int = len(INITIALIZERS)
+    ) -> None:
+        options = [
+            make_table_options([INITIALIZERS[(table + group) % len(INITIALIZERS)] for group in range(len(columns))])
+            for table in range(tables)
+        ]
+        self.columns, self.states, self.seed, self.tables = list(columns), list(states), seed, tables
+        self.kinds, self.parameters, self.quantiles = as_arrays(options, columns)
+        self.dim = sum(columns)
+        self.layout = _core.Layout(
+            self.dim, self.states, seed, self.columns, self.kinds, self.parameters, self.quantiles
+        )
+        self.width = self.layout.width
+
+    def initial(self, tables: NDArray[np.uint32], keys: NDArray[np.uint64]) -> NDArray[np.float32]:
+        return naive.initial_rows(
+            tables, keys, self.seed, self.columns, self.kinds, self.parameters, self.quantiles, self.states
+        )
+
+    def batch(
+        self,
+        keys: Sequence[int] | NDArray[np.uint64],
+        tables: Sequence[int] | NDArray[np.uint32],
+        padding: int | None = None,
+    ) -> _core.Batch:
+        return _core.Batch([(np.asarray(keys, np.uint64), np.asarray(tables, np.uint32))], self.tables, padding)
+
+    def lines(self, count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
+        """Memory of zeros for `count` lines, to be kept alive, and their addresses."""
+        memory = np.zeros((count, self.layout.line_bytes), np.uint8)
+        addresses = memory.ctypes.data + self.layout.line_bytes * np.arange(count, dtype=np.uint64)
+        return memory, addresses.astype(np.uint64)
+
+    def view(self, address: int) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
+        """A line's floats and its (updates, last step), in place."""
+        floats = np.ctypeslib.as_array((ctypes.c_float * self.width).from_address(int(address)))
+        record = np.ctypeslib.as_array((ctypes.c_uint32 * 2).from_address(int(address) + 4 * self.width))
+        return floats, record
+
+    def values(self, lines: NDArray[np.uint64]) -> NDArray[np.float32]:
+        """[n, width], a copy of the lines' floats."""
+        return np.array([self.view(line)[0] for line in lines], np.float32).reshape(len(lines), self.width)
+
+    def records(self, lines: NDArray[np.uint64]) -> NDArray[np.uint32]:
+        """[n, 2], a copy of (updates, last step)."""
+        return np.array([self.view(line)[1] for line in lines], np.uint32).reshape(len(lines), 2)
+
+
+def same_bits(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    """Equal to the bit, the sign of zero included; shows the first difference."""
+    assert actual.dtype == expected.dtype == np.float32
+    assert actual.shape == expected.shape
+    differ = np.argwhere(actual.view(np.uint32) != expected.view(np.uint32))
+    assert not len(differ), (
+        f"{len(differ)} differ, first {differ[0]}: {actual[tuple(differ[0])]!r}, not {expected[tuple(differ[0])]!r}"
+    )

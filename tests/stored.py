@@ -1,0 +1,90 @@
+"""What the tests of snapshots and folders share: descriptions and rows as a tier scans them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierbed.engine.store.contract import row_dtype
+from tierbed.snapshots import Manifest, write_snapshot
+
+Chunk = tuple[int, NDArray[np.void]]
+
+
+def description(width: int = 6, **changes: Any) -> dict[str, Any]:
+    """Of an Adagrad table whose columns take half of the width."""
+    return {
+        "name": "users",
+        "key_type": "int64",
+        "dtype": "float32",
+        "columns": [max(1, width // 2)],
+        "width": width,
+        "optimizer": "adagrad",
+        "states": ["sum"],
+        "seed": 7,
+        "tables": [{"type": "uniform", "low": -0.1, "high": 0.1}, {"type": "constant", "value": 0.0}],
+        "padding_idx": None,
+        "step": 12,
+    } | changes
+
+
+def make_rows(width: int, count: int, seed: int = 0) -> NDArray[np.void]:
+    """Rows in order of (table, key), with NaN, infinities, subnormals and the extreme keys among them."""
+    random = np.random.default_rng(seed)
+    rows = np.zeros(count, row_dtype(width))
+    rows["table"] = random.integers(0, 3, count)
+    rows["key"] = np.unique(random.integers(0, 2**64, 2 * count + 2, np.uint64))[:count]
+    rows["key"][:2] = [0, 2**64 - 1][:count]
+    rows["values"] = random.integers(0, 2**32, (count, width), np.uint32).view(np.float32)
+    rows["updates"] = 1 + random.integers(0, 9, count)
+    rows["step"] = random.integers(0, 2**32, count, np.uint32)
+    return rows[np.lexsort((rows["key"], rows["table"]))]
+
+
+def make_buckets(width: int, counts: dict[int, int]) -> dict[int, NDArray[np.void]]:
+    """Rows by bucket, buckets ascending."""
+    return {bucket: make_rows(width, count, bucket) for bucket, count in sorted(counts.items())}
+
+
+def chunked(buckets: dict[int, NDArray[np.void]], size: int = 7) -> Iterator[Chunk]:
+    """The rows as a tier would scan them, `size` at a time."""
+    for bucket, rows in buckets.items():
+        for begin in range(0, len(rows), size):
+            yield bucket, rows[begin : begin + size]
+
+
+def joined(chunks: Iterable[Chunk]) -> dict[int, bytes]:
+    """The bytes of each bucket's rows."""
+    result: dict[int, bytes] = {}
+    for bucket, rows in chunks:
+        result[bucket] = result.get(bucket, b"") + rows.tobytes()
+    return result
+
+
+def save(folder: Path, counts: dict[int, int] | None = None, width: int = 6, **changes: Any) -> Manifest:
+    """Write a small snapshot."""
+    buckets = make_buckets(width, {0: 20, 5: 1, 63: 9} if counts is None else counts)
+    return write_snapshot(folder, description(width, **changes), chunked(buckets))
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    """Damage a file."""
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def run_python(script: str, *arguments: Path) -> str:
+    """What a script prints in a process of its own; it sees the helpers of the tests."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
