@@ -24,18 +24,20 @@ def buckets(tables: U32, keys: U64) -> U8:
     """[n] -> [n], the bucket 0..63 of each row: the top 6 bits of its hash."""
 
 def normal_quantile(p: float) -> float:
-    """The inverse of the standard normal distribution function, 0 < p < 1, by Wichura's AS 241 in fixed IEEE double operations."""
+    """The inverse of the standard normal distribution function, 0 < p < 1: Wichura's AS 241 in fixed IEEE operations."""
 
 class Batch:
     """The unique rows of one or several lookups.
 
-    Positions number the ids of all segments one after another. Unique rows are ordered by bucket, then by first occurrence.
+    Positions number the ids of all segments one after another. Unique rows are ordered by bucket, then by first
+    occurrence.
     """
 
     def __init__(self, segments: Sequence[tuple[U64, U32 | None]], num_tables: int, padding: int | None) -> None:
-        """Each segment: keys [n] and table ids [n], or None where position i of the segment belongs to table i % num_tables.
+        """Each segment: keys [n] and table ids [n], or None where its position i belongs to table i % num_tables.
 
-        Keys equal to `padding` (as unsigned 64 bits) are no rows. A table id >= num_tables raises ValueError naming its position.
+        Keys equal to `padding` (as unsigned 64 bits) are no rows. A table id >= num_tables raises IndexError naming
+        its position.
         """
     size: int  # positions, padding included
     unique: int  # unique rows
@@ -62,11 +64,15 @@ class Layout:
         parameters: F32,
         quantiles: NDArray[np.float64],
     ) -> None:
-        """`states`: the initial value of each optimizer state, each `dim` floats wide. `columns`: widths of the column groups, summing to `dim`.
+        """`states`: the initial value of each optimizer state, each `dim` floats wide.
 
-        For table t and column group c, entry t * len(columns) + c of `kinds`, `parameters` [n, 2], `quantiles` [n, 2] describes the initial
+        `columns`: widths of the column groups, summing to `dim`.
+
+        For table t and column group c, entry t * len(columns) + c of `kinds`, `parameters` [n, 2], `quantiles` [n, 2]
+        describes the initial
         values; u is uniform in [0, 1):
-        kind 0 constant a; 1 uniform a + u * (b - a); 2 normal a + b * quantile(q0 + u * (q1 - q0)), with (q0, q1) = (0, 1) untruncated.
+        kind 0 constant a; 1 uniform a + u * (b - a); 2 normal a + b * quantile(q0 + u * (q1 - q0)), with (q0, q1) =
+        (0, 1) untruncated.
         """
     dim: int
     width: int  # floats, states included
@@ -79,10 +85,16 @@ def gather(batch: Batch, layout: Layout, begin: int, out: F32) -> None:
     """out [n, dim]: the embedding of positions begin .. begin + n; padding is zeros. Needs `batch.lines`."""
 
 def update(batch: Batch, layout: Layout, grads: F32, rule: str, hyper: Sequence[float], step: int) -> int:
-    """Reduce grads [size, dim] over each row's occurrences, ascending, and apply the rule to each unique line. Returns how many rows were written for the first time."""
+    """Reduce grads [size, dim] over each row's occurrences, ascending, and apply the rule to each unique line.
+
+    Returns how many rows were written for the first time.
+    """
 
 def assign(batch: Batch, layout: Layout, values: F32, step: int) -> int:
-    """Write values [size, dim] to the lines' embeddings, the last occurrence winning. Optimizer state stays. Returns how many rows were written for the first time."""
+    """Write values [size, dim] to the lines' embeddings, the last occurrence winning.
+
+    Optimizer state stays. Returns how many rows were written for the first time.
+    """
 
 def count_new(batch: Batch, layout: Layout) -> int:
     """How many lines have `updates == 0`. A zero address counts as new."""
@@ -144,7 +156,10 @@ class Cache:
     counts: dict[str, int]
 
 class RocksTier:
-    """Rows in RocksDB, one database a shard of buckets. Absent where the build found no RocksDB. Failures raise RuntimeError."""
+    """Rows in RocksDB, one database a shard of buckets.
+
+    Absent where the build found no RocksDB. Failures raise RuntimeError.
+    """
 
     def __init__(
         self, folder: str, width: int, *, shards: int, block_bytes: int, block_cache_bytes: int, write_buffer_bytes: int

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .errors import ClosedError, InputError, OptionError, OptimizerError
+from .errors import ClosedError, InputError, OptimizerError, OptionError
 from .home import TableHome
 from .initializers import make_normal_initializer, make_table_options
-from .inputs import check_lookup
+from .inputs import check_lookup, keys_from
 from .ops.lookup import lookup, register
 from .optimizers import RowOptimizer, row_optimizer
 from .options import store_options_from_dict
@@ -46,13 +46,16 @@ class _Handle:
 class MultiTableMultiColumnEmbedding(nn.Module):
     """Hashed tables that share a row layout: several columns of their own widths, laid side by side in each row.
 
-    name: names the folder under `persistent_path`. embedding_dim: the width of a row, or a list of widths, one a column.
+    name: names the folder under `persistent_path`.
+    embedding_dim: the width of a row, or a list of widths, one a column.
     dtype: torch.float32. key_type: torch.int32, int64 or uint64, the dtype of ids; every value is a legal id.
     tables: one `make_table_options(...)` a table; None is one table with `default_initializer` (normal(0, 0.05)).
-    store_options: from a `make_*_store_options`, or the dict that it prints. padding_idx: an id that is no row: zeros, no gradient.
+    store_options: from a `make_*_store_options`, or the dict that it prints.
+    padding_idx: an id that is no row: zeros, no gradient.
     seed: initial rows are a pure function of (seed, table, key, column).
 
-    A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use. Raises OptionError.
+    A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use. Raises
+    OptionError.
     """
 
     def __init__(
@@ -104,8 +107,9 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     def forward(self, ids: Tensor, table_ids: Tensor | None = None) -> Tensor:
         """Rows of ids: shape ids.shape + (dim,), float32.
 
-        ids: `key_type`, any shape. table_ids: integers that broadcast to the shape of ids; without them and with several tables, the last
-        dimension of ids is the tables, in order. Unknown ids have their initial rows; only training inserts them.
+        ids: `key_type`, any shape. table_ids: integers that broadcast to the shape of ids; without them and with
+        several tables, the last dimension of ids is the tables, in order. Unknown ids have their initial rows; only
+        training inserts them.
         Outside a `Graph` it reads. Raises InputError, StoreError.
         """
         ids, table_ids = check_lookup(self.spec, ids, table_ids)
@@ -117,20 +121,28 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         return self._table().rows
 
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
-        """Rows of keys as they are, without inserting: shape keys.shape + (dim,). Takes what `torch.as_tensor` does."""
+        """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
         return self.read(*self._lookup(keys, table_ids))
 
     def put(self, keys: Any, rows: Any, table_ids: Any = None) -> None:
-        """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last stands. Optimizer state stays as it is."""
+        """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last stands.
+
+        Optimizer state stays as it is.
+        """
         wanted = self._lookup(keys, table_ids)
         values = torch.as_tensor(rows)
         shape = (*wanted[0].shape, self.dim)
         if values.dtype != torch.float32 or tuple(values.shape) != shape:
-            raise InputError(f"rows of embedding {self.name!r}: {values.dtype} {tuple(values.shape)}; give float32 {shape}")
+            raise InputError(
+                f"rows of embedding {self.name!r}: {values.dtype} {tuple(values.shape)}; give float32 {shape}"
+            )
         self._table().put(wanted, values.detach().cpu().contiguous())
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Every written row in chunks of (table_ids [n] int64, keys [n] of key_type, rows [n, dim]), ordered by bucket, table and key."""
+        """Every written row, in chunks ordered by bucket, table and key.
+
+        A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
+        """
         for _, rows in self._table().scan():
             keys = np.ascontiguousarray(rows["key"]).view(_NUMPY_KEYS[self.spec.key_type])
             values = np.ascontiguousarray(rows["values"][:, : self.dim])
@@ -143,13 +155,19 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
 
     def save_snapshot(self, snapshot_name: str) -> None:
-        """Save all rows with optimizer state in the store folder. When it returns, the snapshot survives the process. Raises SnapshotError."""
+        """Save all rows with optimizer state in the store folder.
+
+        When it returns, the snapshot survives the process. Raises SnapshotError.
+        """
         self._table()
         assert self._open is not None
         self._open.home.save_snapshot(self._open.table, snapshot_name)
 
     def load_snapshot(self, snapshot_name: str) -> None:
-        """Replace all rows by a snapshot's, checked first. Raises SnapshotError, and the rows stay, where it is missing, damaged or of another table."""
+        """Replace all rows by a snapshot's, checked first.
+
+        Raises SnapshotError, and the rows stay, where it is missing, damaged or of another table.
+        """
         self._table()
         assert self._open is not None
         self._open.table = self._open.home.load_snapshot(self._open.table, snapshot_name)
@@ -159,33 +177,44 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         return self._table().metrics()
 
     def close(self) -> None:
-        """Bring every row down and close the store; the next run resumes from it. May be called again. Using the embedding raises ClosedError."""
+        """Bring every row down and close the store; the next run resumes from it.
+
+        May be called again. Using the embedding raises ClosedError.
+        """
         self._closed = True
         self._close_table()
 
     def __enter__(self) -> MultiTableMultiColumnEmbedding:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def extra_repr(self) -> str:
         spec = self.spec
-        return f"{spec.name!r}, embedding_dim={list(spec.columns)}, tables={spec.num_tables}, store={self.store_options['store']}"
+        columns = list(spec.columns)
+        return f"{spec.name!r}, columns={columns}, tables={spec.num_tables}, store={self.store_options.store}"
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        """Let the rows follow one of the optimizer's param groups. `Graph.add_optimizer` calls it. Raises OptimizerError."""
+        """Let the rows follow one of the optimizer's param groups.
+
+        `Graph.add_optimizer` calls it. Raises OptimizerError.
+        """
         rows_optimizer = row_optimizer(optimizer, group)
         if self._open is not None:
             table = self._open.table
             if table.optimizer is not None and table.rule != rows_optimizer.rule:
                 raise OptimizerError(
-                    f"embedding {self.name!r} is being trained by {table.rule}, and its rows have no state of {rows_optimizer.rule}; "
+                    f"embedding {self.name!r} is being trained by {table.rule}, and its rows have no state of "
+                    f"{rows_optimizer.rule}; "
                     "keep the optimizer, or create the embedding under another name"
                 )
             if table.rows and table.states != rows_optimizer.states:
                 raise OptimizerError(
-                    f"embedding {self.name!r} holds {table.rows} rows with state {list(table.states)}, not of {rows_optimizer.rule}; "
+                    f"embedding {self.name!r} holds {table.rows} rows with state {list(table.states)}, not of "
+                    f"{rows_optimizer.rule}; "
                     "add the optimizer before rows are put"
                 )
             if table.states == rows_optimizer.states:
@@ -208,16 +237,14 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             self._open.table.release()
 
     def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
-        given = torch.as_tensor(keys)
-        if given.numel() == 0 and not isinstance(keys, Tensor):
-            given = given.to(self.spec.key_type)
-        if given.dtype == torch.int64 and self.spec.key_type != torch.int64 and not isinstance(keys, Tensor):
-            given = given.to(self.spec.key_type)
-        return check_lookup(self.spec, given, None if table_ids is None else torch.as_tensor(table_ids))
+        ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
+        return check_lookup(self.spec, ids, None if table_ids is None else torch.as_tensor(table_ids))
 
     def _table(self) -> OpenTable:
         if self._closed or (self._open is not None and self._closer is not None and not self._closer.alive):
-            raise ClosedError(f"embedding {self.name!r} was closed, or another embedding opened its folder; create it again")
+            raise ClosedError(
+                f"embedding {self.name!r} was closed, or another embedding opened its folder; create it again"
+            )
         if self._open is None:
             path = self.store_options.persistent_path
             place = None if path is None else os.path.realpath(os.path.join(path, self.name))
@@ -252,5 +279,10 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         seed: int = 0,
     ) -> None:
         if not isinstance(embedding_dim, int):
-            raise OptionError(f"embedding_dim={embedding_dim!r}: give a whole number; MultiTableMultiColumnEmbedding takes a list of columns")
-        super().__init__(name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed)
+            raise OptionError(
+                f"embedding_dim={embedding_dim!r}: give a whole number; MultiTableMultiColumnEmbedding takes a list "
+                f"of columns"
+            )
+        super().__init__(
+            name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed
+        )

@@ -1,4 +1,7 @@
-"""Every exception that tierbed raises for a user's mistake or a store's fault. Messages name the argument, the value and the remedy."""
+"""Every exception that tierbed raises for a user's mistake or a store's fault.
+
+Messages name the argument, the value and the remedy.
+"""
 
 
 class TierbedError(Exception):

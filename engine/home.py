@@ -1,7 +1,7 @@
 """Where a table's rows live between runs: opens, closes, saves and restores the table of one store folder.
 
-The live rows are scratch while a table is written: the mark goes before the first write and comes back with a clean close. What is found without
-a mark is never served; the last snapshot is.
+The live rows are scratch while a table is written: the mark goes before the first write and comes back with a clean
+close. What is found without a mark is never served; the last snapshot is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class TableHome:
     def __init__(self, spec: TableSpec, options: StoreOptions) -> None:
         self.spec = spec
         self.options = options
-        self.folder = None if options.persistent_path is None else StoreFolder(Path(options.persistent_path) / spec.name)
+        self.folder = (
+            None if options.persistent_path is None else StoreFolder(Path(options.persistent_path) / spec.name)
+        )
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._fresh = options.open == "fresh"
         self._scratch = False  # whether the mark is cleared: rows were written since the last clean state
@@ -58,7 +60,7 @@ class TableHome:
         return self._build(optimizer, None, self.folder.live)
 
     def close(self, table: OpenTable) -> None:
-        """Bring written rows down and mark the folder clean, so that the next run resumes from them; then release it."""
+        """Bring written rows down, mark the folder clean, so that the next run resumes from them, and release it."""
         try:
             table.release()
             if self.folder is not None and self._scratch and table.failure is None:
@@ -122,11 +124,16 @@ class TableHome:
         else:
             self._check(snapshot.description, optimizer, StoreError, f"store folder {str(folder.path)!r}")
             table = self._restore(optimizer, snapshot, None)
-        log.warning("embedding %r: store folder %s was not closed by its last run; %s", self.spec.name, folder.path, found)
+        log.warning(
+            "embedding %r: store folder %s was not closed by its last run; %s", self.spec.name, folder.path, found
+        )
         return table
 
     def _restore(self, optimizer: RowOptimizer | None, snapshot: Snapshot, running: OpenTable | None) -> OpenTable:
-        """A table with a snapshot's rows, built aside; checksums are verified while they are read. Closes `running` when it is built."""
+        """A table with a snapshot's rows, built aside; checksums are verified while they are read.
+
+        Closes `running` when it is built.
+        """
         assert self.folder is not None
         folder, stored = self.folder, {**snapshot.description, "rows": snapshot.manifest.rows}
         place = folder.incoming if self._on_disk else None
@@ -142,8 +149,8 @@ class TableHome:
                 shutil.rmtree(place, ignore_errors=True)
             raise
         if running is not None:
-            running.close()
             self._begin_writing()
+            running.close()
         if place is None:
             return table
         table.close()
@@ -185,25 +192,35 @@ class TableHome:
 
     def _snapshots(self) -> Path:
         if self.folder is None:
-            raise SnapshotError(f"embedding {self.spec.name!r} has no persistent_path, so no place for snapshots; give one in its store options")
+            raise SnapshotError(
+                f"embedding {self.spec.name!r} has no persistent_path, so no place for snapshots; give one in its "
+                f"store options"
+            )
         return self.folder.snapshots
 
     def _check(self, stored: dict[str, Any], optimizer: RowOptimizer | None, error: type[Exception], what: str) -> None:
-        """Raises where the stored rows are of another table, or carry the state of another optimizer than the one that is to train them."""
+        """Raises where the stored rows are of another table, or have no state of the optimizer that is to train them."""
         for field, argument, mine in (
             ("columns", "embedding_dim", list(self.spec.columns)),
             ("key_type", "key_type", KEY_TYPES[self.spec.key_type]),
             ("dtype", "dtype", "float32"),
         ):
             if stored[field] != mine:
-                raise error(f"{what} holds rows of {argument} {stored[field]}, not {mine}; give that {argument}, or another name or persistent_path")
+                raise error(
+                    f"{what} holds rows of {argument} {stored[field]}, not {mine}; give that {argument}, or another "
+                    f"name or persistent_path"
+                )
         if len(stored["tables"]) > self.spec.num_tables:
-            raise error(f"{what} holds {len(stored['tables'])} tables, not {self.spec.num_tables}; give all of them, in their order")
+            raise error(
+                f"{what} holds {len(stored['tables'])} tables, not {self.spec.num_tables}; give all of them, in "
+                f"their order"
+            )
         if optimizer is None:
             return
         same_rule = stored["optimizer"] in (None, optimizer.rule)
         if not same_rule or tuple(stored["states"]) != tuple(optimizer.states):
             raise OptimizerError(
-                f"{what} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, not of {optimizer.rule}; "
+                f"{what} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, not of "
+                f"{optimizer.rule}; "
                 "train with that optimizer, or take another name or persistent_path"
             )

@@ -21,14 +21,15 @@ class StoreOptions(PlainDict):
 
     persistent_path: the folder that holds a folder for each embedding, by name; None keeps nothing on disk.
     capacity: the most rows that may have been written, over all tables; None is no limit.
-    size_factor, storage_dim: row size in multiples of the dim, or in floats, optimizer state included. The engine knows it; what is given is checked.
+    size_factor, storage_dim: row size in multiples of the dim, or in floats, optimizer state included. The engine knows
+    it; what is given is checked.
     physical_block_size: bytes that the disk reads at once.
-    open: what to do with a folder whose last run did not close: "resume" restores the last snapshot (or starts empty), "error" raises;
-        "fresh" starts empty in any case, snapshots are kept.
+    open: what to do with a folder whose last run did not close: "resume" restores the last snapshot, or starts empty
+    where there is none; "error" raises. "fresh" starts empty in any case; snapshots are kept.
     """
 
     store: str = field(init=False)
-    persistent_path: str | None = None
+    persistent_path: str | os.PathLike[str] | None = None
     capacity: int | None = None
     size_factor: int | None = None
     storage_dim: int | None = None
@@ -38,7 +39,9 @@ class StoreOptions(PlainDict):
     def __post_init__(self) -> None:
         if self.persistent_path is not None:
             if not isinstance(self.persistent_path, (str, os.PathLike)) or not os.fspath(self.persistent_path):
-                raise OptionError(f"persistent_path={self.persistent_path!r}: give one folder as a str or Path, or None")
+                raise OptionError(
+                    f"persistent_path={self.persistent_path!r}: give one folder as a str or Path, or None"
+                )
             object.__setattr__(self, "persistent_path", os.fspath(self.persistent_path))
         if self.storage_dim == -1:  # OneFlow's word for "not given"
             object.__setattr__(self, "storage_dim", None)
@@ -48,17 +51,22 @@ class StoreOptions(PlainDict):
                 raise OptionError(f"{name}={value!r}: give a whole number > 0, or None")
         size = self.physical_block_size
         if not isinstance(size, int) or size < 512 or size > 1 << 20 or size & (size - 1):
-            raise OptionError(f"physical_block_size={size!r}: give a power of two from 512 to 1048576 bytes, as the disk's block")
+            raise OptionError(
+                f"physical_block_size={size!r}: give a power of two from 512 to 1048576 bytes, as the disk's block"
+            )
         if self.open not in OPEN_MODES:
             raise OptionError(f"open={self.open!r}: give one of {', '.join(map(repr, OPEN_MODES))}")
 
     def check_row(self, dim: int, width: int) -> None:
-        """Raises OptionError where a given row size is not what the optimizer needs: `width` floats for `dim` columns."""
+        """Raises OptionError where a given row size is not what the optimizer needs: `width` floats for `dim`."""
         if self.storage_dim is not None and self.storage_dim != width:
-            raise OptionError(f"storage_dim={self.storage_dim}: with this optimizer a row takes {width} floats; leave storage_dim out")
+            raise OptionError(
+                f"storage_dim={self.storage_dim}: with this optimizer a row takes {width} floats; leave storage_dim out"
+            )
         if self.storage_dim is None and self.size_factor is not None and self.size_factor * dim != width:
             raise OptionError(
-                f"size_factor={self.size_factor}: with this optimizer a row takes {width // dim} times its {dim} columns; leave size_factor out"
+                f"size_factor={self.size_factor}: with this optimizer a row takes {width // dim} times its {dim} "
+                f"columns; leave size_factor out"
             )
 
 
@@ -90,7 +98,7 @@ class CachedHostMemOptions(StoreOptions):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CachedSsdOptions(CachedHostMemOptions):
-    """A device cache, and a host cache where `host_cache_budget_mb` is not 0, in front of RocksDB in `persistent_path`."""
+    """A device cache, and a host cache if `host_cache_budget_mb` is not 0, before RocksDB in `persistent_path`."""
 
     store: str = field(default="cached_ssd", init=False)
     host_cache_budget_mb: float = 0
@@ -103,7 +111,12 @@ class CachedSsdOptions(CachedHostMemOptions):
 
 
 def _check_budget(name: str, value: Any, zero: bool) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and (value > 0 or (zero and value == 0)) and value < 1 << 40
+    good = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and (value > 0 or (zero and value == 0))
+        and value < 1 << 40
+    )
     if not good:
         raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0")
 
@@ -120,7 +133,8 @@ def make_device_mem_store_options(
     open: str = "resume",
 ) -> DeviceMemOptions:
     """All rows in device memory: the fastest, bounded by it. Raises OptionError; the arguments are `StoreOptions`'."""
-    return DeviceMemOptions(persistent_path, capacity, size_factor, storage_dim, physical_block_size, open)  # type: ignore[arg-type]
+
+    return DeviceMemOptions(persistent_path, capacity, size_factor, storage_dim, physical_block_size, open)
 
 
 def make_host_mem_store_options(
@@ -132,7 +146,8 @@ def make_host_mem_store_options(
     open: str = "resume",
 ) -> HostMemOptions:
     """All rows in host memory. Raises OptionError; the arguments are `StoreOptions`'."""
-    return HostMemOptions(persistent_path, capacity, size_factor, storage_dim, physical_block_size, open)  # type: ignore[arg-type]
+
+    return HostMemOptions(persistent_path, capacity, size_factor, storage_dim, physical_block_size, open)
 
 
 def make_cached_host_mem_store_options(
@@ -146,7 +161,7 @@ def make_cached_host_mem_store_options(
 ) -> CachedHostMemOptions:
     """All rows in host memory, the hot ones cached in `cache_budget_mb` MiB of device memory. Raises OptionError."""
     return CachedHostMemOptions(
-        persistent_path,  # type: ignore[arg-type]
+        persistent_path,
         capacity,
         size_factor,
         storage_dim,
@@ -166,9 +181,12 @@ def make_cached_ssd_store_options(
     host_cache_budget_mb: float = 0,
     open: str = "resume",
 ) -> CachedSsdOptions:
-    """All rows in RocksDB under `persistent_path`, the hot ones cached in device memory and, by option, in host memory. Raises OptionError."""
+    """All rows in RocksDB under `persistent_path`, the hot ones cached in device memory and, by option, in host memory.
+
+    Raises OptionError.
+    """
     return CachedSsdOptions(
-        persistent_path,  # type: ignore[arg-type]
+        persistent_path,
         capacity,
         size_factor,
         storage_dim,
@@ -216,7 +234,8 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
 def load_store_options(path: Path_, name: str) -> StoreOptions:
     """The store options of embedding `name` from a TOML file: a table [name] with `store` and the maker's arguments.
 
-    A relative persistent_path is relative to the working directory. Raises OptionError for a missing file or table, bad TOML, unknown options.
+    A relative persistent_path is relative to the working directory. Raises OptionError for a missing file or table,
+    bad TOML, unknown options.
     """
     try:
         with Path(path).open("rb") as file:
@@ -224,5 +243,7 @@ def load_store_options(path: Path_, name: str) -> StoreOptions:
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"store options file {os.fspath(path)!r}: {error}") from None
     if not isinstance(tables.get(name), dict):
-        raise OptionError(f"store options file {os.fspath(path)!r} has no table [{name}]; it has {', '.join(tables) or 'none'}")
+        raise OptionError(
+            f"store options file {os.fspath(path)!r} has no table [{name}]; it has {', '.join(tables) or 'none'}"
+        )
     return store_options_from_dict(tables[name], f"{os.fspath(path)} [{name}]")

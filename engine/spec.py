@@ -1,4 +1,7 @@
-"""What an embedding is, apart from where its rows live: names, widths, tables, seed. It makes the native layout and the stored description."""
+"""What an embedding is, apart from where its rows live: names, widths, tables, seed.
+
+It makes the native layout and the stored description.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +61,16 @@ class TableSpec:
 
 def check_name(name: Any) -> str:
     """Raises OptionError for a name that cannot be a folder's."""
-    if not isinstance(name, str) or not name or name != name.strip() or name.startswith(".") or set(name) & set("/\\\0\n"):
-        raise OptionError(f"name={name!r}: give a non-empty str that can name a folder: no slashes, no leading dot or spaces around")
+    if (
+        not isinstance(name, str)
+        or not name
+        or name != name.strip()
+        or name.startswith(".")
+        or set(name) & set("/\\\0\n")
+    ):
+        raise OptionError(
+            f"name={name!r}: give a non-empty str that can name a folder: no slashes, no leading dot or spaces around"
+        )
     return name
 
 
@@ -67,8 +78,15 @@ def check_columns(embedding_dim: Any) -> tuple[int, ...]:
     """The widths of the column groups of `embedding_dim`, an int or a sequence of them. Raises OptionError."""
     columns = (embedding_dim,) if isinstance(embedding_dim, int) else embedding_dim
     good = isinstance(columns, (list, tuple)) and columns
-    if not good or any(isinstance(c, bool) or not isinstance(c, int) or c <= 0 for c in columns) or sum(columns) > 1 << 16:
-        raise OptionError(f"embedding_dim={embedding_dim!r}: give a whole number from 1 to 65536, or a list of them for several columns")
+    if (
+        not good
+        or any(isinstance(c, bool) or not isinstance(c, int) or c <= 0 for c in columns)
+        or sum(columns) > 1 << 16
+    ):
+        raise OptionError(
+            f"embedding_dim={embedding_dim!r}: give a whole number from 1 to 65536, or a list of them for several "
+            f"columns"
+        )
     return tuple(columns)
 
 
@@ -97,5 +115,7 @@ def check_padding(padding_idx: Any, key_type: torch.dtype) -> int | None:
         return None
     limits = torch.iinfo(key_type)
     if isinstance(padding_idx, bool) or not isinstance(padding_idx, int) or not limits.min <= padding_idx <= limits.max:
-        raise OptionError(f"padding_idx={padding_idx!r}: give a whole number from {limits.min} to {limits.max}, or None")
+        raise OptionError(
+            f"padding_idx={padding_idx!r}: give a whole number from {limits.min} to {limits.max}, or None"
+        )
     return padding_idx

@@ -1,4 +1,7 @@
-"""The open table of an embedding: a stack of tiers, the rows' layout, the step count, and the way of one batch through them."""
+"""The open table of an embedding.
+
+A stack of tiers, the rows' layout, the step count, and the way of one batch through them.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,9 @@ Lookup = tuple[Tensor, Tensor | None]  # ids, and table ids of the same shape or
 class OpenTable:
     """Rows in a stack of tiers.
 
-    `rows` counts those written so far, `step` the updates of the whole table. `rule` and `states` name the optimizer that the rows carry state of;
-    `optimizer` is None where the table is open for reading and `put` alone. `before_write` is called before each write.
+    `rows` counts those written so far, `step` the updates of the whole table. `rule` and `states` name the optimizer
+    that the rows carry state of; `optimizer` is None where the table is open for reading and `put` alone.
+    `before_write` is called before each write.
     """
 
     def __init__(
@@ -63,30 +67,24 @@ class OpenTable:
         return self._gather(batch, 0, lookup[0].shape)
 
     def prefetch(self, lookups: list[Lookup]) -> PinnedBatch:
-        """Deduplicate the ids, bring their rows up and pin them. Raises CapacityError and pins nothing where they do not fit."""
+        """Deduplicate the ids, bring their rows up and pin them.
+
+        Raises CapacityError and pins nothing where they do not fit.
+        """
         if self.optimizer is None:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
-        self.release()
-        batch = self._batch(lookups)
-        self._before_write()
-        self._store().pin(batch, self._room())
-        self._pinned = PinnedBatch(self, batch, [ids.shape for ids, _ in lookups])
-        return self._pinned
+        return self._pin(lookups)
 
     def put(self, lookup: Lookup, values: Tensor) -> None:
         """Write values [n, dim] to the rows of n ids; of a repeated id the last stands. Optimizer state stays."""
-        self.release()
-        batch = self._batch([lookup])
-        self._before_write()
-        self._store().pin(batch, self._room())
+        batch = self._pin([lookup]).core
         self.rows += _core.assign(batch, self.layout, values.reshape(-1, self.layout.dim).numpy(), self.step)
-        self._unpin(batch, dirty=True)
+        self._unpin(dirty=True)
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""
-        pinned, self._pinned = self._pinned, None
-        if pinned is not None:
-            self._unpin(pinned.core, dirty=False)
+        if self._pinned is not None:
+            self._unpin(dirty=False)
 
     def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
         """Every written row, as `Tier.scan`."""
@@ -109,16 +107,25 @@ class OpenTable:
         """Apply the optimizer to a pinned batch, grads [size, dim], and end the pin."""
         if pinned is not self._pinned or self.optimizer is None:
             raise StoreError(f"embedding {self.spec.name!r}: the batch is no longer pinned")
-        self._pinned = None
         step = self.step + 1
         hyper = self.optimizer.hyper(step)
         self.rows += _core.update(pinned.core, self.layout, grads, self.optimizer.rule, hyper, step)
         self.step = step
-        self._unpin(pinned.core, dirty=True)
+        self._unpin(dirty=True)
 
-    def _unpin(self, batch: _core.Batch, dirty: bool) -> None:
+    def _pin(self, lookups: list[Lookup]) -> PinnedBatch:
+        self.release()
+        batch = self._batch(lookups)
+        self._before_write()
+        self._store().pin(batch, self._room())
+        self._pinned = PinnedBatch(self, batch, [ids.shape for ids, _ in lookups])
+        return self._pinned
+
+    def _unpin(self, dirty: bool) -> None:
+        pinned, self._pinned = self._pinned, None
+        assert pinned is not None
         try:
-            self._store().unpin(batch, dirty)
+            self._store().unpin(pinned.core, dirty)
         except StoreError as error:
             # rows of the batch may be lost between memory and disk: nothing here may be served or marked clean
             self.failure = error
@@ -132,7 +139,8 @@ class OpenTable:
             raise ClosedError(f"embedding {self.spec.name!r} was closed; create it again")
         if self.failure is not None:
             raise StoreError(
-                f"embedding {self.spec.name!r} failed before ({self.failure}); create it again: it resumes from the last snapshot"
+                f"embedding {self.spec.name!r} failed before ({self.failure}); create it again: it resumes from the "
+                f"last snapshot"
             ) from self.failure
         return self.stack.top
 

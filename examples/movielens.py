@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import torch
 from movielens_data import FIELDS, GENRE, PADDING, Log, auc, read_log, split
 from movielens_synthetic import synthetic_log
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
+
 from tierbed.engine import (
     MultiTableEmbedding,
     TierbedError,
@@ -34,7 +37,6 @@ from tierbed.engine import (
     make_table_options,
 )
 from tierbed.graph import Graph
-from torch import nn
 
 
 def make_embedding(store_options: Any, dim: int, seed: int = 0) -> MultiTableEmbedding:
@@ -127,14 +129,13 @@ def evaluate(graph: ScoreGraph, log: Log, rows: torch.Tensor, size: int = 4096) 
     return auc(log.labels[rows], torch.cat(scores))
 
 
-def train(args: argparse.Namespace, log: Log, options: Any, folder: Path) -> float:
-    """Train, save rows and dense parameters as snapshot "final", and return the test AUC."""
+def train(name: str, args: argparse.Namespace, log: Log, options: Any, folder: Path) -> float:
+    """Train, save rows and dense parameters as snapshot `name`, and return the test AUC."""
     torch.manual_seed(args.seed)
     train_rows, validation_rows, test_rows = split(len(log.labels))
     model = DeepFM(args.dim)
     with make_embedding(options, args.dim, args.seed) as embedding:
         graph, score = TrainGraph(embedding, model, args.lr), ScoreGraph(embedding, model)
-        start_over(embedding)
         for epoch in range(1, args.epochs + 1):
             rows = train_rows[torch.randperm(len(train_rows))][: args.steps and args.steps * args.batch_size]
             began, loss = time.perf_counter(), 0.0
@@ -145,27 +146,18 @@ def train(args: argparse.Namespace, log: Log, options: Any, folder: Path) -> flo
                     progress.update(task, completed=done, loss=loss, speed=done / (time.perf_counter() - began))
             print(f"         validation AUC {evaluate(score, log, validation_rows):.4f}")
         print(f"{embedding.size():,} rows; {hit_rates(embedding.metrics())}")
-        embedding.save_snapshot("final")
-        torch.save(model.state_dict(), folder / "movielens-dense.pt")
+        embedding.save_snapshot(name)
+        torch.save(model.state_dict(), folder / f"{name}.pt")
         return evaluate(score, log, test_rows)
 
 
 def evaluate_snapshot(name: str, args: argparse.Namespace, log: Log, options: Any, folder: Path) -> float:
     """What a serving process does: no optimizer, rows and dense parameters from disk. Returns the test AUC."""
     model = DeepFM(args.dim)
-    model.load_state_dict(torch.load(folder / "movielens-dense.pt", weights_only=True))
+    model.load_state_dict(torch.load(folder / f"{name}.pt", weights_only=True))
     with make_embedding(options, args.dim, args.seed) as embedding:
         embedding.load_snapshot(name)
         return evaluate(ScoreGraph(embedding, model), log, split(len(log.labels))[2])
-
-
-def start_over(embedding: MultiTableEmbedding) -> None:
-    """A store folder keeps its rows; an earlier run's would be trained further, so go back to before the first."""
-    if embedding.size():
-        embedding.load_snapshot("untrained")
-        print("the folder holds an earlier run: starting over")
-    else:
-        embedding.save_snapshot("untrained")
 
 
 def progress_bar() -> Progress:
@@ -178,8 +170,11 @@ def hit_rates(metrics: dict[str, dict[str, int]]) -> str:
     parts = []
     for tier, counts in metrics.items():
         asked = counts.get("hits", 0) + counts.get("misses", 0)
-        rate = f"{counts['hits'] / asked:.1%} of {asked:,} hit" if asked else "not asked"
-        parts.append(f"{tier} {rate}" + (f", {counts['evictions']:,} evicted" if counts.get("evictions") else ""))
+        evicted = counts.get("evictions_clean", 0) + counts.get("evictions_dirty", 0)
+        if asked:
+            parts.append(
+                f"{tier} {counts['hits'] / asked:.1%} of {asked:,} hit" + f", {evicted:,} evicted" * bool(evicted)
+            )
     return "; ".join(parts)
 
 
@@ -189,7 +184,7 @@ def parse() -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--store", choices=STORES, default="device", help="where the tables live (default: device)")
     where.add_argument("--config", type=Path, help='TOML file whose section "movielens" holds the store options')
-    parser.add_argument("--cache-mb", type=float, default=1, help="cache of cached_host and ssd (default: 1 MB)")
+    parser.add_argument("--cache-mb", type=float, default=0.25, help="cache of cached_host and ssd (default: 0.25)")
     parser.add_argument("--out", type=Path, help="folder of the store and its snapshots (default: a temporary one)")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--steps", type=int, help="stop each epoch after this many steps")
@@ -206,16 +201,18 @@ def run(args: argparse.Namespace, log: Log, folder: Path) -> None:
         options = load_store_options(args.config, "movielens")
     else:
         options = STORES[args.store](str(folder), args.cache_mb)
+    options = replace(options, open="fresh")  # a store resumes what its folder holds; this script starts over
     if args.evaluate:
         print(f"test AUC {evaluate_snapshot(args.evaluate, args, log, options, folder)!r}")
         return
     print(log)
-    value = train(args, log, options, folder)
-    again = [sys.executable, __file__, *sys.argv[1:], "--out", str(folder), "--evaluate", "final"]
+    name = time.strftime("run-%Y%m%d-%H%M%S")
+    value = train(name, args, log, options, folder)
+    again = [sys.executable, __file__, *sys.argv[1:], "--out", str(folder), "--evaluate", name]
     fresh = subprocess.run(again, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
     if fresh != f"test AUC {value!r}":
         sys.exit(f"error: this process has test AUC {value!r}, but a fresh one with the snapshot {fresh!r}")
-    print("a fresh process with the snapshot scores the same")
+    print(f"a fresh process scores snapshot {name} the same")
     print(f"test AUC {value!r}")
 
 

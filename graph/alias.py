@@ -1,4 +1,4 @@
-"""Which memory a node of a traced graph reads and writes. A trace keeps in-place ops, so order and liveness go by memory."""
+"""Which memory a node of a traced graph reads and writes: a trace keeps in-place ops, so liveness goes by memory."""
 
 from __future__ import annotations
 

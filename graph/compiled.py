@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
@@ -18,6 +18,9 @@ from .names import identifiers, tensor_names
 from .optimizers import OptimizerSet
 from .passes import add_dense_steps, drop_dead, drop_detach, drop_double_transpose, keep_outputs, name_placeholders
 from .trace import Trace
+
+if TYPE_CHECKING:
+    from .graph import Graph
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class CompiledStep:
     def run(self, tensors: list[Tensor]) -> Any:
         """What build returned, computed anew. If an op raises, pins are dropped and the exception goes on."""
         try:
-            with torch.no_grad(), torch._C._DisableAutocast():
+            # not no_grad: some kernels choose by gradient mode, and it is the one that the trace saw
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
                 outputs = iter(self.module.forward(*tensors))
         except BaseException:
             for embedding in self.trained:
@@ -51,7 +55,7 @@ class CompiledStep:
         return "\n".join(line.partition(";  ")[0] for line in code.splitlines() if line.strip())
 
 
-def compile_step(root: nn.Module, traced: Trace, optimizers: OptimizerSet, tensors: list[Tensor]) -> CompiledStep:
+def compile_step(root: Graph, traced: Trace, optimizers: OptimizerSet, tensors: list[Tensor]) -> CompiledStep:
     """Rewrite a trace into a step that trains if `root.training` and build called backward().
 
     OptimizerError if backward() reached an embedding that no optimizer of the graph holds.
@@ -98,4 +102,3 @@ def compile_step(root: nn.Module, traced: Trace, optimizers: OptimizerSet, tenso
     graph.lint()
     module.recompile()
     return CompiledStep(module, trained, traced.spec, traced.constants, traced.is_tensor)
-

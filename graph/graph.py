@@ -20,17 +20,18 @@ STEPS = 64
 
 
 class Graph(nn.Module):
-    """A training or evaluation step, traced once an input signature and then run without autograd and without Python.
+    """A training or evaluation step, traced once an input signature and then run without autograd.
 
-    A subclass sets its modules in `__init__`, calls `add_optimizer` there, and defines `build`, which computes a loss and
-    calls `loss.backward()`. Calling the graph runs one step: forward, backward, the update of embedding rows, and
-    `step()` of every optimizer. It returns what `build` returns, tensors detached; `grad` of every parameter is None after
-    it. A graph whose `build` never calls `backward()`, or on which `eval()` was called, trains nothing.
+    A subclass sets its modules in `__init__`, calls `add_optimizer` there, and defines `build`, which computes a loss
+    and calls `loss.backward()`. Calling the graph runs one step: forward, backward, the update of embedding rows, and
+    `step()` of every optimizer. It returns what `build` returns, tensors detached; `grad` of every parameter that an
+    optimizer holds is None after it. A graph whose `build` never calls `backward()`, or on which `eval()` was called,
+    trains nothing.
 
-    `build` runs again, on tensors without values, when a call has another signature: shapes, dtypes, devices and strides
-    of tensors, values of other arguments, `training` flags, `requires_grad`, gradient and autocast mode, optimizers. All
-    other Python values are frozen into the step; parameters, buffers and closure tensors are read at every call. The 64
-    steps used last are kept.
+    `build` runs again, on tensors without values, when a call has another signature: shapes, strides, dtypes and
+    devices of tensors, values of other arguments, `training` flags, `requires_grad`, gradient and autocast mode,
+    optimizers. All other Python values are frozen into the step; parameters, buffers and closure tensors are read at
+    every call. The 64 steps used last are kept.
     """
 
     def __init__(self) -> None:
@@ -43,8 +44,8 @@ class Graph(nn.Module):
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Let an ordinary torch optimizer update the parameters that it holds, and rows by the shadows that it holds.
 
-        Its parameter groups are read at every step, so learning rate schedulers work. Raises OptimizerError for what is no
-        torch optimizer, one that rows cannot follow, and a parameter that another optimizer of this graph holds.
+        Its parameter groups are read at every step, so learning rate schedulers work. Raises OptimizerError for what
+        is no torch optimizer, one that rows cannot follow, and a parameter that another optimizer of this graph holds.
         """
         self._optimizers.add(optimizer)
         try:
@@ -66,6 +67,7 @@ class Graph(nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         while (live := self._structure.live()) is None:
             self._structure = Structure(self)
+            self._steps.clear()  # none can fit again, and they would keep replaced modules alive
         tensors, state = live
         signature = (spec, call_key(leaves, self.build, spec), state, modes(), self._optimizers.key())
         if signature != self._last[0]:

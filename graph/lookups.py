@@ -59,7 +59,7 @@ def expand_trained(module: fx.GraphModule, handle: int, name_of: Callable[[int],
 
 
 def refuse_used_grads(graph: fx.Graph, name_of: Callable[[int], str]) -> None:
-    """GraphError if something reads the gradient of an embedding's parameter: it stands for the rows and has no value."""
+    """GraphError if something reads the gradient of an embedding's parameter: it has no value."""
     for node in graph.find_nodes(op="call_function", target=LOOKUP_GRAD):
         raise GraphError(
             f"build reads the gradient of embedding {name_of(node.args[3])!r}, which is not computed as one tensor; "
@@ -91,9 +91,9 @@ def _total(graph: fx.Graph, grads: list[fx.Node]) -> fx.Node:
     return total
 
 
-def _stable(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _stable(graph: fx.Graph, node: fx.Node) -> Any:
     """The gradient of a lookup_grad as it is at that node: a copy where a later op writes to its memory."""
-    grad = node.args[0]
+    grad: Any = node.args[0]
     later = node.next
     while later.op != "output":
         if written(later) & storages(grad):
@@ -106,7 +106,7 @@ def _stable(graph: fx.Graph, node: fx.Node) -> fx.Node:
 def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
     """Move what the ids of the later lookups are made from before the first lookup.
 
-    Where they are made from rows of an earlier lookup, those rows are read once more, since a batch is fetched as a whole.
+    Where they are made from rows of an earlier lookup, those rows are read first: a batch is fetched as a whole.
     """
     between: list[fx.Node] = []
     node = lookups[0]
@@ -114,12 +114,13 @@ def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name
         between.append(node)
         node = node.next
     needed = [n for lookup in lookups for n in lookup.args[1:3] if isinstance(n, fx.Node)]
+    inside = set(between)
     sources: set[fx.Node] = set()
     memory: set[int] = set()
     while needed:
         node = needed.pop()
         memory |= storages(node)
-        if node in between and node not in sources:
+        if node in inside and node not in sources:
             sources.add(node)
             needed += node.all_input_nodes
     if any(written(node) & memory for node in between):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .graph import Graph
 
 
 def tensor_names(root: nn.Module) -> dict[int, str]:
@@ -17,7 +20,7 @@ def tensor_names(root: nn.Module) -> dict[int, str]:
     return names
 
 
-def name_of(root: nn.Module, tensor: Tensor) -> str:
+def name_of(root: Graph, tensor: Tensor) -> str:
     """Its path under `root`, else where `root.build` finds it in its closure or globals, else its shape."""
     path = tensor_names(root).get(id(tensor)) or _closure_name(root.build, tensor)
     return repr(path) if path else f"of shape {tuple(tensor.shape)}"

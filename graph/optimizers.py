@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import OptimizerError
 from .names import name_of
+
+if TYPE_CHECKING:
+    from .graph import Graph
 
 
 class OptimizerSet:
@@ -25,7 +28,7 @@ class OptimizerSet:
         return iter(self._optimizers)
 
     def add(self, optimizer: Optimizer) -> None:
-        """OptimizerError for what is no torch optimizer, needs a closure, or holds a parameter that another one here holds."""
+        """OptimizerError for what is no torch optimizer, needs a closure, or was added before."""
         if not isinstance(optimizer, Optimizer):
             raise OptimizerError(
                 f"add_optimizer got a {type(optimizer).__name__}; pass a torch.optim optimizer, such as torch.optim.SGD"
@@ -46,15 +49,18 @@ class OptimizerSet:
         """Changes with every optimizer and every parameter that is added."""
         return tuple((id(o), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers)
 
-    def attach(self, root: nn.Module) -> None:
-        """Tell each embedding under `root` the group that holds its shadow, once. OptimizerError for a parameter held twice."""
+    def attach(self, root: Graph) -> None:
+        """Tell each embedding under `root` the group that holds its shadow, once.
+
+        OptimizerError for a parameter in two optimizers.
+        """
         by_shadow = {id(m.shadow): m for m in root.modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
         holders: dict[int, Optimizer] = {}
         for optimizer, group, parameter in self._held():
             if holders.setdefault(id(parameter), optimizer) is not optimizer:
+                both = f"{type(holders[id(parameter)]).__name__} and {type(optimizer).__name__}"
                 raise OptimizerError(
-                    f"parameter {name_of(root, parameter)} is in two optimizers, {type(holders[id(parameter)]).__name__} and "
-                    f"{type(optimizer).__name__}; leave it in one"
+                    f"parameter {name_of(root, parameter)} is in two optimizers, {both}; leave it in one"
                 )
             if id(parameter) in by_shadow and id(parameter) not in self._attached:
                 by_shadow[id(parameter)].attach(optimizer, group)
@@ -64,14 +70,14 @@ class OptimizerSet:
         """The optimizer of each parameter, by the parameter's id."""
         return {id(parameter): optimizer for optimizer, _, parameter in self._held()}
 
-    def refuse_foreign(self, root: nn.Module) -> None:
+    def refuse_foreign(self, root: Graph) -> None:
         """OptimizerError for a parameter that no module under `root` holds: a trace could not see it."""
         known = {id(parameter) for parameter in root.parameters()}
         for optimizer, _, parameter in self._held():
             if id(parameter) not in known:
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} holds parameter {name_of(root, parameter)}, which is in no module of the graph; "
-                    "assign its module to self in __init__, and make the optimizer after parameters are replaced"
+                    f"{type(optimizer).__name__} holds parameter {name_of(root, parameter)}, which is in no module of "
+                    "the graph; assign its module to self in __init__, and make the optimizer after replacing any"
                 )
 
     def _held(self) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:

@@ -1,4 +1,4 @@
-"""What turns a recorded step into a compiled one. Each pass edits an FX graph whose nodes carry fake tensors in `meta`."""
+"""What turns a recorded step into a compiled one: passes over an FX graph whose nodes carry fake tensors in `meta`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def drop_double_transpose(graph: fx.Graph) -> None:
 def keep_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
     """Cut the output to its first `count` values and return the rest."""
     output = graph.output_node()
-    values = list(output.args[0])
+    returned: Any = output.args[0]
+    values = list(returned)
     output.args = (values[:count],)
     return values[count:]
 
@@ -51,7 +52,7 @@ def keep_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
 def add_dense_steps(
     module: fx.GraphModule, optimizers: dict[str, Optimizer], grads: list[tuple[Optimizer | None, fx.Node, fx.Node]]
 ) -> None:
-    """One node an optimizer at the end of the step. `grads` gives the optimizer, parameter and gradient of each parameter."""
+    """One node an optimizer at the end of the step. `grads` gives each parameter's optimizer, node and gradient."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
         for name, optimizer in optimizers.items():

@@ -1,4 +1,4 @@
-"""What a compiled step is valid for: the structure and the tensors of a call, and the live state of the graph's modules."""
+"""What a compiled step is valid for: the arguments of a call, and the live state of the graph's modules."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ..engine.errors import GraphError
@@ -18,15 +19,19 @@ _FIELDS = attrgetter("training", "_parameters", "_buffers", "_modules")
 _DESCRIBE = attrgetter("shape", "dtype", "device", "requires_grad")
 _STRIDE = methodcaller("stride")
 
+
 class Structure:
-    """The modules under `root`, and what a call needs of them, read anew each time but with few steps of the interpreter."""
+    """The modules under `root`, and what a call needs of them: read at each call, in few steps of the interpreter."""
 
     def __init__(self, root: nn.Module) -> None:
+        for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+            if is_lazy(tensor):
+                raise GraphError(f"{name} has no shape yet; run its module once on a sample before the graph")
         self.modules = list(root.modules())
         self._children = self._read()[3]
 
     def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
-        """Parameters and buffers as they are now, tied ones repeated, and a key of them; None where modules have changed.
+        """Parameters and buffers as they are now, tied ones repeated, and a key; None where modules have changed.
 
         Parameters enter the key by identity, because an optimizer holds the very object; buffers by description alone.
         """
@@ -36,7 +41,14 @@ class Structure:
         identities = list(map(id, buffers))
         distinct = len(set(identities)) == len(identities) or tuple(identities)
         tensors = [tensor for tensor in parameters + buffers if tensor is not None]
-        return tensors, (self, training, tuple(map(id, parameters)), distinct, *map(_DESCRIBE, tensors), *map(_STRIDE, tensors))
+        return tensors, (
+            self,
+            training,
+            tuple(map(id, parameters)),
+            distinct,
+            *map(_DESCRIBE, tensors),
+            *map(_STRIDE, tensors),
+        )
 
     def _read(self) -> tuple[tuple[Any, ...], ...]:
         training, *dicts = zip(*map(_FIELDS, self.modules), strict=True)
@@ -52,7 +64,7 @@ def modes() -> Hashable:
 
 
 def call_key(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec) -> tuple[Hashable, ...]:
-    """The key of a call's arguments: tensors by description, all else by type and value. GraphError where a value has none."""
+    """The key of a call's arguments: tensors by description, all else by type and value. GraphError for neither."""
     key: list[Hashable] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -61,8 +73,8 @@ def call_key(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec
             key.append((type(leaf), leaf))
         else:
             raise GraphError(
-                f"argument {argument_name(build, spec, i)} is a {type(leaf).__name__}, which cannot be compared by value; "
-                "pass tensors, numbers, strings, or lists, tuples and dicts of them"
+                f"argument {argument_name(build, spec, i)} is a {type(leaf).__name__}, which cannot be compared by "
+                "value; pass tensors, numbers, strings, or lists, tuples and dicts of them"
             )
     return tuple(key)
 
@@ -70,7 +82,8 @@ def call_key(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec
 def argument_name(build: Callable[..., Any], spec: pytree.TreeSpec, index: int) -> str:
     """How the user wrote leaf number `index`: `ids`, `batch['user']`."""
     paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
-    (kind, argument, *rest), _ = paths[index]
+    path: Any = paths[index][0]
+    kind, argument, *rest = path
     if kind.idx == 1:
         return argument.key + pytree.keystr(tuple(rest))
     names = list(inspect.signature(build).parameters)
@@ -79,7 +92,7 @@ def argument_name(build: Callable[..., Any], spec: pytree.TreeSpec, index: int) 
 
 
 def _has_value(leaf: Any) -> bool:
-    """False for what has no hash, and for a mutable object that equals only itself: a change inside it would go unseen."""
+    """False for what has no hash, and for an object that equals only itself: a change inside it would go unseen."""
     if type(leaf).__hash__ is object.__hash__ and hasattr(leaf, "__dict__") and not callable(leaf):
         return False
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +25,9 @@ from .. import engine
 from ..engine.errors import GraphError
 from .names import name_of, tensor_names
 from .signature import argument_name
+
+if TYPE_CHECKING:
+    from .graph import Graph
 
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, engine.__file__, __file__))
 
@@ -42,13 +44,13 @@ class Trace:
     with_grad: list[int]  # live tensors whose gradients follow the outputs in the recording's output
 
 
-def trace(root: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor]) -> Trace:
+def trace(root: Graph, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor]) -> Trace:
     """Record `root.build` for arguments with these leaves. GraphError for what a static graph cannot hold.
 
     `tensors` are the parameters and buffers under `root`; a tied one may be repeated.
     """
     names = tensor_names(root)
-    _refuse_unready(tensors, names)
+    _refuse_hooks(tensors, names)
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     found: dict[str, Any] = {"inputs": [argument_name(root.build, spec, i) for i in where]}
@@ -66,19 +68,21 @@ def trace(root: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, tensors: li
         for i in where:
             if arguments[i].grad is not None:
                 raise GraphError(
-                    f"argument {argument_name(root.build, spec, i)} requires grad, but a graph keeps no gradient of its "
-                    "arguments; pass it detached, or use torch.autograd.grad in build"
+                    f"argument {argument_name(root.build, spec, i)} requires grad, but a graph keeps no gradient of "
+                    "its arguments; pass it detached, or use torch.autograd.grad in build"
                 )
         values, found["spec"] = pytree.tree_flatten(result)
         found["is_tensor"] = [isinstance(value, Tensor) for value in values]
         found["constants"] = [None if isinstance(value, Tensor) else value for value in values]
-        with_grad = {id(live): i for i, live in enumerate(tensors) if swaps[id(live)].grad is not None}
+        grads = {live: swap.grad for live, swap in swaps.items() if swap.grad is not None}
+        with_grad = {id(live): i for i, live in enumerate(tensors) if id(live) in grads}
         found["with_grad"] = list(with_grad.values())
         outputs = [value.detach() if value.requires_grad else value for value in values if isinstance(value, Tensor)]
-        return outputs + [swaps[live].grad for live in with_grad]
+        return outputs + [grads[live] for live in with_grad]
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()), mode:
+    grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns it on
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), mode:
         fakes = [mode.from_tensor(tensor) for tensor in [*inputs, *tensors]]
         try:
             module = make_fx(step, _allow_non_fake_inputs=True)(*fakes)
@@ -94,21 +98,21 @@ def trace(root: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, tensors: li
 
 
 def _leaf(fake: Tensor, live: Tensor) -> Tensor:
-    """What build sees in place of a parameter or buffer: a leaf of its own, so that no gradient reaches the live one."""
+    """What build sees for a parameter or buffer: a leaf of its own, so that no gradient reaches the live one."""
     return nn.Parameter(fake, live.requires_grad) if isinstance(live, nn.Parameter) else fake
 
 
-def _refuse_unready(tensors: list[Tensor], names: dict[int, str]) -> None:
+def _refuse_hooks(tensors: list[Tensor], names: dict[int, str]) -> None:
     for tensor in tensors:
-        if is_lazy(tensor):
-            raise GraphError(f"{names[id(tensor)]} has no shape yet; run its module once on a sample before the graph")
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-            raise GraphError(f"{names[id(tensor)]} has a gradient hook, which a graph would skip; change gradients in build")
+            raise GraphError(
+                f"{names[id(tensor)]} has a gradient hook, which a graph would skip; change gradients in build"
+            )
 
 
 @contextmanager
-def _swapped(root: nn.Module, swaps: dict[int, Tensor], names: dict[int, str]) -> Iterator[None]:
-    """Set each swap wherever a module holds the tensor of that id. GraphError if build leaves another tensor on a module."""
+def _swapped(root: Graph, swaps: dict[int, Tensor], names: dict[int, str]) -> Iterator[None]:
+    """Set each swap where modules hold the tensor of that id. GraphError if build leaves another tensor on a module."""
     modules = list(root.modules())
     slots = [
         (module, name, live)
@@ -143,9 +147,9 @@ def _swapped(root: nn.Module, swaps: dict[int, Tensor], names: dict[int, str]) -
 
 
 class _RefuseForeign(TorchDispatchMode):
-    """GraphError at the first use of a trainable tensor from outside the graph: the trace would neither see nor train it."""
+    """GraphError at the first use of a trainable tensor from outside the graph, which a step would not train."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: Graph) -> None:
         super().__init__()
         self._root = root
 
@@ -153,8 +157,8 @@ class _RefuseForeign(TorchDispatchMode):
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.requires_grad:
                 raise GraphError(
-                    f"build uses the tensor {name_of(self._root, value)}, which requires grad but is in no module of the graph; "
-                    "assign its module to self in __init__, or detach it"
+                    f"build uses the tensor {name_of(self._root, value)}, which requires grad but is in no module "
+                    "of the graph; assign its module to self in __init__, or detach it"
                 )
         return func(*args, **(kwargs or {}))
 
@@ -169,6 +173,7 @@ def _data_dependent(error: Exception) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
     frame = frames[-1]
     return (
-        f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: `{frame.line}` needs the value of a tensor, and a '
-        "static graph is recorded without values; use torch.where or a mask, or compute it outside and pass it to the graph"
+        f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: `{frame.line}` needs the value of a '
+        "tensor, and a static graph is recorded without values; use torch.where or a mask, or compute it outside and "
+        "pass it to the graph"
     )

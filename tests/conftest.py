@@ -30,6 +30,8 @@ def poisoned_memory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np, "empty", _poisoned(np.empty))
         patch.setattr(np, "empty_like", _poisoned(np.empty_like))
+        # torch fills its own where algorithms are deterministic; without the variable cuBLAS warns of that
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
         torch.use_deterministic_algorithms(True, warn_only=True)
         yield

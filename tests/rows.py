@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
 from tierbed.engine import _core
 from tierbed.engine.initializers import (
     as_arrays,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tierbed.engine.errors import OptionError
 from tierbed.engine.initializers import (
     as_arrays,

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import SPECIAL_KEYS, any_key
+
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
 
@@ -94,7 +95,7 @@ def test_a_large_skewed_batch_is_the_same_for_any_threads(threads: int) -> None:
 
 def test_a_table_id_out_of_range_is_refused_with_its_position() -> None:
     keys = np.arange(5, dtype=np.uint64)
-    with pytest.raises(ValueError, match="3"):
+    with pytest.raises(IndexError, match="3"):
         _core.Batch([(keys, np.array([0, 1, 1, 2, 0], np.uint32))], 2, None)
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import INITIALIZERS, SPECIAL_KEYS, Table, any_key, same_bits
+
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from rows import SPECIAL_KEYS, Table, same_bits
+
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
 from tierbed.engine.store.contract import BUCKETS, row_dtype
@@ -149,5 +150,7 @@ def test_scan_refuses_a_buffer_of_another_size() -> None:
     store = _core.FullTable(table.layout)
     batch = insert(table, store, [1], [0])
     _core.update(batch, table.layout, np.ones((1, 4), np.float32), *SGD, 1)
+    memory = np.zeros(64, np.uint8)
     with pytest.raises((TypeError, ValueError)):
-        store.scan(naive.bucket(0, 1), np.zeros(3, np.uint8))
+        store.scan(naive.bucket(0, 1), memory[:3])
+    assert not memory.any()

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import SPECIAL_KEYS, Table, same_bits
+
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
 from tierbed.engine.optimizers import row_optimizer

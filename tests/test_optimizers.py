@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from rows import Table
+
 from tierbed.engine import _core
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.ops import naive

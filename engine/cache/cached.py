@@ -1,7 +1,7 @@
 """A write-back cache in front of a slower tier. It is the store of a step, and a tier itself, so caches stack.
 
-A line comes up once, stays pinned for the step, and goes down once, when it gives way while dirty. Rows that no set has room for are served from memory
-of the batch (the overflow) and go straight back down.
+A line comes up once, stays pinned for the step, and goes down once, when it gives way while dirty. Rows that no set
+has room for are served from memory of the batch (the overflow) and go straight back down.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class CachedStore:
         try:
             self._cache = _core.Cache(layout, int(budget_mb * MB))
         except ValueError as error:
-            raise OptionError(f"{option}={budget_mb} is too small for rows of {layout.line_bytes} bytes: {error}") from None
+            raise OptionError(
+                f"{option}={budget_mb} is too small for rows of {layout.line_bytes} bytes: {error}"
+            ) from None
         self._pinned: tuple[_core.Batch, _core.Admission] | None = None
 
     def pin(self, batch: _core.Batch, room: int | None) -> None:
@@ -104,7 +106,9 @@ class CachedStore:
 
     def metrics(self) -> dict[str, dict[str, int]]:
         sizes = {"capacity": self._cache.capacity, "resident_rows": self._cache.used, "bytes": self._cache.bytes}
-        return {self._tier: {**self._cache.counts, **sizes}, **self._below.metrics()}
+        counts = self._cache.counts
+        counts["evictions"] = counts["evictions_clean"] + counts["evictions_dirty"]
+        return {self._tier: {**counts, **sizes}, **self._below.metrics()}
 
     def _make_room(self, tables: Tables, keys: Keys) -> _core.Admission:
         """Admit the rows and write the dirty ones that gave way down, before anything takes their lines."""

@@ -1,6 +1,9 @@
-"""The two ops that a trace records. A compiled graph replaces them by the functions of `step.py`; called eagerly, a lookup only reads.
+"""The two ops that a trace records.
 
-`shadow` is the embedding's one-element parameter: it makes autograd record the gradient, and it is what an optimizer holds.
+A compiled graph replaces them by the functions of `step.py`; called eagerly, a lookup only reads.
+
+`shadow` is the embedding's one-element parameter: it makes autograd record the gradient, and it is what an optimizer
+holds.
 """
 
 from __future__ import annotations
@@ -48,10 +51,14 @@ def _(shadow: Tensor, ids: Tensor, table_ids: Tensor | None, handle: int) -> Ten
 
 @torch.library.custom_op("tierbed::lookup_grad", mutates_args=())
 def lookup_grad(grad: Tensor, ids: Tensor, table_ids: Tensor | None, handle: int) -> Tensor:
-    """Stands for the update of the rows; grad is [..., dim]. Its value is the shadow's gradient, which nothing reads."""
+    """Stands for the update of the rows; grad is [..., dim].
+
+    Its value is the shadow's gradient, which nothing reads.
+    """
     name = embedding_of(handle).name
     raise GraphError(
-        f"embedding {name!r}: backward() outside a graph; call it in the build() of a tierbed.graph.Graph, or read under torch.no_grad()"
+        f"embedding {name!r}: backward() outside a graph; call it in the build() of a tierbed.graph.Graph, or read "
+        f"under torch.no_grad()"
     )
 
 

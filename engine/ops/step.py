@@ -1,4 +1,7 @@
-"""What a compiled step calls, in the order of a step: prefetch, gather, (the dense part), update. Evaluation calls read."""
+"""What a compiled step calls, in the order of a step: prefetch, gather, (the dense part), update.
+
+Evaluation calls read.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ def gather(batch: PinnedBatch, index: int) -> Tensor:
 
 
 def update(batch: PinnedBatch, grads: list[Tensor]) -> None:
-    """Apply the embedding's optimizer to the rows of the batch. grads: one tensor ids.shape + (dim,) a lookup. Ends the pin."""
+    """Apply the embedding's optimizer to the rows of the batch.
+
+    grads: one tensor ids.shape + (dim,) a lookup. Ends the pin.
+    """
     batch.update(grads)
 
 

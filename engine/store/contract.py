@@ -19,7 +19,10 @@ BUCKETS = 64
 
 
 def row_dtype(width: int) -> np.dtype[np.void]:
-    """One stored row as NumPy sees it, packed: what `scan` yields and what snapshots hold. `width` is in floats, optimizer state included."""
+    """One stored row as NumPy sees it, packed: what `scan` yields and what snapshots hold.
+
+    `width` is in floats, optimizer state included.
+    """
     return np.dtype(
         [("table", "<u4"), ("key", "<u8"), ("values", "<f4", (width,)), ("updates", "<u4"), ("step", "<u4")]
     )
@@ -38,7 +41,10 @@ class Tier(Protocol):
         """Copy each line to its row, inserting it where it is new."""
 
     def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
-        """Every held row as (bucket, rows of `row_dtype`): buckets ascending, within one (table, key) ascending, in bounded chunks."""
+        """Every held row as (bucket, rows of `row_dtype`).
+
+        Buckets ascending, within one (table, key) ascending, in bounded chunks.
+        """
 
     def flush(self) -> None:
         """Bring every dirty line down to the last tier, which makes it durable where it is a disk."""
@@ -54,13 +60,16 @@ class Store(Tier, Protocol):
     """The top of a stack: serves a step."""
 
     def pin(self, batch: Batch, room: int | None) -> None:
-        """Bring each unique row of the batch up, initialising new ones, and write its address to the batch. It stays there until `unpin`.
+        """Bring each unique row of the batch up, initialising new ones, and write its address to the batch.
 
-        More than `room` new rows (where it is not None) raise CapacityError and pin nothing.
+        It stays there until `unpin`. More than `room` new rows (where it is not None) raise CapacityError and pin nothing.
         """
 
     def unpin(self, batch: Batch, dirty: bool) -> None:
         """End a pin. With `dirty`, the lines were written and must reach the tiers below in time."""
 
     def peek(self, batch: Batch) -> None:
-        """Write the address of each unique row to the batch for reading alone. Unknown rows get initial values in memory of the batch; no tier changes."""
+        """Write the address of each unique row to the batch for reading alone.
+
+        Unknown rows get initial values in memory of the batch; no tier changes.
+        """

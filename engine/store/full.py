@@ -14,9 +14,10 @@ from .contract import BUCKETS, Found, Keys, Lines, Tables, row_dtype
 
 def check_room(new: int, room: int | None) -> None:
     """Raises CapacityError where a batch brings more new rows than there is room for."""
-    if room is not None and new > room:
+    if new and room is not None and new > room:
         raise CapacityError(
-            f"capacity: the batch brings {new} new rows and there is room for {room}; raise capacity, or leave out unseen ids. "
+            f"capacity: the batch brings {new} new rows and there is room for {room}; raise capacity, or leave out "
+            f"unseen ids. "
             "Nothing was changed"
         )
 
@@ -34,9 +35,10 @@ class FullTable:
         missing = self._table.find(batch)
         self._counts["hits"] += batch.unique - missing
         self._counts["misses"] += missing
-        if missing:
+        if room is not None:
             # rows of a failed step are resident but were never written: they are new as well
-            check_room(_core.count_new(batch, self._layout) if room is not None else 0, room)
+            check_room(_core.count_new(batch, self._layout), room)
+        if missing:
             self._table.insert_missing(batch, self._layout)
 
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:

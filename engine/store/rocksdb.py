@@ -23,13 +23,13 @@ def require_rocksdb() -> None:
     """Raises StoreError where the package was built without RocksDB."""
     if not _core.has_rocksdb:
         raise StoreError(
-            "cached_ssd: this build of tierbed has no RocksDB; install it (apt install librocksdb-dev) and reinstall tierbed "
-            "from source (pip install --no-binary tierbed --force-reinstall tierbed)"
+            "cached_ssd: this build of tierbed has no RocksDB; install it (apt install librocksdb-dev) and reinstall "
+            "tierbed from source (pip install --no-binary tierbed --force-reinstall tierbed)"
         )
 
 
 class RocksDB:
-    """Rows of `width` floats in `folder`, one database a shard; an existing folder keeps the number of shards that it has."""
+    """Rows of `width` floats in `folder`, one database a shard; an existing folder keeps its number of shards."""
 
     def __init__(self, folder: Path, width: int, block_bytes: int = 4096) -> None:
         require_rocksdb()
@@ -99,7 +99,9 @@ class RocksDB:
         except (RuntimeError, OSError) as error:
             if isinstance(error, StoreError):
                 raise
-            raise StoreError(f"RocksDB in {self._folder}: {error}; check the disk, then reopen from the last snapshot") from error
+            raise StoreError(
+                f"RocksDB in {self._folder}: {error}; check the disk, then reopen from the last snapshot"
+            ) from error
 
 
 def open_for_scan(live: Path, width: int) -> RocksDB:

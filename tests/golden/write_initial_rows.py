@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+
 from tierbed.engine.initializers import (
     as_arrays,
     make_constant_initializer,

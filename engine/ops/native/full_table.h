@@ -49,6 +49,7 @@ public:
     std::size_t held(u32 bucket) const;
     void scan(u32 bucket, u8* out) const;
     std::size_t rows() const;
+    u32 width() const { return shape_.width; }
     std::size_t bytes() const;
 
 private:

@@ -7,6 +7,7 @@
 
 #include "cache.h"
 #include "full_table.h"
+#include "packed_row.h"
 #include "pool.h"
 #include "step.h"
 #ifdef TIERBED_ROCKSDB
@@ -205,6 +206,7 @@ void bind_full_table(nb::module_& m) {
         .def("held", &FullTable::held, nb::call_guard<nb::gil_scoped_release>())
         .def("scan", [](const FullTable& table, u32 bucket, OutVector<u8> rows) {
             nb::gil_scoped_release unlocked;
+            require(rows.size() == table.held(bucket) * packed_bytes_of(table.width()), "rows must have room for the bucket's rows exactly");
             table.scan(bucket, rows.data());
         })
         .def_prop_ro("rows", &FullTable::rows)
@@ -270,6 +272,7 @@ void bind_rocksdb(nb::module_& m) {
     nb::class_<RocksTier::Scan>(tier, "Scan").def("next", [](RocksTier::Scan& scan, OutVector<u8> rows, std::size_t max_rows) {
         u32 bucket = 0;
         std::size_t n;
+        require(rows.size() >= max_rows * packed_bytes_of(scan.width()), "rows must have room for max_rows");
         {
             nb::gil_scoped_release unlocked;
             n = scan.next(rows.data(), max_rows, bucket);

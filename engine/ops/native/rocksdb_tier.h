@@ -41,6 +41,7 @@ public:
         ~Scan();
         Scan(const Scan&) = delete;
         // Packs up to max_rows rows of one bucket into out; 0 rows at the end.
+        u32 width() const { return shape_.width; }
         std::size_t next(u8* out, std::size_t max_rows, u32& bucket);
 
     private:

@@ -1,0 +1,38 @@
+# make demo: set everything up and train the MovieLens example. make test: set everything up, lint, type-check and test.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DATA ?= $(TIERBED_DATA)
+NATIVE := $(wildcard engine/ops/native/* engine/ops/kernels/*)
+
+.PHONY: demo test test-slow lint types install clean
+.DELETE_ON_ERROR:
+
+demo: install
+	$(BIN)/python examples/movielens.py $(if $(DATA),--data $(DATA)) --store ssd
+
+test: lint types
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	PYTHON=$(BIN)/python scripts/typecheck
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml CMakeLists.txt constraints.txt scripts/system-packages $(NATIVE)
+	scripts/system-packages $(PYTHON)
+	@echo "python packages: installing into $(VENV)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist

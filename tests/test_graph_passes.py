@@ -1,0 +1,93 @@
+"""The passes remove what nothing needs, and nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tierbed.graph import Graph
+
+
+class TwoLosses(Graph):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+        self.add_optimizer(torch.optim.SGD(self.parameters(), lr=0.1))
+
+    def build(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        loss = out.sum()
+        loss.backward(retain_graph=True)
+        out.square().sum().backward()
+        return loss
+
+
+def compiled(graph: Graph) -> str:
+    return str(graph).partition("# compiled step 0")[2]
+
+
+def test_an_evaluation_step_holds_no_backward_though_it_accumulates_in_place() -> None:
+    graph = TwoLosses()
+    graph(torch.ones(2, 3))
+    assert "threshold_backward" in compiled(graph)
+    assert "add_.Tensor" in compiled(graph)
+    graph = TwoLosses().eval()
+    graph(torch.ones(2, 3))
+    code = compiled(graph)
+    assert "addmm" in code
+    assert not any(word in code for word in ("threshold_backward", "add_.Tensor", "square", "dense_step"))
+
+
+def test_a_linear_layer_is_transposed_once_a_direction() -> None:
+    class Line(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(3, 1)
+            self.add_optimizer(torch.optim.SGD(self.parameters(), lr=0.1))
+
+        def build(self, x: Tensor) -> Tensor:
+            loss = self.net(x).sum()
+            loss.backward()
+            return loss
+
+    graph = Line()
+    graph(torch.ones(2, 3))
+    assert compiled(graph).count("aten.t.default") == 2
+
+
+def test_writes_that_outlive_a_call_stay() -> None:
+    seen, total = torch.zeros(2), torch.zeros(())
+
+    class Write(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def build(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            seen.view(2, 1)[1, 0].copy_(x.sum())
+            torch.add(total, x.sum(), out=total)
+            scratch = torch.zeros(2)
+            scratch[0] = 7
+            x[0].zero_()
+            return x.sum()
+
+    graph, x = Write(), torch.ones(3)
+    assert graph(x) == 2
+    assert graph(x) == 2
+    assert (graph.calls.item(), seen.tolist(), total.item(), x.tolist()) == (2, [0, 2], 5, [0, 1, 1])
+    assert "zeros" not in compiled(graph)
+
+
+def test_a_random_draw_that_nobody_reads_still_moves_the_stream() -> None:
+    class Draw(Graph):
+        def build(self) -> Tensor:
+            torch.rand(2)
+            return torch.rand(2)
+
+    graph = Draw()
+    torch.manual_seed(1)
+    ours = graph()
+    torch.manual_seed(1)
+    torch.rand(2)
+    assert torch.equal(ours, torch.rand(2))
