@@ -24,7 +24,7 @@ def buckets(tables: U32, keys: U64) -> U8:
     """[n] -> [n], the bucket 0..63 of each row: the top 6 bits of its hash."""
 
 def normal_quantile(p: float) -> float:
-    """The inverse of the standard normal distribution function, 0 < p < 1: Wichura's AS 241 in fixed IEEE operations."""
+    """The inverse of the standard normal distribution function, 0 < p < 1: Wichura's AS 241 in IEEE operations."""
 
 class Batch:
     """The unique rows of one or several lookups.

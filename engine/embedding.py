@@ -197,12 +197,14 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         columns = list(spec.columns)
         return f"{spec.name!r}, columns={columns}, tables={spec.num_tables}, store={self.store_options.store}"
 
-    def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        """Let the rows follow one of the optimizer's param groups.
-
-        `Graph.add_optimizer` calls it. Raises OptimizerError.
-        """
+    def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
+        """Let the rows follow one of the optimizer's param groups, as `Graph.add_optimizer` asks. OptimizerError."""
         rows_optimizer = row_optimizer(optimizer, group)
+        self.follow(rows_optimizer)
+        return rows_optimizer
+
+    def follow(self, rows_optimizer: RowOptimizer) -> None:
+        """Let the next updates be those of `rows_optimizer`; several graphs take turns by it. Raises OptimizerError."""
         if self._open is not None:
             table = self._open.table
             if table.optimizer is not None and table.rule != rows_optimizer.rule:

@@ -160,11 +160,11 @@ class TableHome:
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
         """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
+        source = {"optimizer": None, "states": []} if stored is None else stored
+        rule, states = source["optimizer"], source["states"]
+        initial = [0.0] * len(states)  # read-only: new rows' state is never seen
         if optimizer is not None:
             rule, states, initial = optimizer.rule, optimizer.states, optimizer.initial
-        else:
-            rule, states = (stored["optimizer"], stored["states"]) if stored else (None, ())
-            initial = [0.0] * len(states)  # read-only: new rows' state is never seen
         layout = self.spec.layout(initial)
         if optimizer is not None:
             self.options.check_row(self.spec.dim, layout.width)
@@ -199,7 +199,7 @@ class TableHome:
         return self.folder.snapshots
 
     def _check(self, stored: dict[str, Any], optimizer: RowOptimizer | None, error: type[Exception], what: str) -> None:
-        """Raises where the stored rows are of another table, or have no state of the optimizer that is to train them."""
+        """Raises where the stored rows are of another table, or have no state of the optimizer to train them."""
         for field, argument, mine in (
             ("columns", "embedding_dim", list(self.spec.columns)),
             ("key_type", "key_type", KEY_TYPES[self.spec.key_type]),

@@ -94,7 +94,7 @@ def check_key_type(key_type: Any) -> torch.dtype:
     """Raises OptionError for a key type that rows cannot have."""
     if key_type not in KEY_TYPES:
         raise OptionError(f"key_type={key_type!r}: give torch.int32, torch.int64 or torch.uint64")
-    return key_type  # type: ignore[no-any-return]
+    return key_type
 
 
 def check_dtype(dtype: Any) -> None:

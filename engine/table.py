@@ -105,13 +105,22 @@ class OpenTable:
 
     def finish(self, pinned: PinnedBatch, grads: NDArray[np.float32]) -> None:
         """Apply the optimizer to a pinned batch, grads [size, dim], and end the pin."""
-        if pinned is not self._pinned or self.optimizer is None:
-            raise StoreError(f"embedding {self.spec.name!r}: the batch is no longer pinned")
+        self._check_pinned(pinned)
+        assert self.optimizer is not None
         step = self.step + 1
         hyper = self.optimizer.hyper(step)
         self.rows += _core.update(pinned.core, self.layout, grads, self.optimizer.rule, hyper, step)
         self.step = step
         self._unpin(dirty=True)
+
+    def gather(self, pinned: PinnedBatch, begin: int, shape: torch.Size) -> Tensor:
+        """The rows of the pinned batch from position `begin` on, shape + (dim,)."""
+        self._check_pinned(pinned)
+        return self._gather(pinned.core, begin, shape)
+
+    def _check_pinned(self, pinned: PinnedBatch) -> None:
+        if pinned is not self._pinned:
+            raise StoreError(f"embedding {self.spec.name!r}: the batch is no longer pinned; prefetch it again")
 
     def _pin(self, lookups: list[Lookup]) -> PinnedBatch:
         self.release()
@@ -172,7 +181,7 @@ class PinnedBatch:
     def gather(self, index: int) -> Tensor:
         """The rows of lookup number `index`: ids.shape + (dim,), float32."""
         begin = sum(math.prod(shape) for shape in self._shapes[:index])
-        return self._table._gather(self.core, begin, self._shapes[index])
+        return self._table.gather(self, begin, self._shapes[index])
 
     def update(self, grads: list[Tensor]) -> None:
         """Apply the optimizer. grads: for each lookup ids.shape + (dim,), float32."""

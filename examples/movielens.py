@@ -60,8 +60,9 @@ class TrainGraph(Graph):
         super().__init__()
         self.embedding = embedding
         self.model = model
-        self.add_optimizer(torch.optim.Adagrad(embedding.parameters(), lr=lr))
-        self.add_optimizer(torch.optim.Adam(model.parameters(), lr=lr / 50))
+        # from 0, a row's first step would be lr times the sign of its gradient, however small that is
+        self.add_optimizer(torch.optim.Adagrad(embedding.parameters(), lr=lr, initial_accumulator_value=1e-5))
+        self.add_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
 
     def build(self, ids: torch.Tensor, table_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.model(self.embedding(ids, table_ids), ids)
@@ -90,7 +91,7 @@ class DeepFM(nn.Module):
         self.bias = nn.Parameter(torch.zeros(()))
         self.dropout = nn.Dropout(dropout)
         self.deep = nn.Sequential(
-            nn.Linear(len(FIELDS) * (dim - 1), hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 1)
+            nn.Linear(len(FIELDS) * (dim - 1), hidden), nn.SiLU(), nn.Dropout(dropout), nn.Linear(hidden, 1)
         )
 
     def forward(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -190,7 +191,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="stop each epoch after this many steps")
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--dim", type=int, default=16, help="columns of a row: a bias and dim - 1 factors")
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.08, help="learning rate of the rows (default: 0.08)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate", metavar="SNAPSHOT", help=argparse.SUPPRESS)
     return parser.parse_args()

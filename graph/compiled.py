@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import OptimizerError
 from ..engine.ops.lookup import embedding_of
+from ..engine.optimizers import RowOptimizer
 from .lookups import expand_reads, expand_trained, refuse_used_grads, trained_handles
 from .names import identifiers, tensor_names
 from .optimizers import OptimizerSet
@@ -28,19 +29,22 @@ class CompiledStep:
     """`module` takes the input tensors of a call, then the live tensors of the graph."""
 
     module: fx.GraphModule
-    trained: list[MultiTableMultiColumnEmbedding]
+    trained: list[tuple[MultiTableMultiColumnEmbedding, RowOptimizer]]
     spec: pytree.TreeSpec
     constants: list[Any]
     is_tensor: list[bool]
 
     def run(self, tensors: list[Tensor]) -> Any:
         """What build returned, computed anew. If an op raises, pins are dropped and the exception goes on."""
+        for embedding, rows in self.trained:
+            if embedding.row_optimizer is not rows:
+                embedding.follow(rows)  # another graph trained it since
         try:
             # not no_grad: some kernels choose by gradient mode, and it is the one that the trace saw
             with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
                 outputs = iter(self.module.forward(*tensors))
         except BaseException:
-            for embedding in self.trained:
+            for embedding, _ in self.trained:
                 embedding.release()
             raise
         leaves = [
@@ -76,7 +80,7 @@ def compile_step(root: Graph, traced: Trace, optimizers: OptimizerSet, tensors: 
     drop_detach(graph)
     drop_double_transpose(graph)
     grads = keep_outputs(graph, sum(traced.is_tensor))
-    trained: list[MultiTableMultiColumnEmbedding] = []
+    trained: list[tuple[MultiTableMultiColumnEmbedding, RowOptimizer]] = []
     if root.training and traced.with_grad:
         holders = optimizers.holders()
         for handle in sorted(trained_handles(graph)):
@@ -87,7 +91,7 @@ def compile_step(root: Graph, traced: Trace, optimizers: OptimizerSet, tensors: 
                     "call self.add_optimizer(...) in __init__ with an optimizer over its parameters()"
                 )
             expand_trained(module, handle, name_of)
-            trained.append(embedding)
+            trained.append((embedding, optimizers.rows(embedding)))
         parameters = placeholders[len(traced.inputs) :]
         shadows = {id(embedding.shadow) for embedding in embeddings}
         dense = [

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import OptimizerError
+from ..engine.optimizers import RowOptimizer
 from .names import name_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class OptimizerSet:
 
     def __init__(self) -> None:
         self._optimizers: list[Optimizer] = []
-        self._attached: set[int] = set()
+        self._rows: dict[int, RowOptimizer] = {}
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self._optimizers)
@@ -62,9 +63,12 @@ class OptimizerSet:
                 raise OptimizerError(
                     f"parameter {name_of(root, parameter)} is in two optimizers, {both}; leave it in one"
                 )
-            if id(parameter) in by_shadow and id(parameter) not in self._attached:
-                by_shadow[id(parameter)].attach(optimizer, group)
-                self._attached.add(id(parameter))
+            if id(parameter) in by_shadow and id(parameter) not in self._rows:
+                self._rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
+
+    def rows(self, embedding: MultiTableMultiColumnEmbedding) -> RowOptimizer:
+        """What the rows of an attached embedding follow in this graph."""
+        return self._rows[id(embedding.shadow)]
 
     def holders(self) -> dict[int, Optimizer]:
         """The optimizer of each parameter, by the parameter's id."""

@@ -83,7 +83,8 @@ def trace(root: Graph, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[T
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns it on
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), mode:
-        fakes = [mode.from_tensor(tensor) for tensor in [*inputs, *tensors]]
+        # detach: a tensor that is given twice needs two fakes, since another call may give two tensors
+        fakes = [mode.from_tensor(tensor).detach() for tensor in [*inputs, *tensors]]
         try:
             module = make_fx(step, _allow_non_fake_inputs=True)(*fakes)
         except Exception as error:

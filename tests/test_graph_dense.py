@@ -319,6 +319,17 @@ def test_numbers_keywords_and_nested_arguments_are_part_of_the_signature() -> No
     assert len(graph._steps) == 3
 
 
+def test_a_tensor_given_twice_is_not_taken_for_one_argument() -> None:
+    class Subtract(Graph):
+        def build(self, x: Tensor, y: Tensor) -> Tensor:
+            return x - y
+
+    graph, x = Subtract(), torch.ones(2)
+    assert graph(x, x).tolist() == [0, 0]
+    assert graph(x, torch.zeros(2)).tolist() == [1, 1]
+    assert graph(torch.zeros(2), x).tolist() == [-1, -1]
+
+
 def test_one_true_and_one_point_zero_are_different_arguments() -> None:
     class Name(Graph):
         def build(self, x: Tensor, value: object) -> str:

@@ -194,7 +194,8 @@ def test_initialise_missing_serves_unknown_rows_from_memory_of_the_batch() -> No
 
 def test_wrong_sizes_are_refused_before_anything_is_read() -> None:
     table = Table([4], [0.0])
-    batch = pinned(table, _core.FullTable(table.layout), np.arange(3, dtype=np.uint64), np.zeros(3, np.uint32))
+    store = _core.FullTable(table.layout)
+    batch = pinned(table, store, np.arange(3, dtype=np.uint64), np.zeros(3, np.uint32))
     before = table.values(batch.lines)
     for shape in ((2, 4), (3, 5), (4, 4)):
         with pytest.raises((TypeError, ValueError)):

@@ -62,7 +62,8 @@ class Store(Tier, Protocol):
     def pin(self, batch: Batch, room: int | None) -> None:
         """Bring each unique row of the batch up, initialising new ones, and write its address to the batch.
 
-        It stays there until `unpin`. More than `room` new rows (where it is not None) raise CapacityError and pin nothing.
+        It stays there until `unpin`. More than `room` new rows, where it is not None, raise CapacityError and pin
+        nothing.
         """
 
     def unpin(self, batch: Batch, dirty: bool) -> None:

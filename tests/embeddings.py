@@ -1,0 +1,92 @@
+"""What the tests of the engine without a graph share: embeddings on every store, steps, and all that a table holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tierbed import engine
+from tierbed.engine import MultiTableEmbedding
+from tierbed.engine.store.contract import row_dtype
+
+DIM = 5
+STORES = ["device", "host", "cached_host", "ssd", "ssd_host"]
+ONE_SET_MB = 0.0025  # less than two sets of 16 rows, whatever the optimizer
+TABLES = [
+    engine.make_uniform_initializer(-0.1, 0.1),
+    engine.make_normal_initializer(0.5, 2.0),
+    engine.make_constant_initializer(0.25),
+]
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+}
+
+
+def options(store: str, path: Path | None = None, budget_mb: float = ONE_SET_MB, **more: Any) -> Any:
+    """Store options by the short name of a store; budgets hold one set of the cache unless told otherwise."""
+    if store == "device":
+        return engine.make_device_mem_store_options(path, **more)
+    if store == "host":
+        return engine.make_host_mem_store_options(path, **more)
+    if store == "cached_host":
+        return engine.make_cached_host_mem_store_options(budget_mb, path, **more)
+    assert path is not None
+    host = 2 * budget_mb if store == "ssd_host" else 0
+    return engine.make_cached_ssd_store_options(budget_mb, path, host_cache_budget_mb=host, **more)
+
+
+def make(
+    store_options: Any,
+    optimizer: str | None = None,
+    name: str = "rows",
+    key_type: torch.dtype = torch.int64,
+    tables: int = len(TABLES),
+    **more: Any,
+) -> MultiTableEmbedding:
+    embedding = MultiTableEmbedding(name, DIM, torch.float32, key_type, TABLES[:tables], store_options, **more)
+    if optimizer is not None:
+        attach(embedding, optimizer)
+    return embedding
+
+
+def attach(embedding: MultiTableEmbedding, optimizer: str, **changes: Any) -> torch.optim.Optimizer:
+    kind, settings = OPTIMIZERS[optimizer]
+    made = kind(embedding.parameters(), **{**settings, **changes})  # type: ignore[arg-type]
+    embedding.attach(made, made.param_groups[0])
+    return made
+
+
+def train(
+    embedding: MultiTableEmbedding, ids: Tensor | Sequence[int], tables: Tensor | Sequence[int] | int = 0, grad: Any = None
+) -> Tensor:
+    """One step; returns the rows that it saw. Without `grad`, gradients depend on ids, tables and rows."""
+    ids = torch.as_tensor(ids, dtype=embedding.spec.key_type)
+    tables = torch.as_tensor(tables).broadcast_to(ids.shape)
+    pinned = embedding.prefetch([(ids, tables)])
+    rows = pinned.gather(0)
+    if grad is None:
+        phase = (ids.to(torch.int64) % 1009 + tables).to(torch.float32)[..., None] + torch.arange(embedding.dim)
+        grad = torch.sin(phase) + rows / 8
+    pinned.update([torch.as_tensor(grad, dtype=torch.float32).expand_as(rows)])
+    return rows
+
+
+def contents(embedding: MultiTableEmbedding) -> NDArray[np.void]:
+    """Every row with optimizer state and lifecycle record, in the order of a scan."""
+    table = embedding._table()
+    return np.concatenate([np.empty(0, row_dtype(table.layout.width)), *(rows.copy() for _, rows in table.scan())])
+
+
+def held(embedding: MultiTableEmbedding) -> dict[tuple[int, int], list[float]]:
+    """Every row that iteration yields, by (table, key)."""
+    return {(table, key): row.tolist() for table, key, row in embedding}
