@@ -11,6 +11,7 @@ from typing import Any
 
 from .errors import OptionError
 from .plain import PlainDict
+from .store.rocksdb import require_rocksdb
 
 OPEN_MODES = ("resume", "fresh", "error")
 
@@ -104,6 +105,7 @@ class CachedSsdOptions(CachedHostMemOptions):
     host_cache_budget_mb: float = 0
 
     def __post_init__(self) -> None:
+        require_rocksdb()
         super().__post_init__()
         _check_budget("host_cache_budget_mb", self.host_cache_budget_mb, zero=True)
         if self.persistent_path is None:

@@ -240,15 +240,15 @@ def test_a_full_capacity_raises_in_the_same_step_and_changes_nothing(tmp_path: P
         train(embedding, range(30))
         train(embedding, range(20, 49))
         before = contents(embedding)
-        for again in range(2):
+        for _ in range(2):
             with pytest.raises(CapacityError, match=r"capacity.*2 new rows.*room for 1.*raise capacity"):
-                embedding.prefetch([(torch.tensor([0, 1000, 1000, 2000]), None if again else torch.zeros(4, dtype=int))])
+                train(embedding, [0, 1000, 1000, 2000])
         with pytest.raises(CapacityError, match="2 new rows"):
             embedding.put([1000, 2000], torch.zeros(2, DIM), 0)
         assert contents(embedding).tobytes() == before.tobytes()
         assert (embedding.size(), embedding.metrics()["table"]["step"]) == (49, 2)
         train(embedding, [0, 1000, 1000])  # exactly full
-        with pytest.raises(CapacityError, match="1 new rows.*room for 0"):
+        with pytest.raises(CapacityError, match=r"1 new rows.*room for 0"):
             train(embedding, [2000])
         with pytest.raises(CapacityError):
             train(embedding, [1], 1)
@@ -285,7 +285,7 @@ def test_rows_of_a_failed_step_count_against_capacity_once(tmp_path: Path, store
         assert (embedding.size(), len(contents(embedding))) == (0, 0)
         train(embedding, [7, 8])
         train(embedding, [0, 1])
-        with pytest.raises(CapacityError, match="1 new rows.*room for 0"):
+        with pytest.raises(CapacityError, match=r"1 new rows.*room for 0"):
             train(embedding, [2])
         assert sorted(contents(embedding)["key"].tolist()) == [0, 1, 7, 8]
 

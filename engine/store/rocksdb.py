@@ -23,8 +23,8 @@ def require_rocksdb() -> None:
     """Raises StoreError where the package was built without RocksDB."""
     if not _core.has_rocksdb:
         raise StoreError(
-            "cached_ssd: this build of tierbed has no RocksDB; install it (apt install librocksdb-dev) and reinstall "
-            "tierbed from source (pip install --no-binary tierbed --force-reinstall tierbed)"
+            "cached_ssd: this build of tierbed has no RocksDB; install it (apt install librocksdb-dev) and build "
+            "tierbed again (pip install --force-reinstall --no-deps . in its source folder)"
         )
 
 
