@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -12,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .errors import ClosedError, InputError, OptimizerError, OptionError
-from .home import TableHome
+from .errors import ClosedError, InputError, OptionError
+from .handle import TableHandle
 from .initializers import make_normal_initializer, make_table_options
 from .inputs import check_lookup, keys_from
 from .ops.lookup import lookup, register
@@ -23,24 +22,6 @@ from .spec import TableSpec, check_columns, check_dtype, check_key_type, check_n
 from .table import Lookup, OpenTable, PinnedBatch
 
 _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
-_holders: weakref.WeakValueDictionary[str, _Handle] = weakref.WeakValueDictionary()
-
-
-class _Handle:
-    """An open table and its folder; closing it is what the end of an embedding or of the process does."""
-
-    def __init__(self, home: TableHome, optimizer: RowOptimizer | None) -> None:
-        self.home = home
-        self.process = os.getpid()
-        try:
-            self.table = home.open(optimizer)
-        except BaseException:
-            home.release()
-            raise
-
-    def close(self) -> None:
-        if self.process == os.getpid():  # a forked worker must not write to its parent's folder
-            self.home.close(self.table)
 
 
 class MultiTableMultiColumnEmbedding(nn.Module):
@@ -91,8 +72,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         # what an optimizer holds and autograd follows; the rows themselves are no parameter
         self.shadow = nn.Parameter(torch.zeros(1))
         self.handle = register(self)
-        self._open: _Handle | None = None
-        self._closer: weakref.finalize[Any, Any] | None = None
+        self._held: TableHandle | None = None
         self._closed = False
 
     @property
@@ -159,18 +139,14 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
         When it returns, the snapshot survives the process. Raises SnapshotError.
         """
-        self._table()
-        assert self._open is not None
-        self._open.home.save_snapshot(self._open.table, snapshot_name)
+        self._opened().save_snapshot(snapshot_name)
 
     def load_snapshot(self, snapshot_name: str) -> None:
         """Replace all rows by a snapshot's, checked first.
 
         Raises SnapshotError, and the rows stay, where it is missing, damaged or of another table.
         """
-        self._table()
-        assert self._open is not None
-        self._open.table = self._open.home.load_snapshot(self._open.table, snapshot_name)
+        self._opened().load_snapshot(snapshot_name)
 
     def metrics(self) -> dict[str, dict[str, int]]:
         """Counters: `table` (rows, step), then each tier from the top: hits, misses, evictions, bytes."""
@@ -182,7 +158,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         May be called again. Using the embedding raises ClosedError.
         """
         self._closed = True
-        self._close_table()
+        if self._held is not None:
+            self._held.close()
 
     def __enter__(self) -> MultiTableMultiColumnEmbedding:
         return self
@@ -205,24 +182,13 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def follow(self, rows_optimizer: RowOptimizer) -> None:
         """Let the next updates be those of `rows_optimizer`; several graphs take turns by it. Raises OptimizerError."""
-        if self._open is not None:
-            table = self._open.table
-            if table.optimizer is not None and table.rule != rows_optimizer.rule:
-                raise OptimizerError(
-                    f"embedding {self.name!r} is being trained by {table.rule}, and its rows have no state of "
-                    f"{rows_optimizer.rule}; "
-                    "keep the optimizer, or create the embedding under another name"
-                )
-            if table.rows and table.states != rows_optimizer.states:
-                raise OptimizerError(
-                    f"embedding {self.name!r} holds {table.rows} rows with state {list(table.states)}, not of "
-                    f"{rows_optimizer.rule}; "
-                    "add the optimizer before rows are put"
-                )
-            if table.states == rows_optimizer.states:
+        if self._held is not None:
+            if self._held.accepts(rows_optimizer):
+                table = self._held.table
                 table.optimizer, table.rule = rows_optimizer, rows_optimizer.rule
             else:
-                self._close_table()  # it was read, never written: the next use opens it with room for the state
+                self._held.close()
+                self._held = None  # the next use opens it with room for the state
         self.row_optimizer = rows_optimizer
 
     def read(self, ids: Tensor, table_ids: Tensor | None) -> Tensor:
@@ -235,34 +201,23 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""
-        if self._open is not None:
-            self._open.table.release()
+        if self._held is not None:
+            self._held.release()
 
     def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
         ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
         return check_lookup(self.spec, ids, None if table_ids is None else torch.as_tensor(table_ids))
 
     def _table(self) -> OpenTable:
-        if self._closed or (self._open is not None and self._closer is not None and not self._closer.alive):
-            raise ClosedError(
-                f"embedding {self.name!r} was closed, or another embedding opened its folder; create it again"
-            )
-        if self._open is None:
-            path = self.store_options.persistent_path
-            place = None if path is None else os.path.realpath(os.path.join(path, self.name))
-            if place is not None and place in _holders:
-                _holders[place].closer()  # type: ignore[attr-defined]
-            self._open = _Handle(TableHome(self.spec, self.store_options), self.row_optimizer)
-            self._closer = weakref.finalize(self, self._open.close)
-            if place is not None:
-                self._open.closer = self._closer  # type: ignore[attr-defined]
-                _holders[place] = self._open
-        return self._open.table
+        return self._opened().table
 
-    def _close_table(self) -> None:
-        closer, self._closer, self._open = self._closer, None, None
-        if closer is not None:
-            closer()
+    def _opened(self) -> TableHandle:
+        if self._held is None:
+            if self._closed:
+                raise ClosedError(f"embedding {self.name!r} was closed; create it again")
+            self._held = TableHandle(self.spec, self.store_options, self.row_optimizer)
+            weakref.finalize(self, self._held.close)
+        return self._held
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
@@ -282,8 +237,7 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
     ) -> None:
         if not isinstance(embedding_dim, int):
             raise OptionError(
-                f"embedding_dim={embedding_dim!r}: give a whole number; MultiTableMultiColumnEmbedding takes a list "
-                f"of columns"
+                f"embedding_dim={embedding_dim!r}: give a whole number, or use MultiTableMultiColumnEmbedding"
             )
         super().__init__(
             name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed

@@ -179,6 +179,12 @@ def hit_rates(metrics: dict[str, dict[str, int]]) -> str:
     return "; ".join(parts)
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with u.data, ratings.dat or one *.inter file")
@@ -187,21 +193,26 @@ def parse() -> argparse.Namespace:
     where.add_argument("--config", type=Path, help='TOML file whose section "movielens" holds the store options')
     parser.add_argument("--cache-mb", type=float, default=0.25, help="cache of cached_host and ssd (default: 0.25)")
     parser.add_argument("--out", type=Path, help="folder of the store and its snapshots (default: a temporary one)")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--steps", type=int, help="stop each epoch after this many steps")
-    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--epochs", type=positive, default=10)
+    parser.add_argument("--steps", type=positive, help="stop each epoch after this many steps")
+    parser.add_argument("--batch-size", type=positive, default=512)
     parser.add_argument("--dim", type=int, default=16, help="columns of a row: a bias and dim - 1 factors")
     parser.add_argument("--lr", type=float, default=0.08, help="learning rate of the rows (default: 0.08)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate", metavar="SNAPSHOT", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.dim < 2:
+        parser.error(f"argument --dim: {args.dim} leaves no column beside the bias")
+    return args
 
 
 def run(args: argparse.Namespace, log: Log, folder: Path) -> None:
     if args.config:
         options = load_store_options(args.config, "movielens")
+        folder = args.out or Path(options.persistent_path or folder)
     else:
         options = STORES[args.store](str(folder), args.cache_mb)
+    folder.mkdir(parents=True, exist_ok=True)
     options = replace(options, open="fresh")  # a store resumes what its folder holds; this script starts over
     if args.evaluate:
         print(f"test AUC {evaluate_snapshot(args.evaluate, args, log, options, folder)!r}")
@@ -224,10 +235,8 @@ def main() -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     with tempfile.TemporaryDirectory(prefix="movielens-") as temporary:
-        folder = args.out or Path(temporary)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            run(args, log, folder)
+            run(args, log, args.out or Path(temporary))
         except (OSError, TierbedError) as error:
             sys.exit(f"error: {error}")
 
