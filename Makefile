@@ -9,7 +9,7 @@ NATIVE := $(wildcard engine/ops/native/* engine/ops/kernels/*)
 .DELETE_ON_ERROR:
 
 demo: install
-	$(BIN)/python examples/movielens.py $(if $(DATA),--data $(DATA)) --store ssd
+	$(BIN)/python examples/movielens.py $(if $(DATA),--data $(DATA)) --store ssd --out build/movielens
 
 test: lint types
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
