@@ -162,7 +162,15 @@ class RocksTier:
     """
 
     def __init__(
-        self, folder: str, width: int, *, shards: int, block_bytes: int, block_cache_bytes: int, write_buffer_bytes: int
+        self,
+        folder: str,
+        width: int,
+        *,
+        create: bool,
+        shards: int,
+        block_bytes: int,
+        block_cache_bytes: int,
+        write_buffer_bytes: int,
     ) -> None: ...
     def read(self, tables: U32, keys: U64, lines: U64) -> Bools: ...
     def write(self, tables: U32, keys: U64, lines: U64) -> None: ...
@@ -174,3 +182,5 @@ class RocksTier:
     class Scan:
         def next(self, rows: U8, max_rows: int) -> tuple[int, int]:
             """Pack up to max_rows rows of one bucket into rows: (bucket, how many), 0 at the end."""
+        def close(self) -> None:
+            """Let go of the databases; `next` raises from then on."""

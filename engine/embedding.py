@@ -11,15 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .errors import ClosedError, InputError, OptionError
+from .errors import ClosedError, InputError, OptionError, StoreError
 from .handle import TableHandle
 from .initializers import make_normal_initializer, make_table_options
-from .inputs import check_lookup, keys_from
+from .inputs import check_lookup, keys_from, rows_from, table_ids_from
 from .ops.lookup import lookup, register
+from .ops.step import Lookup
 from .optimizers import RowOptimizer, row_optimizer
 from .options import store_options_from_dict
 from .spec import TableSpec, check_columns, check_dtype, check_key_type, check_name, check_padding, check_seed
-from .table import Lookup, OpenTable, PinnedBatch
+from .table import OpenTable, PinnedBatch
 
 _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
 
@@ -93,6 +94,11 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         Outside a `Graph` it reads. Raises InputError, StoreError.
         """
         ids, table_ids = check_lookup(self.spec, ids, table_ids)
+        if self.shadow.device != ids.device:
+            raise InputError(
+                f"embedding {self.name!r} was moved to {self.shadow.device}; tables run on the CPU in this version: "
+                "move it back by .cpu(), and move the rows that it returns"
+            )
         output: Tensor = lookup(self.shadow, ids, table_ids, self.handle)
         return output
 
@@ -110,13 +116,12 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         Optimizer state stays as it is.
         """
         wanted = self._lookup(keys, table_ids)
-        values = torch.as_tensor(rows)
-        shape = (*wanted[0].shape, self.dim)
-        if values.dtype != torch.float32 or tuple(values.shape) != shape:
+        values = rows_from(self.spec, rows, wanted[0].shape)
+        if self.spec.padding_idx is not None and (wanted[0] == self.spec.padding_idx).any():
             raise InputError(
-                f"rows of embedding {self.name!r}: {values.dtype} {tuple(values.shape)}; give float32 {shape}"
+                f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row"
             )
-        self._table().put(wanted, values.detach().cpu().contiguous())
+        self._table().put(wanted, values)
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Every written row, in chunks ordered by bucket, table and key.
@@ -124,8 +129,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
         """
         for _, rows in self._table().scan():
-            keys = np.ascontiguousarray(rows["key"]).view(_NUMPY_KEYS[self.spec.key_type])
-            values = np.ascontiguousarray(rows["values"][:, : self.dim])
+            keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
+            values = rows["values"][:, : self.dim].copy()
             tables = torch.from_numpy(rows["table"].astype(np.int64))
             yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)
 
@@ -169,6 +174,12 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     ) -> None:
         self.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise StoreError(
+            f"embedding {self.name!r} cannot be copied or pickled: its rows live in a store; create another under its "
+            "own name, and carry rows over by save_snapshot or put"
+        )
+
     def extra_repr(self) -> str:
         spec = self.spec
         columns = list(spec.columns)
@@ -183,12 +194,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     def follow(self, rows_optimizer: RowOptimizer) -> None:
         """Let the next updates be those of `rows_optimizer`; several graphs take turns by it. Raises OptimizerError."""
         if self._held is not None:
-            if self._held.accepts(rows_optimizer):
-                table = self._held.table
-                table.optimizer, table.rule = rows_optimizer, rows_optimizer.rule
-            else:
-                self._held.close()
-                self._held = None  # the next use opens it with room for the state
+            self._held.follow(rows_optimizer)
         self.row_optimizer = rows_optimizer
 
     def read(self, ids: Tensor, table_ids: Tensor | None) -> Tensor:
@@ -206,7 +212,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
         ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
-        return check_lookup(self.spec, ids, None if table_ids is None else torch.as_tensor(table_ids))
+        return check_lookup(self.spec, ids, table_ids_from(self.spec, table_ids))
 
     def _table(self) -> OpenTable:
         return self._opened().table

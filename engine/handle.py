@@ -53,23 +53,26 @@ class TableHandle:
             )
         return self._table
 
-    def accepts(self, optimizer: RowOptimizer) -> bool:
-        """Whether the open table can be trained by it as it is; False where it must be opened again, which loses nothing.
+    def follow(self, optimizer: RowOptimizer) -> None:
+        """Train the rows by `optimizer` from here on; opens the table again where lines need room for its state.
 
-        Raises OptimizerError where its rows carry the state of another.
+        Raises OptimizerError where the rows carry the state of another.
         """
         table = self.table
-        current = table.optimizer
-        wanted = (optimizer.rule, optimizer.initial)
-        if current is not None and (current.rule, current.initial) == wanted:
-            return True
-        other = table.states != optimizer.states or table.rule not in (None, optimizer.rule)
-        if current is not None or (table.rows and other):
+        known = table.states == optimizer.states and table.rule in (None, optimizer.rule)
+        as_before = table.optimizer is None or table.optimizer.initial == optimizer.initial
+        if table.rows and not (known and as_before):
             raise OptimizerError(
-                f"embedding {self._name!r} has rows of optimizer {table.rule} with state {list(table.states)}, not of "
-                f"{optimizer.rule}; keep to one optimizer, add it before rows are put, or take another name"
+                f"embedding {self._name!r} has rows of optimizer {table.rule} with state {list(table.states)} that "
+                f"begins as {list(table.initial)}, not of {optimizer.rule} with {list(optimizer.states)} from "
+                f"{list(optimizer.initial)}; keep to one optimizer, add it before rows are put, or take another name"
             )
-        return not table.states and not optimizer.states
+        if known and table.initial == tuple(optimizer.initial):
+            table.optimizer, table.rule = optimizer, optimizer.rule
+            return
+        self._home.close(table)
+        self._table = None
+        self._table = self._home.open(optimizer)
 
     def release(self) -> None:
         """Drop the pin that a failed step left, if the table is open."""
@@ -83,7 +86,11 @@ class TableHandle:
         self._table = self._home.load_snapshot(self.table, name)
 
     def close(self) -> None:
-        """Bring the rows down and let the folder go. May be called again; does nothing in a forked process."""
-        table, self._table = self._table, None
-        if table is not None and self._process == os.getpid():
-            self._home.close(table)
+        """Bring the rows down and let the folder go. Where that fails, everything stays open, to be closed again.
+
+        May be called again; does nothing in a forked process.
+        """
+        if self._table is not None and self._process == os.getpid():
+            self._home.close(self._table)
+            self._home.release()
+            self._table = None

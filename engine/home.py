@@ -6,6 +6,7 @@ close. What is found without a mark is never served; the last snapshot is.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..snapshots.format import check_name
 from ..snapshots.reader import Snapshot, latest_snapshot
 from ..snapshots.writer import write_snapshot
 from .errors import OptimizerError, SnapshotError, StoreError
@@ -22,7 +24,7 @@ from .optimizers import RowOptimizer
 from .options import CachedSsdOptions, StoreOptions
 from .spec import KEY_TYPES, TableSpec
 from .store.folder import StoreFolder
-from .store.rocksdb import RocksDB
+from .store.rocksdb import SHARDS, RocksDB
 from .store.stack import build_stack
 from .table import OpenTable, load_rows
 
@@ -37,45 +39,41 @@ class TableHome:
     def __init__(self, spec: TableSpec, options: StoreOptions) -> None:
         self.spec = spec
         self.options = options
-        self.folder = (
-            None if options.persistent_path is None else StoreFolder(Path(options.persistent_path) / spec.name)
-        )
+        path = options.persistent_path
+        self.folder = None if path is None else StoreFolder(Path(path) / spec.name)
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._fresh = options.open == "fresh"
-        self._scratch = False  # whether the mark is cleared: rows were written since the last clean state
+        self._shards = SHARDS
+        self._scratch = False  # whether the live rows in the folder differ from the table's
 
     def open(self, optimizer: RowOptimizer | None) -> OpenTable:
         """The table with the rows that the folder says are good. Raises StoreError, OptionError, OptimizerError."""
         if self.folder is None:
             return self._build(optimizer, None, None)
-        mark = self.folder.read_mark()
-        if self._fresh:
-            self._fresh = False
-            self.folder.discard_live()
-        elif mark is not None:
+        mark = None if self._fresh else self.folder.read_mark()
+        if mark is not None:
             return self._resume(optimizer, mark, self.folder)
-        elif self.folder.live.exists() or latest_snapshot(self.folder.snapshots) is not None:
+        if self.folder.begun and not self._fresh:
             return self._recover(optimizer, self.folder)
-        self.folder.discard_live()
-        return self._build(optimizer, None, self.folder.live)
+        return self._start_empty(optimizer, self.folder)
 
     def close(self, table: OpenTable) -> None:
-        """Bring written rows down, mark the folder clean, so that the next run resumes from them, and release it."""
-        try:
+        """Bring written rows down and mark the folder clean, so that the next run resumes from them.
+
+        Where that fails, as on a full disk, the table stays open, to be closed again. One whose write failed is
+        closed without a mark: the next run goes back to the last snapshot.
+        """
+        if self.folder is not None and self._scratch and table.failure is None:
             table.release()
-            if self.folder is not None and self._scratch and table.failure is None:
-                if self._on_disk:
-                    table.flush()
-                    live = "rocksdb"
-                else:
-                    write_snapshot(self.folder.incoming, table.describe(), table.scan())
-                    self.folder.replace_live(self.folder.incoming)
-                    live = "rows"
-                table.close()
-                self._set_mark(table, live)
-        finally:
+            if self._on_disk:
+                table.flush()
+            else:
+                shutil.rmtree(self.folder.incoming, ignore_errors=True)
+                write_snapshot(self.folder.incoming, table.describe(), table.scan())
+                self.folder.replace_live(self.folder.incoming)
             table.close()
-            self.release()
+            self._set_mark(table)
+        table.close()
 
     def release(self) -> None:
         """Let the folder go as it is."""
@@ -83,45 +81,59 @@ class TableHome:
             self.folder.release()
 
     def save_snapshot(self, table: OpenTable, name: str) -> None:
-        write_snapshot(self._snapshots() / name, table.describe(), table.scan())
+        """Raises SnapshotError, StoreError."""
+        write_snapshot(self._snapshot_folder(name), table.describe(), table.scan())
 
     def load_snapshot(self, table: OpenTable, name: str) -> OpenTable:
         """The table with the rows of a snapshot. Until this returns, `table` and its rows stay as they were."""
-        snapshot = Snapshot.open(self._snapshots() / name)
+        snapshot = Snapshot.open(self._snapshot_folder(name))
         self._check(snapshot.description, table.optimizer, SnapshotError, f"snapshot {name!r}")
         return self._restore(table.optimizer, snapshot, table)
 
-    def _resume(self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder) -> OpenTable:
-        self._check(mark, optimizer, StoreError, f"store folder {str(folder.path)!r}")
-        if mark["live"] == "rows":
-            source: Snapshot | RocksDB = Snapshot.open(folder.live)
-        elif self._on_disk:
-            return self._build(optimizer, mark, folder.live)
-        else:
-            source = RocksDB(folder.live, mark["width"])
-        if isinstance(source, Snapshot):
-            return self._restore(optimizer, source, None)
+    def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
+        new = not folder.begun
+        folder.discard_live()
         try:
+            table = self._build(optimizer, None, folder.live)
+        except BaseException:
+            if new:
+                folder.forget()
+            raise
+        self._fresh, self._scratch = False, True
+        return table
+
+    def _resume(self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder) -> OpenTable:
+        where = f"store folder {str(folder.path)!r}"
+        self._check(mark, optimizer, StoreError, where)
+        try:
+            if mark["live"] == "rows":
+                return self._restore(optimizer, Snapshot.open(folder.live), None)
+            if self._on_disk:
+                return self._build(optimizer, mark, folder.live)
             table = self._build(optimizer, mark, None)
             assert table.stack is not None
-            load_rows(table.stack, source.scan(), mark["width"])
+            with contextlib.closing(RocksDB(folder.live, mark["width"], mark["shards"])) as source:
+                load_rows(table.stack, source.scan(), mark["width"])
             return table
-        finally:
-            source.close()
+        except (SnapshotError, StoreError) as error:
+            raise StoreError(
+                f"the live rows of {where} are marked clean and cannot be read: {error}. Go back to a snapshot with "
+                '`tierbed snapshot load`, or start over with open="fresh"'
+            ) from error
 
     def _recover(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
         """The last run did not close: its live rows are of different steps."""
-        snapshot = latest_snapshot(folder.snapshots)
-        found = "restored its last snapshot " + repr(snapshot.name) if snapshot else "started empty: it has no snapshot"
         if self.options.open == "error":
             raise StoreError(
                 f"store folder {str(folder.path)!r} was not closed by its last run, so its live rows cannot be used; "
                 'open="resume" restores the last snapshot or starts empty'
             )
+        snapshot = latest_snapshot(folder.snapshots)
         if snapshot is None:
-            folder.discard_live()
-            table = self._build(optimizer, None, folder.live)
+            found = "started empty: it has no snapshot"
+            table = self._start_empty(optimizer, folder)
         else:
+            found = f"restored its last snapshot {snapshot.name!r}"
             self._check(snapshot.description, optimizer, StoreError, f"store folder {str(folder.path)!r}")
             table = self._restore(optimizer, snapshot, None)
         log.warning(
@@ -137,66 +149,70 @@ class TableHome:
         assert self.folder is not None
         folder, stored = self.folder, {**snapshot.description, "rows": snapshot.manifest.rows}
         place = folder.incoming if self._on_disk else None
+        shutil.rmtree(folder.incoming, ignore_errors=True)
         table = self._build(optimizer, stored, place)
-        assert table.stack is not None
         try:
+            assert table.stack is not None
             load_rows(table.stack, snapshot.chunks(), table.layout.width)
             if self._on_disk:
                 table.flush()
+            if snapshot.folder != folder.live:
+                self._begin_writing()
         except BaseException:
             table.close()
-            if place is not None:
-                shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder.incoming, ignore_errors=True)
             raise
         if running is not None:
-            self._begin_writing()
             running.close()
         if place is None:
             return table
         table.close()
         folder.replace_live(place)
-        self._set_mark(table, "rocksdb")
-        return self._build(optimizer, stored, folder.live)
+        self._set_mark(table)
+        return self._build(optimizer, folder.read_mark(), folder.live)
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
         """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
-        source = {"optimizer": None, "states": []} if stored is None else stored
-        rule, states = source["optimizer"], source["states"]
-        initial = [0.0] * len(states)  # read-only: new rows' state is never seen
+        source = {"optimizer": None, "states": [], "initial": []} if stored is None else stored
+        rule, states, initial = source["optimizer"], source["states"], source["initial"]
         if optimizer is not None:
             rule, states, initial = optimizer.rule, optimizer.states, optimizer.initial
         layout = self.spec.layout(initial)
         if optimizer is not None:
             self.options.check_row(self.spec.dim, layout.width)
-        stack = build_stack(self.options, layout, place)
-        table = OpenTable(self.spec, layout, stack, rule, states, self.options.capacity, self._begin_writing)
+        shards = None if stored is None else stored.get("shards")
+        self._shards = shards or SHARDS
+        stack = build_stack(self.options, layout, place, shards)
+        table = OpenTable(self.spec, layout, stack, rule, states, initial, self.options.capacity, self._begin_writing)
         table.optimizer = optimizer
         if stored is not None:
             table.rows, table.step = stored["rows"], stored["step"]
         return table
 
     def _begin_writing(self) -> None:
+        """Before the first write: from here on the live rows in the folder are not the table's."""
         if self._scratch or self.folder is None:
             return
         if self._on_disk:
             self.folder.clear_mark()
         else:
             self.folder.discard_live()
-            self.folder.live.mkdir()  # without a mark: says that a run began here and did not close
         self._scratch = True
 
-    def _set_mark(self, table: OpenTable, live: str) -> None:
+    def _set_mark(self, table: OpenTable) -> None:
         assert self.folder is not None
-        self.folder.set_mark({**table.describe(), "live": live, "rows": table.rows})
+        live: dict[str, Any] = {"live": "rocksdb", "shards": self._shards} if self._on_disk else {"live": "rows"}
+        self.folder.set_mark({**table.describe(), **live, "rows": table.rows})
         self._scratch = False
 
-    def _snapshots(self) -> Path:
+    def _snapshot_folder(self, name: str) -> Path:
         if self.folder is None:
             raise SnapshotError(
                 f"embedding {self.spec.name!r} has no persistent_path, so no place for snapshots; give one in its "
                 f"store options"
             )
-        return self.folder.snapshots
+        check_name(name)
+        return self.folder.snapshots / name
 
     def _check(self, stored: dict[str, Any], optimizer: RowOptimizer | None, error: type[Exception], what: str) -> None:
         """Raises where the stored rows are of another table, or have no state of the optimizer to train them."""
@@ -215,7 +231,14 @@ class TableHome:
                 f"{what} holds {len(stored['tables'])} tables, not {self.spec.num_tables}; give all of them, in "
                 f"their order"
             )
-        if optimizer is None:
+        if (stored["seed"], stored["tables"][: self.spec.num_tables]) != (
+            self.spec.seed,
+            self.spec.plain_tables()[: len(stored["tables"])],
+        ):
+            log.warning(
+                "%s began its rows with another seed or other initializers: rows not yet stored begin differently", what
+            )
+        if optimizer is None or stored.get("rows") == 0:
             return
         same_rule = stored["optimizer"] in (None, optimizer.rule)
         if not same_rule or tuple(stored["states"]) != tuple(optimizer.states):

@@ -229,7 +229,7 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
         raise OptionError(f"{where}: {store} has no option {', '.join(unknown)}; it has {', '.join(known)}")
     try:
         return MAKERS[store](**given)
-    except TypeError as error:
+    except (TypeError, OptionError) as error:
         raise OptionError(f"{where}: {store}: {error}") from None
 
 

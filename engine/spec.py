@@ -42,7 +42,10 @@ class TableSpec:
         kinds, parameters, quantiles = as_arrays(self.tables, self.columns)
         return _core.Layout(self.dim, list(states), self.seed % 2**64, self.columns, kinds, parameters, quantiles)
 
-    def describe(self, rule: str | None, states: Sequence[str], step: int) -> dict[str, Any]:
+    def plain_tables(self) -> list[dict[str, Any]]:
+        return [table.as_dict() for table in self.tables]
+
+    def describe(self, rule: str | None, states: Sequence[str], initial: Sequence[float], step: int) -> dict[str, Any]:
         """What marks and snapshots keep of the table, as plain values."""
         return {
             "name": self.name,
@@ -52,8 +55,9 @@ class TableSpec:
             "width": self.dim * (1 + len(states)),
             "optimizer": rule,
             "states": list(states),
+            "initial": list(initial),
             "seed": self.seed,
-            "tables": [table.as_dict() for table in self.tables],
+            "tables": self.plain_tables(),
             "padding_idx": self.padding_idx,
             "step": step,
         }
@@ -92,7 +96,7 @@ def check_columns(embedding_dim: Any) -> tuple[int, ...]:
 
 def check_key_type(key_type: Any) -> torch.dtype:
     """Raises OptionError for a key type that rows cannot have."""
-    if key_type not in KEY_TYPES:
+    if not isinstance(key_type, torch.dtype) or key_type not in KEY_TYPES:
         raise OptionError(f"key_type={key_type!r}: give torch.int32, torch.int64 or torch.uint64")
     return key_type
 

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _core
-from .errors import ClosedError, InputError, OptimizerError, StoreError
+from .errors import ClosedError, GraphError, InputError, OptimizerError, StoreError
+from .interrupts import uninterrupted
+from .ops.step import Lookup
 from .store.contract import Store, row_dtype
 from .store.stack import Stack
 
 if TYPE_CHECKING:
     from .optimizers import RowOptimizer
     from .spec import TableSpec
-
-Lookup = tuple[Tensor, Tensor | None]  # ids, and table ids of the same shape or None
 
 
 class OpenTable:
@@ -41,6 +44,7 @@ class OpenTable:
         stack: Stack,
         rule: str | None,
         states: Sequence[str],
+        initial: Sequence[float],
         capacity: int | None,
         before_write: Callable[[], None],
     ) -> None:
@@ -49,22 +53,25 @@ class OpenTable:
         self.stack: Stack | None = stack
         self.rule = rule
         self.states = tuple(states)
+        self.initial = tuple(initial)  # the value of each state of a new row
         self.optimizer: RowOptimizer | None = None
         self.rows = 0
         self.step = 0
-        self.failure: StoreError | None = None
+        self.failure: BaseException | None = None  # what left the rows in doubt
         self._capacity = capacity
         self._before_write = before_write
         self._pinned: PinnedBatch | None = None
+        self._lock = RLock()  # native loops let other threads of Python run
 
     def describe(self) -> dict[str, Any]:
-        return self.spec.describe(self.rule, self.states, self.step)
+        return self.spec.describe(self.rule, self.states, self.initial, self.step)
 
     def read(self, lookup: Lookup) -> Tensor:
         """Rows of ids, ids.shape + (dim,), float32; unknown ones are initial values and stay unknown."""
-        batch = self._batch([lookup])
-        self._store().peek(batch)
-        return self._gather(batch, 0, lookup[0].shape)
+        with self._lock:
+            batch = self._batch([lookup])
+            self._store().peek(batch)
+            return self._gather(batch, 0, lookup[0].shape)
 
     def prefetch(self, lookups: list[Lookup]) -> PinnedBatch:
         """Deduplicate the ids, bring their rows up and pin them.
@@ -73,96 +80,129 @@ class OpenTable:
         """
         if self.optimizer is None:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
-        return self._pin(lookups)
-
-    def put(self, lookup: Lookup, values: Tensor) -> None:
-        """Write values [n, dim] to the rows of n ids; of a repeated id the last stands. Optimizer state stays."""
-        batch = self._pin([lookup]).core
-        self.rows += _core.assign(batch, self.layout, values.reshape(-1, self.layout.dim).numpy(), self.step)
-        self._unpin(dirty=True)
-
-    def release(self) -> None:
-        """Drop the pin that a failed step left."""
-        if self._pinned is not None:
-            self._unpin(dirty=False)
-
-    def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
-        """Every written row, as `Tier.scan`."""
-        self.release()
-        return self._store().scan()
-
-    def flush(self) -> None:
-        self._store().flush()
-
-    def close(self) -> None:
-        """Release memory and files without flushing. May be called again."""
-        stack, self.stack, self._pinned = self.stack, None, None
-        if stack is not None:
-            stack.top.close()
-
-    def metrics(self) -> dict[str, dict[str, int]]:
-        return {"table": {"rows": self.rows, "step": self.step}, **self._store().metrics()}
-
-    def finish(self, pinned: PinnedBatch, grads: NDArray[np.float32]) -> None:
-        """Apply the optimizer to a pinned batch, grads [size, dim], and end the pin."""
-        self._check_pinned(pinned)
-        assert self.optimizer is not None
-        step = self.step + 1
-        hyper = self.optimizer.hyper(step)
-        self.rows += _core.update(pinned.core, self.layout, grads, self.optimizer.rule, hyper, step)
-        self.step = step
-        self._unpin(dirty=True)
+        with self._lock, uninterrupted():
+            return self._pin(lookups)
 
     def gather(self, pinned: PinnedBatch, begin: int, shape: torch.Size) -> Tensor:
         """The rows of the pinned batch from position `begin` on, shape + (dim,)."""
+        with self._lock:
+            self._check_pinned(pinned)
+            return self._gather(pinned.core, begin, shape)
+
+    def update(self, pinned: PinnedBatch, grads: NDArray[np.float32]) -> None:
+        """Apply the optimizer to a pinned batch, grads [size, dim], and end the pin."""
+        assert self.optimizer is not None
+        step = self.step + 1
+        hyper = self.optimizer.hyper(step)
+        with self._lock, self._writing(pinned):
+            self.rows += _core.update(pinned.core, self.layout, grads, self.optimizer.rule, hyper, step)
+            self.step = step
+
+    def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
+        """Write values [n, dim] to the rows of n ids; of a repeated id the last stands. Optimizer state stays."""
+        if self.states and self.optimizer is None:
+            raise OptimizerError(
+                f"embedding {self.spec.name!r} is open for reading: its rows carry the state of optimizer {self.rule}; "
+                "add that optimizer before put"
+            )
+        with self._lock, uninterrupted():
+            pinned = self._pin([lookup])
+            with self._writing(pinned):
+                self.rows += _core.assign(pinned.core, self.layout, values, self.step)
+
+    def release(self) -> None:
+        """Drop the pin that a failed step left."""
+        with self._lock, uninterrupted():
+            pinned, self._pinned = self._pinned, None
+            if pinned is not None:
+                self._store().unpin(pinned.core, dirty=False)
+
+    def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+        """Every written row, as `Tier.scan`. Raises ClosedError if the table is closed or replaced on the way."""
+        self.release()
+        chunks = self._store().scan()
+        while True:
+            with self._lock:
+                self._store()
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+
+    def flush(self) -> None:
+        with self._lock:
+            self._store().flush()
+
+    def close(self) -> None:
+        """Release memory and files without flushing. May be called again."""
+        with self._lock:
+            stack, self.stack, self._pinned = self.stack, None, None
+            if stack is not None:
+                stack.top.close()
+
+    def metrics(self) -> dict[str, dict[str, int]]:
+        with self._lock:
+            return {"table": {"rows": self.rows, "step": self.step}, **self._store().metrics()}
+
+    def _pin(self, lookups: list[Lookup]) -> PinnedBatch:
+        self.release()
+        batch = self._batch(lookups)
+        self._store().pin(batch, None if self._capacity is None else self._capacity - self.rows)
+        self._pinned = PinnedBatch(self, batch, [ids.shape for ids, _ in lookups])
+        return self._pinned
+
+    @contextmanager
+    def _writing(self, pinned: PinnedBatch) -> Iterator[None]:
+        """Around what writes the lines of a pinned batch; ends the pin."""
         self._check_pinned(pinned)
-        return self._gather(pinned.core, begin, shape)
+        with uninterrupted():
+            self._before_write()
+            try:
+                yield
+                self._pinned = None
+                self._store().unpin(pinned.core, dirty=True)
+            except (TypeError, ValueError):
+                raise  # refused before anything was written
+            except BaseException as error:
+                # lines, counters and the tiers below may disagree: nothing here may be served or marked clean
+                self.failure, self._pinned = error, None
+                raise
 
     def _check_pinned(self, pinned: PinnedBatch) -> None:
         if pinned is not self._pinned:
             raise StoreError(f"embedding {self.spec.name!r}: the batch is no longer pinned; prefetch it again")
 
-    def _pin(self, lookups: list[Lookup]) -> PinnedBatch:
-        self.release()
-        batch = self._batch(lookups)
-        self._before_write()
-        self._store().pin(batch, self._room())
-        self._pinned = PinnedBatch(self, batch, [ids.shape for ids, _ in lookups])
-        return self._pinned
-
-    def _unpin(self, dirty: bool) -> None:
-        pinned, self._pinned = self._pinned, None
-        assert pinned is not None
-        try:
-            self._store().unpin(pinned.core, dirty)
-        except StoreError as error:
-            # rows of the batch may be lost between memory and disk: nothing here may be served or marked clean
-            self.failure = error
-            raise
-
-    def _room(self) -> int | None:
-        return None if self._capacity is None else self._capacity - self.rows
-
     def _store(self) -> Store:
         if self.stack is None:
-            raise ClosedError(f"embedding {self.spec.name!r} was closed; create it again")
+            raise ClosedError(f"embedding {self.spec.name!r} was closed or its rows were replaced; use it anew")
         if self.failure is not None:
             raise StoreError(
-                f"embedding {self.spec.name!r} failed before ({self.failure}); create it again: it resumes from the "
-                f"last snapshot"
+                f"embedding {self.spec.name!r} failed in the middle of a write ({self.failure!r}); create it again: it "
+                "goes back to its last snapshot"
             ) from self.failure
         return self.stack.top
 
     def _batch(self, lookups: list[Lookup]) -> _core.Batch:
+        if any(isinstance(ids, FakeTensor) for ids, _ in lookups):
+            raise GraphError(
+                f"embedding {self.spec.name!r}: get and put need the values of keys, which build does not have while "
+                "it is traced; look them up by calling the embedding, or outside the graph"
+            )
         _core.set_threads(torch.get_num_threads())
-        segments = [(_unsigned(ids), None if tables is None else _u32(tables)) for ids, tables in lookups]
+        segments = [(_unsigned(ids), None if tables is None else self._u32(tables)) for ids, tables in lookups]
         padding = None if self.spec.padding_idx is None else self.spec.padding_idx % 2**64
-        try:
-            return _core.Batch(segments, self.spec.num_tables, padding)
-        except IndexError as error:
+        return _core.Batch(segments, self.spec.num_tables, padding)
+
+    def _u32(self, tables: Tensor) -> NDArray[np.uint32]:
+        flat = tables.detach().reshape(-1).to(torch.int64)
+        outside = (flat < 0) | (flat >= self.spec.num_tables)
+        if outside.any():
+            position = int(outside.nonzero()[0])
             raise InputError(
-                f"table_ids of embedding {self.spec.name!r}: {error}; they run from 0 to {self.spec.num_tables - 1}"
-            ) from None
+                f"table_ids of embedding {self.spec.name!r}: table id {int(flat[position])} at position {position}; "
+                f"they run from 0 to {self.spec.num_tables - 1}"
+            )
+        return flat.to(torch.int32).numpy().view(np.uint32)
 
     def _gather(self, batch: _core.Batch, begin: int, shape: torch.Size) -> Tensor:
         out = torch.empty((*shape, self.layout.dim), dtype=torch.float32)
@@ -188,7 +228,7 @@ class PinnedBatch:
         dim = self._table.layout.dim
         flat = [grad.detach().reshape(-1, dim) for grad in grads]
         total = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
-        self._table.finish(self, total.numpy())
+        self._table.update(self, total.numpy())
 
 
 def load_rows(stack: Stack, chunks: Iterator[tuple[int, NDArray[np.void]]], width: int) -> int:
@@ -199,9 +239,10 @@ def load_rows(stack: Stack, chunks: Iterator[tuple[int, NDArray[np.void]]], widt
     offset = dtype.fields["values"][1]
     count = 0
     for _, rows in chunks:
-        rows = np.ascontiguousarray(rows)
+        if rows.dtype != dtype or not rows.flags.c_contiguous:
+            raise StoreError(f"rows of {rows.dtype} cannot be loaded into lines of {width} floats")
         lines = np.arange(len(rows), dtype=np.uint64) * np.uint64(dtype.itemsize) + np.uint64(rows.ctypes.data + offset)
-        stack.bottom.write(np.ascontiguousarray(rows["table"]), np.ascontiguousarray(rows["key"]), lines)
+        stack.bottom.write(rows["table"].copy(), rows["key"].copy(), lines)
         count += len(rows)
     return count
 
@@ -212,7 +253,3 @@ def _unsigned(ids: Tensor) -> NDArray[np.uint64]:
     if flat.dtype == torch.int32:
         flat = flat.to(torch.int64)
     return flat.contiguous().numpy().view(np.uint64)
-
-
-def _u32(tables: Tensor) -> NDArray[np.uint32]:
-    return tables.detach().reshape(-1).to(torch.int32).contiguous().numpy().view(np.uint32)

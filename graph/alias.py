@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,24 @@ _BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miop
 def storages(node: fx.Node) -> set[int]:
     """The storages of a node's tensors. Views of one tensor share one."""
     values = pytree.tree_leaves(node.meta.get("val"))
-    return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+    return {
+        value.untyped_storage()._cdata
+        for value in values
+        if isinstance(value, Tensor) and value.layout is torch.strided  # a sparse tensor has no storage
+    }
+
+
+def memory(nodes: Iterable[fx.Node]) -> set[int]:
+    """The storages of all these nodes."""
+    return set().union(*map(storages, nodes))
+
+
+def is_random(target: Any, args: Sequence[Any]) -> bool:
+    """Whether a call moves the random stream. Attention without dropout is tagged as if it did."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    return "dropout_p" not in names or any(args[names.index("dropout_p") :][:1])
 
 
 def written(node: fx.Node) -> set[int]:
@@ -33,12 +50,12 @@ def written(node: fx.Node) -> set[int]:
             for i, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-    return set().union(*(storages(n) for n in pytree.tree_leaves(changed) if isinstance(n, fx.Node)))
+    return memory(n for n in pytree.tree_leaves(changed) if isinstance(n, fx.Node))
 
 
 def external(graph: fx.Graph) -> set[int]:
     """The storages that live longer than a call: arguments, parameters, buffers and closure tensors."""
-    return set().union(*(storages(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")))
+    return memory(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
 
 
 def live_nodes(graph: fx.Graph, effects: set[Callable[..., Any]]) -> set[fx.Node]:
@@ -56,7 +73,7 @@ def live_nodes(graph: fx.Graph, effects: set[Callable[..., Any]]) -> set[fx.Node
             continue
         live.add(node)
         pending += node.all_input_nodes
-        for storage in _union(storages(n) for n in (node, *node.all_input_nodes)):
+        for storage in memory((node, *node.all_input_nodes)):
             pending += writers[storage]
     return live
 
@@ -67,10 +84,6 @@ def _has_effect(node: fx.Node, outside: set[int]) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.is_impure()
     changed = written(node)
-    if changed & outside or torch.Tag.nondeterministic_seeded in node.target.tags:
+    if changed & outside or is_random(node.target, node.args):
         return True
-    return not changed and node.is_impure()
-
-
-def _union(sets: Iterable[set[int]]) -> set[int]:
-    return set().union(*sets)
+    return not changed and (node.is_impure() or not node.target._schema.returns)

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import OptimizerError
 from ..engine.ops.lookup import embedding_of
 from ..engine.optimizers import RowOptimizer
-from .lookups import expand_reads, expand_trained, refuse_used_grads, trained_handles
+from .lookups import expand_reads, expand_trained, refuse_used
 from .names import identifiers, tensor_names
 from .optimizers import OptimizerSet
 from .passes import add_dense_steps, drop_dead, drop_detach, drop_double_transpose, keep_outputs, name_placeholders
@@ -62,47 +63,50 @@ class CompiledStep:
 def compile_step(root: Graph, traced: Trace, optimizers: OptimizerSet, tensors: list[Tensor]) -> CompiledStep:
     """Rewrite a trace into a step that trains if `root.training` and build called backward().
 
-    OptimizerError if backward() reached an embedding that no optimizer of the graph holds.
+    OptimizerError if backward() reached a parameter that no optimizer of the graph holds.
     """
     module = traced.module
     graph = module.graph
+    returned = traced.returned
     embeddings = {m: path for path, m in root.named_modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
     names = identifiers([*(type(optimizer).__name__.lower() for optimizer in optimizers), *embeddings.values()])
     optimizer_at = dict(zip(names, optimizers, strict=False))
     embedding_at = {m.handle: name for m, name in zip(embeddings, names[len(optimizer_at) :], strict=True)}
 
-    def name_of(handle: int) -> str:
+    def label(handle: int) -> str:
         return embedding_at.get(handle) or embedding_of(handle).name
 
     placeholders = graph.find_nodes(op="placeholder")
+    live = placeholders[len(traced.inputs) :]
     paths = tensor_names(root)
     name_placeholders(placeholders, [*traced.inputs, *(paths[id(tensor)] for tensor in tensors)])
+    by_shadow = {id(embedding.shadow): embedding for embedding in embeddings}
     drop_detach(graph)
     drop_double_transpose(graph)
-    grads = keep_outputs(graph, sum(traced.is_tensor))
+    grads = keep_outputs(graph, sum(returned.is_tensor))
     trained: list[tuple[MultiTableMultiColumnEmbedding, RowOptimizer]] = []
-    if root.training and traced.with_grad:
+    if root.training and returned.with_grad:
         holders = optimizers.holders()
-        for handle in sorted(trained_handles(graph)):
-            embedding = embedding_of(handle)
-            if id(embedding.shadow) not in holders:
+        dense: list[tuple[Optimizer, fx.Node, fx.Node]] = []
+        for index, grad in zip(returned.with_grad, grads, strict=True):
+            parameter = tensors[index]
+            embedding = by_shadow.get(id(parameter))
+            if id(parameter) not in holders:
+                what = f"embedding {embedding.name!r}" if embedding else f"parameter {paths[id(parameter)]!r}"
                 raise OptimizerError(
-                    f"backward() reaches embedding {embedding.name!r}, which no optimizer of this graph holds; "
-                    "call self.add_optimizer(...) in __init__ with an optimizer over its parameters()"
+                    f"backward() reaches {what}, which no optimizer of this graph holds; call self.add_optimizer(...) "
+                    "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
                 )
-            expand_trained(module, handle, name_of)
-            trained.append((embedding, optimizers.rows(embedding)))
-        parameters = placeholders[len(traced.inputs) :]
-        shadows = {id(embedding.shadow) for embedding in embeddings}
-        dense = [
-            (holders.get(id(tensors[index])), parameters[index], grad)
-            for index, grad in zip(traced.with_grad, grads, strict=True)
-            if id(tensors[index]) not in shadows
-        ]
+            if embedding is None:
+                dense.append((holders[id(parameter)], live[index], grad))
+            else:
+                expand_trained(module, embedding.handle, grad, label)
+                trained.append((embedding, optimizers.rows(embedding)))
         add_dense_steps(module, optimizer_at, dense)
-    expand_reads(module, name_of)
+    expand_reads(module, label)
     drop_dead(graph)
-    refuse_used_grads(graph, name_of)
+    shadows = {node: by_shadow[id(t)].name for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow}
+    refuse_used(graph, shadows, label)
     graph.lint()
     module.recompile()
-    return CompiledStep(module, trained, traced.spec, traced.constants, traced.is_tensor)
+    return CompiledStep(module, trained, returned.spec, returned.constants, returned.is_tensor)

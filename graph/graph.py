@@ -8,13 +8,15 @@ from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from ..engine.errors import GraphError
 from .compiled import CompiledStep, compile_step
 from .optimizers import OptimizerSet
 from .signature import Structure, call_key, modes
-from .trace import trace
+from .trace import one_trace, trace
 
 STEPS = 64
 
@@ -36,10 +38,11 @@ class Graph(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._optimizers = OptimizerSet()
-        self._steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
-        self._structure = Structure(self)
-        self._last: tuple[Hashable, Any] = (None, None)  # the step of the previous call, found without hashing
+        self.__optimizers = OptimizerSet()
+        self.__steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
+        # two underscores: a subclass may have attributes of any name
+        self.__structure: Structure | None = None
+        self.__last: tuple[Hashable, Any] = (None, None)  # the step of the previous call, found without hashing
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Let an ordinary torch optimizer update the parameters that it holds, and rows by the shadows that it holds.
@@ -47,11 +50,11 @@ class Graph(nn.Module):
         Its parameter groups are read at every step, so learning rate schedulers work. Raises OptimizerError for what
         is no torch optimizer, one that rows cannot follow, and a parameter that another optimizer of this graph holds.
         """
-        self._optimizers.add(optimizer)
+        self.__optimizers.add(optimizer)
         try:
-            self._optimizers.attach(self)
+            self.__optimizers.attach(self)
         except BaseException:
-            self._optimizers.discard(optimizer)
+            self.__optimizers.discard(optimizer)
             raise
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,40 +68,53 @@ class Graph(nn.Module):
         embedding without optimizer, and whatever `build`, an op or a store raises; the graph stays usable.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        while (live := self._structure.live()) is None:
-            self._structure = Structure(self)
-            self._steps.clear()  # none can fit again, and they would keep replaced modules alive
-        tensors, state = live
-        signature = (spec, call_key(leaves, self.build, spec), state, modes(), self._optimizers.key())
-        if signature != self._last[0]:
-            self._last = signature, self._step_for(signature, leaves, spec, tensors)
-        return self._last[1].run([leaf for leaf in leaves if isinstance(leaf, Tensor)] + tensors)
+        signature, tensors = self.__signature(leaves, spec)
+        known, step = self.__last
+        if signature != known:
+            with one_trace:
+                signature, tensors = self.__signature(leaves, spec)  # a trace in another thread may have been under way
+                step = self.__step_for(signature, leaves, spec, tensors)
+            self.__last = signature, step
+        return step.run([leaf for leaf in leaves if isinstance(leaf, Tensor)] + tensors)
 
-    def _step_for(
+    def __signature(self, leaves: list[Any], spec: pytree.TreeSpec) -> tuple[Hashable, list[Tensor]]:
+        while self.__structure is None or (live := self.__structure.live()) is None:
+            self.__structure = Structure(self)
+            self.__steps.clear()  # none can fit again, and they would keep replaced modules alive
+        tensors, state = live
+        return (spec, call_key(leaves, self.build, spec), state, modes(), self.__optimizers.key()), tensors
+
+    def __step_for(
         self, signature: Hashable, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor]
     ) -> CompiledStep:
-        if signature in self._steps:
-            self._steps.move_to_end(signature)
+        if signature in self.__steps:
+            self.__steps.move_to_end(signature)
         else:
-            self._optimizers.attach(self)
-            self._optimizers.refuse_foreign(self)
-            self._steps[signature] = compile_step(self, trace(self, leaves, spec, tensors), self._optimizers, tensors)
-            self._bound()
-        return self._steps[signature]
+            if detect_fake_mode(tensors):
+                raise GraphError(
+                    f"build calls the graph {type(self).__name__}, and a graph cannot run inside another; call its "
+                    "build(), and add its optimizers to the outer graph"
+                )
+            self.__optimizers.attach(self)
+            self.__optimizers.refuse_foreign(self)
+            traced = trace(self, leaves, spec, tensors, self.__optimizers)
+            self.__steps[signature] = compile_step(self, traced, self.__optimizers, tensors)
+            self.__bound()
+        return self.__steps[signature]
 
-    def _bound(self) -> None:
-        if len(self._steps) > STEPS:
-            self._steps.popitem(last=False)
+    def __bound(self) -> None:
+        if len(self.__steps) > STEPS:
+            self.__steps.popitem(last=False)
             warnings.warn(
                 f"{type(self).__name__} was compiled for more than {STEPS} signatures and drops the oldest; "
                 "pass numbers that change at each call as tensors, and pad inputs to few shapes",
-                stacklevel=2,
+                stacklevel=6,
             )
 
     def __repr__(self) -> str:
         """The modules; after the first call, the code of every compiled step too."""
         modules = super().__repr__()
-        if not self._steps:
+        if not self.__steps:
             return f"{modules}\n# not compiled yet: the first call compiles it"
-        steps = (f"# compiled step {i}\n{step.code()}" for i, step in enumerate(self._steps.values()))
+        steps = (f"# compiled step {i}\n{step.code()}" for i, step in enumerate(self.__steps.values()))
         return "\n\n".join([modules, *steps])

@@ -34,7 +34,8 @@ class OptimizerSet:
             raise OptimizerError(
                 f"add_optimizer got a {type(optimizer).__name__}; pass a torch.optim optimizer, such as torch.optim.SGD"
             )
-        if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
             raise OptimizerError(
                 f"{type(optimizer).__name__} calls the model several times a step, which a static graph cannot do; "
                 "use an optimizer whose step() needs no closure"
@@ -57,6 +58,7 @@ class OptimizerSet:
         """
         by_shadow = {id(m.shadow): m for m in root.modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
         holders: dict[int, Optimizer] = {}
+        rows: dict[int, RowOptimizer] = {}
         for optimizer, group, parameter in self._held():
             if holders.setdefault(id(parameter), optimizer) is not optimizer:
                 both = f"{type(holders[id(parameter)]).__name__} and {type(optimizer).__name__}"
@@ -64,7 +66,8 @@ class OptimizerSet:
                     f"parameter {name_of(root, parameter)} is in two optimizers, {both}; leave it in one"
                 )
             if id(parameter) in by_shadow and id(parameter) not in self._rows:
-                self._rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
+                rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
+        self._rows.update(rows)  # at the end: a refused optimizer leaves nothing
 
     def rows(self, embedding: MultiTableMultiColumnEmbedding) -> RowOptimizer:
         """What the rows of an attached embedding follow in this graph."""

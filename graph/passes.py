@@ -10,7 +10,7 @@ from torch import fx
 from torch.optim import Optimizer
 
 from ..engine.ops.step import update
-from .alias import live_nodes
+from .alias import external, live_nodes, storages
 from .dense import dense_step
 from .names import identifiers
 
@@ -41,16 +41,21 @@ def drop_double_transpose(graph: fx.Graph) -> None:
 
 
 def keep_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
-    """Cut the output to its first `count` values and return the rest."""
+    """Cut the output to its first `count` values, detached from the live tensors, and return the rest."""
     output = graph.output_node()
+    outside = external(graph)
     returned: Any = output.args[0]
     values = list(returned)
+    for i, value in enumerate(values[:count]):
+        if storages(value) & outside:
+            with graph.inserting_before(output):
+                values[i] = graph.call_function(torch.ops.aten.detach.default, (value,))
     output.args = (values[:count],)
     return values[count:]
 
 
 def add_dense_steps(
-    module: fx.GraphModule, optimizers: dict[str, Optimizer], grads: list[tuple[Optimizer | None, fx.Node, fx.Node]]
+    module: fx.GraphModule, optimizers: dict[str, Optimizer], grads: list[tuple[Optimizer, fx.Node, fx.Node]]
 ) -> None:
     """One node an optimizer at the end of the step. `grads` gives each parameter's optimizer, node and gradient."""
     graph = module.graph

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
+from enum import Enum
 from itertools import chain
 from operator import attrgetter, methodcaller
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -16,27 +19,59 @@ from torch.utils import _pytree as pytree
 from ..engine.errors import GraphError
 
 _FIELDS = attrgetter("training", "_parameters", "_buffers", "_modules")
+_COUNTED = attrgetter("__dict__", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DESCRIBE = attrgetter("shape", "dtype", "device", "requires_grad")
+_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _STRIDE = methodcaller("stride")
+_PLAIN = (
+    *(
+        NoneType,
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        range,
+        Enum,
+        np.generic,
+        type,
+        FunctionType,
+        BuiltinFunctionType,
+    ),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_INEXACT = (float, complex, np.generic)
 
 
 class Structure:
-    """The modules under `root`, and what a call needs of them: read at each call, in few steps of the interpreter."""
+    """The modules under `root`, and what a call needs of them: read at each call, in few steps of the interpreter.
+
+    Beside parameters and buffers that is the tensors which are plain attributes of a module.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if is_lazy(tensor):
                 raise GraphError(f"{name} has no shape yet; run its module once on a sample before the graph")
         self.modules = list(root.modules())
-        self._children = self._read()[3]
+        self._tensors = [
+            (vars(module), name)
+            for module in self.modules
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor)
+        ]
+        self._shape = self._read()[3:]
 
     def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
-        """Parameters and buffers as they are now, tied ones repeated, and a key; None where modules have changed.
+        """Parameters and buffers as they are now, tied ones repeated, and a key.
+
+        None where modules, their hooks or the number of their attributes have changed.
 
         Parameters enter the key by identity, because an optimizer holds the very object; buffers by description alone.
         """
-        training, parameters, buffers, children = self._read()
-        if children != self._children:
+        training, parameters, buffers, *shape = self._read()
+        if shape != self._shape:
             return None
         identities = list(map(id, buffers))
         distinct = len(set(identities)) == len(identities) or tuple(identities)
@@ -46,13 +81,16 @@ class Structure:
             training,
             tuple(map(id, parameters)),
             distinct,
+            tuple(id(attributes.get(name)) for attributes, name in self._tensors),
+            any(any(map(hooks, tensors)) for hooks in _HOOKS),
             *map(_DESCRIBE, tensors),
             *map(_STRIDE, tensors),
         )
 
-    def _read(self) -> tuple[tuple[Any, ...], ...]:
+    def _read(self) -> list[tuple[Any, ...]]:
         training, *dicts = zip(*map(_FIELDS, self.modules), strict=True)
-        return training, *(tuple(chain.from_iterable(map(dict.values, d))) for d in dicts)
+        counts = tuple(map(len, chain.from_iterable(map(_COUNTED, self.modules))))
+        return [training, *(tuple(chain.from_iterable(map(dict.values, d))) for d in dicts), counts]
 
 
 def modes() -> Hashable:
@@ -68,13 +106,14 @@ def call_key(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec
     key: list[Hashable] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            key.append((_DESCRIBE(leaf), leaf.stride()))
-        elif _has_value(leaf):
-            key.append((type(leaf), leaf))
+            key.append((_DESCRIBE(leaf), leaf.layout, leaf.stride()))
+        elif is_plain(leaf):
+            # repr: 0.0 equals -0.0, and nan not even itself
+            key.append((type(leaf), repr(leaf) if isinstance(leaf, _INEXACT) else leaf))
         else:
             raise GraphError(
                 f"argument {argument_name(build, spec, i)} is a {type(leaf).__name__}, which cannot be compared by "
-                "value; pass tensors, numbers, strings, or lists, tuples and dicts of them"
+                "value; pass tensors, numbers, strings, or lists, tuples and dicts of them, and assign modules to self"
             )
     return tuple(key)
 
@@ -91,12 +130,6 @@ def argument_name(build: Callable[..., Any], spec: pytree.TreeSpec, index: int) 
     return name + pytree.keystr(tuple(rest))
 
 
-def _has_value(leaf: Any) -> bool:
-    """False for what has no hash, and for an object that equals only itself: a change inside it would go unseen."""
-    if type(leaf).__hash__ is object.__hash__ and hasattr(leaf, "__dict__") and not callable(leaf):
-        return False
-    try:
-        hash(leaf)
-    except TypeError:
-        return False
-    return True
+def is_plain(value: Any) -> bool:
+    """Whether a value is of a kind that cannot change inside, so that it can stand in a key or a result."""
+    return isinstance(value, _PLAIN)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -18,18 +21,33 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import engine
 from ..engine.errors import GraphError
+from .alias import is_random
 from .names import name_of, tensor_names
-from .signature import argument_name
+from .signature import argument_name, is_plain
+from .swap import swapped, unused_grads
 
 if TYPE_CHECKING:
     from .graph import Graph
 
-_LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, engine.__file__, __file__))
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, engine.__file__, __file__))
+_SEED = 0x7165_7262_6564
+one_trace = threading.RLock()  # a trace puts its tensors into modules that a graph of another thread may share
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What build returned, and which live tensors it gave a gradient."""
+
+    spec: pytree.TreeSpec
+    constants: list[Any]  # the leaves, None where the recording gives a tensor
+    is_tensor: list[bool]
+    with_grad: list[int]  # live tensors whose gradients follow the outputs in the recording's output
 
 
 @dataclass(frozen=True)
@@ -37,14 +55,13 @@ class Trace:
     """A recorded step. Its placeholders are the input tensors, then the live tensors; its output is one flat list."""
 
     module: fx.GraphModule
-    spec: pytree.TreeSpec  # of what build returned
-    constants: list[Any]  # leaves of what build returned, None where the recording gives a tensor
-    is_tensor: list[bool]
+    returned: Returned
     inputs: list[str]  # names of the input tensors
-    with_grad: list[int]  # live tensors whose gradients follow the outputs in the recording's output
 
 
-def trace(root: Graph, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor]) -> Trace:
+def trace(
+    root: Graph, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor], optimizers: Iterable[Optimizer]
+) -> Trace:
     """Record `root.build` for arguments with these leaves. GraphError for what a static graph cannot hold.
 
     `tensors` are the parameters and buffers under `root`; a tied one may be repeated.
@@ -53,9 +70,10 @@ def trace(root: Graph, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[T
     _refuse_hooks(tensors, names)
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    found: dict[str, Any] = {"inputs": [argument_name(root.build, spec, i) for i in where]}
+    returned: Returned | None = None
 
     def step(*flat: Tensor) -> list[Tensor]:
+        nonlocal returned
         arguments = list(leaves)
         for i, fake in zip(where, flat, strict=False):
             arguments[i] = fake.detach().requires_grad_(leaves[i].requires_grad)
@@ -63,39 +81,77 @@ def trace(root: Graph, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[T
         for fake, live in zip(flat[len(inputs) :], tensors, strict=True):
             swaps.setdefault(id(live), _leaf(fake, live))
         args, kwargs = pytree.tree_unflatten(arguments, spec)
-        with _swapped(root, swaps, names), _RefuseForeign(root):
+        guard = _Guard(root, {**names, **{id(mark): f"{names[live]}.grad" for live, mark in marks.items()}})
+        with swapped(root, optimizers, swaps, names), guard:
             result = root.build(*args, **kwargs)
+        guard.check_seed()
         for i in where:
             if arguments[i].grad is not None:
                 raise GraphError(
                     f"argument {argument_name(root.build, spec, i)} requires grad, but a graph keeps no gradient of "
                     "its arguments; pass it detached, or use torch.autograd.grad in build"
                 )
-        values, found["spec"] = pytree.tree_flatten(result)
-        found["is_tensor"] = [isinstance(value, Tensor) for value in values]
-        found["constants"] = [None if isinstance(value, Tensor) else value for value in values]
+        values, out_spec = pytree.tree_flatten(result)
+        outputs = [value for value in values if isinstance(value, Tensor)]
         grads = {live: swap.grad for live, swap in swaps.items() if swap.grad is not None}
         with_grad = {id(live): i for i, live in enumerate(tensors) if id(live) in grads}
-        found["with_grad"] = list(with_grad.values())
-        outputs = [value.detach() if value.requires_grad else value for value in values if isinstance(value, Tensor)]
-        return outputs + [grads[live] for live in with_grad]
+        returned = Returned(
+            out_spec,
+            [None if isinstance(value, Tensor) else _constant(value) for value in values],
+            [isinstance(value, Tensor) for value in values],
+            list(with_grad.values()),
+        )
+        return [value.detach() if value.requires_grad else value for value in outputs] + [
+            grads[live] for live in with_grad
+        ]
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns it on
-    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), mode:
-        # detach: a tensor that is given twice needs two fakes, since another call may give two tensors
-        fakes = [mode.from_tensor(tensor).detach() for tensor in [*inputs, *tensors]]
-        try:
-            module = make_fx(step, _allow_non_fake_inputs=True)(*fakes)
-        except Exception as error:
-            if _is_data_dependent(error):
-                raise GraphError(_data_dependent(error)) from error
-            raise
-        for node in module.graph.nodes:
-            # each use of a closure tensor was given memory of its own: let aliases of it be seen
-            if node.op == "get_attr":
-                node.meta["val"] = mode.from_tensor(getattr(module, node.target))
-    return Trace(module, **found)
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
+        with mode:
+            # detach: a tensor that is given twice needs two fakes, since another call may give two tensors
+            fakes = [mode.from_tensor(tensor).detach() for tensor in [*inputs, *tensors]]
+        # modules under torch.compile are recorded as what they wrap
+        inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+        with unused_grads(tensors) as marks, _kept_random_state(), inlined, mode:
+            try:
+                module = make_fx(step, _allow_non_fake_inputs=True)(*fakes)
+            except Exception as error:
+                if _is_data_dependent(error):
+                    raise GraphError(_data_dependent(error)) from error
+                raise
+            _merge_attributes(module, mode)
+    assert returned is not None
+    return Trace(module, returned, [argument_name(root.build, spec, i) for i in where])
+
+
+def _constant(value: Any) -> Any:
+    if not is_plain(value):
+        raise GraphError(
+            f"build returns a {type(value).__name__}; return tensors, plain values, and lists, tuples and dicts of them"
+        )
+    return value
+
+
+def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
+    """One node for each closure tensor: each of its uses was recorded as a tensor of its own."""
+    first: dict[Any, fx.Node] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, node.target)
+        if first.setdefault(node.target, node) is not node:
+            node.replace_all_uses_with(first[node.target])
+            module.graph.erase_node(node)
+        elif isinstance(value, Tensor):
+            node.meta["val"] = mode.from_tensor(value)
+
+
+@contextmanager
+def _kept_random_state() -> Iterator[None]:
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
 
 
 def _leaf(fake: Tensor, live: Tensor) -> Tensor:
@@ -111,57 +167,50 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str]) -> None:
             )
 
 
-@contextmanager
-def _swapped(root: Graph, swaps: dict[int, Tensor], names: dict[int, str]) -> Iterator[None]:
-    """Set each swap where modules hold the tensor of that id. GraphError if build leaves another tensor on a module."""
-    modules = list(root.modules())
-    slots = [
-        (module, name, live)
-        for module in modules
-        for name, live in [*module._parameters.items(), *module._buffers.items()]
-        if live is not None
-    ]
-    before = [dict(vars(module)) for module in modules]
-    for module, name, live in slots:
-        setattr(module, name, swaps[id(live)])
-    rebound, leaked = None, None
-    try:
-        yield
-        rebound = next((live for m, name, live in slots if getattr(m, name) is not swaps[id(live)]), None)
-    finally:
-        for module, name, live in slots:
-            setattr(module, name, live)
-        for module, attributes in zip(modules, before, strict=True):
-            for name, value in list(vars(module).items()):
-                if isinstance(value, FakeTensor):
-                    leaked = f"{type(module).__name__}.{name}"
-                    delattr(module, name)
-                    if name in attributes:
-                        setattr(module, name, attributes[name])
-    if rebound is not None:
-        raise GraphError(f"build replaces {names[id(rebound)]} by another tensor; change it in place (copy_, add_)")
-    if leaked is not None:
-        raise GraphError(
-            f"build keeps a tensor in the attribute {leaked}, which only the first call would set; "
-            "return it, or register a buffer and write to it in place (copy_)"
-        )
+class _Guard(TorchDispatchMode):
+    """GraphError for ops that a recording would get wrong: on trainable tensors that are not traced, and reseeded ones.
 
+    `names` are those of the live tensors, by id, and of their gradients during the trace.
+    """
 
-class _RefuseForeign(TorchDispatchMode):
-    """GraphError at the first use of a trainable tensor from outside the graph, which a step would not train."""
+    supports_higher_order_operators = True
 
-    def __init__(self, root: Graph) -> None:
+    def __init__(self, root: Graph, names: dict[int, str]) -> None:
         super().__init__()
-        self._root = root
+        self._root, self._names = root, names
+        self._seed = _SEED
+        torch.default_generator.manual_seed(_SEED)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise GraphError(f"build uses torch's {func.name()}, which a static graph does not hold; use torch.where")
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.requires_grad:
-                raise GraphError(
-                    f"build uses the tensor {name_of(self._root, value)}, which requires grad but is in no module "
-                    "of the graph; assign its module to self in __init__, or detach it"
-                )
+                self._refuse(value)
+        if is_random(func, args):
+            self.check_seed()
+            self._seed += 1
+            torch.default_generator.manual_seed(self._seed)
         return func(*args, **(kwargs or {}))
+
+    def check_seed(self) -> None:
+        """Fake tensors draw nothing, so the seed, new after each draw, tells whether build went back in the stream."""
+        if torch.default_generator.initial_seed() != self._seed:
+            raise GraphError(
+                "build sets the state of the random numbers, which a recorded step does not repeat; leave out "
+                "torch.manual_seed and fork_rng, and dropout inside torch.utils.checkpoint"
+            )
+
+    def _refuse(self, value: Tensor) -> None:
+        if id(value) in self._names:
+            raise GraphError(
+                f"build uses {self._names[id(value)]} by a reference that was made earlier, such as a list of "
+                "parameters; reach it through self.<module>"
+            )
+        raise GraphError(
+            f"build uses the tensor {name_of(self._root, value)}, which requires grad but is in no module "
+            "of the graph; assign its module to self in __init__, or detach it"
+        )
 
 
 def _is_data_dependent(error: Exception) -> bool:
@@ -171,8 +220,8 @@ def _is_data_dependent(error: Exception) -> bool:
 
 
 def _data_dependent(error: Exception) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
-    frame = frames[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = ([f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames)[-1]
     return (
         f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: `{frame.line}` needs the value of a '
         "tensor, and a static graph is recorded without values; use torch.where or a mask, or compute it outside and "

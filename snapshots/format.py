@@ -107,7 +107,8 @@ def check_description(value: Any) -> None:
     }
     for field, check in valid.items():
         _require(field in value and check(value[field]), f"description has no valid {field!r}")
-    _require(sum(value["columns"]) <= value["width"], "description has columns wider than 'width'")
+    width = sum(value["columns"]) * (1 + len(value["states"]))
+    _require(width == value["width"], "description has a 'width' that is not that of its columns and states")
 
 
 def _is_count(value: Any) -> bool:
@@ -139,7 +140,7 @@ def npy_header(width: int, rows: int) -> bytes:
 
 def check_name(name: str) -> None:
     """Raises SnapshotError unless a name is 1 to 200 printable bytes of UTF-8, without separators and a leading dot."""
-    plain = name.isprintable() and not name.startswith(".") and "/" not in name and "\\" not in name
+    plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not set(name) & set("/\\")
     if not plain or not 1 <= len(name.encode()) <= 200:
         raise SnapshotError(
             f"snapshot name {name!r} cannot be used: give 1 to 200 printable bytes, "

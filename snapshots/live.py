@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,10 @@ def _live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
     if mark.get("live") == "rows":
         yield Snapshot.open(store.live).chunks()
     elif mark.get("live") == "rocksdb":
-        from ..engine.store.rocksdb import open_for_scan  # only where RocksDB holds the rows
+        from ..engine.store.rocksdb import RocksDB  # only where it holds the rows
 
-        tier = open_for_scan(store.live, int(mark["width"]))
-        try:
+        with closing(RocksDB(store.live, mark["width"], mark["shards"])) as tier:
             yield tier.scan()
-        finally:
-            tier.close()
     else:
         raise StoreError(f"the mark of {str(store.path)!r} has an unknown live={mark.get('live')!r}: upgrade tierbed")
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import BUCKETS, row_dtype
-from ..engine.store.durable import fsync_dir
+from ..engine.store.durable import fsync_dir, make_folder
 from .format import (
     HEADER_BYTES,
     MANIFEST,
@@ -58,7 +58,7 @@ def write_snapshot(
     except ValueError as error:
         raise SnapshotError(f"snapshot {folder.name!r} cannot be written: {error}") from error
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         for leftover in folder.parent.glob(f"{TEMPORARY}*/"):
             shutil.rmtree(leftover)
         temporary.mkdir()

@@ -67,7 +67,10 @@ def attach(embedding: MultiTableEmbedding, optimizer: str, **changes: Any) -> to
 
 
 def train(
-    embedding: MultiTableEmbedding, ids: Tensor | Sequence[int], tables: Tensor | Sequence[int] | int = 0, grad: Any = None
+    embedding: MultiTableEmbedding,
+    ids: Tensor | Sequence[int],
+    tables: Tensor | Sequence[int] | int = 0,
+    grad: Any = None,
 ) -> Tensor:
     """One step; returns the rows that it saw. Without `grad`, gradients depend on ids, tables and rows."""
     ids = torch.as_tensor(ids, dtype=embedding.spec.key_type)

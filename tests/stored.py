@@ -19,15 +19,17 @@ Chunk = tuple[int, NDArray[np.void]]
 
 
 def description(width: int = 6, **changes: Any) -> dict[str, Any]:
-    """Of an Adagrad table whose columns take half of the width."""
+    """Of an Adagrad table whose columns take half of the width, or of one without state where it is odd."""
+    states = ["sum"] if width % 2 == 0 else []
     return {
         "name": "users",
         "key_type": "int64",
         "dtype": "float32",
-        "columns": [max(1, width // 2)],
+        "columns": [width // (1 + len(states))],
         "width": width,
-        "optimizer": "adagrad",
-        "states": ["sum"],
+        "optimizer": "adagrad" if states else "sgd",
+        "states": states,
+        "initial": [0.0] * len(states),
         "seed": 7,
         "tables": [{"type": "uniform", "low": -0.1, "high": 0.1}, {"type": "constant", "value": 0.0}],
         "padding_idx": None,

@@ -101,7 +101,10 @@ def test_columns_that_are_no_widths_are_named(columns: Any) -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (ints(3, dtype=torch.int32), r"ids of embedding 'rows': dtype torch\.int32.*key_type is torch\.int64.*ids\.to\("),
+        (
+            ints(3, dtype=torch.int32),
+            r"ids of embedding 'rows': dtype torch\.int32.*key_type is torch\.int64.*ids\.to\(",
+        ),
         (torch.zeros(3), r"dtype torch\.float32"),
         (torch.zeros(3, dtype=torch.bool), r"dtype torch\.bool"),
         (ints(3, dtype=torch.uint64), r"dtype torch\.uint64"),
@@ -123,7 +126,10 @@ def test_ids_of_a_wrong_kind_or_shape_are_refused(embedding: MultiTableEmbedding
 @pytest.mark.parametrize(
     ("table_ids", "message"),
     [
-        (torch.zeros(4), r"table_ids of embedding 'rows': got torch\.float32; give a torch\.Tensor of an integer dtype"),
+        (
+            torch.zeros(4),
+            r"table_ids of embedding 'rows': got torch\.float32; give a torch\.Tensor of an integer dtype",
+        ),
         (torch.zeros(4, dtype=torch.bool), r"got torch\.bool"),
         (torch.zeros(4, dtype=torch.complex64), r"got torch\.complex64"),
         ([0, 0, 0, 0], r"got list"),
@@ -132,7 +138,10 @@ def test_ids_of_a_wrong_kind_or_shape_are_refused(embedding: MultiTableEmbedding
         (ints(2), r"shape \(2,\) does not broadcast"),
         (ints(2, 2, 4), r"shape \(2, 2, 4\) does not broadcast"),
         (ints(4, device="meta"), r"table_ids of embedding 'rows'.* meta"),
-        (torch.tensor([0, 1, 2, 3]), r"table_ids of embedding 'rows': table id 3 at position 3; they run from 0 to 2"),
+        (
+            torch.tensor([0, 1, 2, 3]),
+            r"table_ids of embedding 'rows': table id 3 at position 3; they run from 0 to 2",
+        ),
         (torch.tensor([0, -1, 0, 0]), r"table id -1 at position 1"),
         (torch.tensor([0, 2**32, 0, 0]), r"table id 4294967296 at position 1"),
         (torch.tensor([0, 0, 2**32 + 1, 0]), r"table id 4294967297 at position 2"),
@@ -168,7 +177,12 @@ def test_keys_that_the_key_type_cannot_hold_are_refused(embedding: MultiTableEmb
 
 
 def test_keys_of_other_key_types_are_checked_against_them() -> None:
-    for key_type, wrong in ((torch.int32, 2**31), (torch.int32, -(2**31) - 1), (torch.uint64, -1), (torch.uint64, 2**64)):
+    for key_type, wrong in (
+        (torch.int32, 2**31),
+        (torch.int32, -(2**31) - 1),
+        (torch.uint64, -1),
+        (torch.uint64, 2**64),
+    ):
         with make(options("device"), key_type=key_type, tables=1) as made:
             with pytest.raises(InputError, match=f"whole numbers that {key_type} can hold"):
                 made.get([wrong])
@@ -227,7 +241,9 @@ def test_a_path_that_is_a_file_or_below_one_is_refused_and_the_file_kept(tmp_pat
     for path in (file, file / "below", tmp_path):
         made = make(options(store, path))
         for _ in range(2):
-            with pytest.raises(StoreError, match=r"cannot open store folder '.*rows'.*persistent_path must be a folder"):
+            with pytest.raises(
+                StoreError, match=r"cannot open store folder '.*rows'.*persistent_path must be a folder"
+            ):
                 made.size()
     assert (file.read_text(), (tmp_path / "rows").read_text()) == ("mine", "mine")
     (tmp_path / "rows").unlink()
@@ -266,7 +282,10 @@ def test_a_folder_in_use_by_another_process_is_refused_until_it_ends(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"embedding_dim": 7}, r"rows' holds rows of embedding_dim \[5\], not \[7\]; give that embedding_dim, or another"),
+        (
+            {"embedding_dim": 7},
+            r"rows' holds rows of embedding_dim \[5\], not \[7\]; give that embedding_dim, or another",
+        ),
         ({"key_type": torch.int32}, r"holds rows of key_type int64, not int32"),
         ({"key_type": torch.uint64}, r"holds rows of key_type int64, not uint64"),
         ({"tables": TABLES[:2]}, r"holds 3 tables, not 2; give all of them"),
@@ -280,34 +299,34 @@ def test_rows_of_another_shape_are_refused_and_kept(
         first.save_snapshot("kept")
         before = contents(first)
     other = MultiTableEmbedding(**{**GOOD, "store_options": options(store, tmp_path), **changes})
-    with pytest.raises(StoreError, match=message):
-        other.size()
+    for _ in range(2):
+        with pytest.raises(StoreError, match=message):
+            other.size()
     with make(options(store, tmp_path, open="error"), "adam") as again:
         assert contents(again).tobytes() == before.tobytes()
 
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("when", ["before the first use", "after reading"])
-def test_training_with_another_optimizer_than_the_stored_one_is_refused(
-    tmp_path: Path, store: str, when: str
-) -> None:
+def test_training_with_another_optimizer_than_the_stored_one_is_refused(tmp_path: Path, store: str, when: str) -> None:
     with make(options(store, tmp_path), "adam") as first:
         train(first, range(30))
         before = contents(first)
     for optimizer in ("sgd", "adagrad", "adamw"):
-        with make(options(store, tmp_path)) as other:
-            if when == "after reading":
-                assert other.size() == 30
-            with pytest.raises(OptimizerError, match=r"adam .*not of|adam, .*no state of"):  # noqa: PT012: either may know first
-                attach(other, optimizer)
-                train(other, [1])
+        other = make(options(store, tmp_path))
+        if when == "after reading":
+            assert other.size() == 30
+        with pytest.raises(OptimizerError, match=r"optimizer adam\b.*not of"):  # noqa: PT012 either may be the first to know
+            attach(other, optimizer)
+            train(other, [1])
+        other.close()
     with make(options(store, tmp_path, open="error")) as reader:
         assert reader.size() == 30
         attach(reader, "adam")
         assert contents(reader).tobytes() == before.tobytes()
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../up", "a/b", "/tmp/a", ".hidden", "new\nline", 7, None])
+@pytest.mark.parametrize("name", ["", ".", "..", "../up", "a/b", ".hidden", "new\nline", 7, None])
 def test_a_snapshot_name_that_is_no_name_is_refused(tmp_path: Path, name: Any) -> None:
     with make(options("device", tmp_path), "sgd") as made:
         train(made, range(5))
@@ -322,5 +341,7 @@ def test_a_snapshot_name_that_is_no_name_is_refused(tmp_path: Path, name: Any) -
 def test_a_snapshot_without_a_place_is_refused() -> None:
     with make(options("device"), "sgd") as made:
         for use in (made.save_snapshot, made.load_snapshot):
-            with pytest.raises(engine.SnapshotError, match=r"'rows' has no persistent_path.*give one in its store options"):
+            with pytest.raises(
+                engine.SnapshotError, match=r"'rows' has no persistent_path.*give one in its store options"
+            ):
                 use("s")

@@ -100,7 +100,7 @@ def test_damaged_or_foreign_snapshot_leaves_the_live_rows(cli: Cli) -> None:
     assert joined(Snapshot.open(cli.store / "live").chunks()) == live
     with StoreFolder(cli.store) as store:
         assert store.read_mark() is not None
-    assert sorted(entry.name for entry in cli.store.iterdir()) == ["CLEAN", "LOCK", "live", "snapshots"]
+    assert sorted(entry.name for entry in cli.store.iterdir()) == ["LOCK", "MARK", "live", "snapshots"]
 
 
 def test_store_in_use_is_refused(cli: Cli) -> None:

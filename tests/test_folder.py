@@ -107,7 +107,7 @@ def test_mark_is_read_back_until_it_is_cleared(tmp_path: Path) -> None:
 def test_damaged_or_truncated_mark_is_no_mark(tmp_path: Path) -> None:
     with StoreFolder(tmp_path) as store:
         store.set_mark(MARK)
-        file = tmp_path / "CLEAN"
+        file = tmp_path / "MARK"
         whole = file.read_bytes()
         for length in range(len(whole)):
             file.write_bytes(whole[:length])

@@ -70,7 +70,7 @@ def test_fifty_steps_with_a_changing_rate_equal_eager(kind: str) -> None:
         for scheduler in schedulers:
             scheduler.step()
     assert_same_state(model, other)
-    assert len(graph._steps) == 1
+    assert len(graph._Graph__steps) == 1
 
 
 def test_a_smaller_last_batch_trains_like_eager() -> None:
@@ -316,7 +316,7 @@ def test_numbers_keywords_and_nested_arguments_are_part_of_the_signature() -> No
     assert graph(batch, power=2).tolist() == [9, 9]
     assert graph(batch, power=2, flag=False).tolist() == [0, 0]
     assert graph(batch, power=2).tolist() == [9, 9]
-    assert len(graph._steps) == 3
+    assert len(graph._Graph__steps) == 3
 
 
 def test_a_tensor_given_twice_is_not_taken_for_one_argument() -> None:
@@ -427,7 +427,7 @@ def test_too_many_signatures_warn_and_keep_working() -> None:
         graph(x, number)
     with pytest.warns(UserWarning, match="64 signatures"):
         assert graph(x, 64) == 64
-    assert len(graph._steps) == 64
+    assert len(graph._Graph__steps) == 64
 
 
 def test_print_shows_modules_first_and_the_compiled_step_after_a_call() -> None:

@@ -135,7 +135,7 @@ def test_add_optimizer_refuses_what_it_cannot_run() -> None:
         graph.add_optimizer(sgd)
     with pytest.raises(OptimizerError, match=r"'net\.weight' is in two optimizers, SGD and Adam"):
         graph.add_optimizer(torch.optim.Adam(graph.net.parameters()))
-    assert len(list(graph._optimizers)) == 1
+    assert len(list(graph._Graph__optimizers)) == 1
 
 
 def test_a_gradient_of_an_argument_is_refused_not_dropped() -> None:

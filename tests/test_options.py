@@ -53,7 +53,9 @@ def test_options_read_print_and_compare_as_dicts(maker: Callable[..., Any], need
     assert options == maker(**needed)
     assert hash(options) == hash(maker(**needed))
     assert options != maker(**needed, capacity=7)
-    assert (options["store"], options.store, options.get("nothing"), len(options)) == (store, store, None, len(expected))
+    assert options["store"] == options.store == store
+    assert options.get("nothing") is None
+    assert len(options) == len(expected)
     with pytest.raises(KeyError):
         options["as_dict"]
 
@@ -219,6 +221,6 @@ def test_a_given_row_size_is_checked_against_the_optimizer(optimizer: str, facto
 def test_a_given_row_size_is_checked_when_the_optimizer_comes_after_reading() -> None:
     late = make(engine.make_device_mem_store_options(size_factor=1), tables=1)
     assert late.get([1]).shape == (1, DIM)
-    with pytest.raises(OptionError, match="size_factor=1"):  # noqa: PT012: either may be the first to know
+    with pytest.raises(OptionError, match="size_factor=1"):  # noqa: PT012 either may be the first to know
         attach(late, "adam")
         late.size()

@@ -13,8 +13,15 @@ from rows import same_bits
 
 from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError
 from tierbed.engine.ops import naive
+from tierbed.engine.store import rocksdb
 
 KEYS = [0, 1, 2, 3, 10, 11, -1, -2, -(2**63), -(2**63) + 1, 2**63 - 1, 2**63 - 2, 2**32, 2**32 - 1, -(2**31)]
+
+
+@pytest.fixture(autouse=True)
+def two_rows_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan of RocksDB comes in many chunks though tables are small."""
+    monkeypatch.setattr(rocksdb, "SCAN_BYTES", 200)
 
 
 @pytest.fixture
@@ -61,9 +68,7 @@ def test_rows_do_not_depend_on_the_store(tmp_path: Path, optimizer: str) -> None
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_rows_do_not_depend_on_threads(
-    tmp_path: Path, store: str, native_threads: Callable[[int], None]
-) -> None:
+def test_rows_do_not_depend_on_threads(tmp_path: Path, store: str, native_threads: Callable[[int], None]) -> None:
     results = []
     for threads in (1, 2, 16):
         native_threads(threads)
@@ -157,9 +162,7 @@ def test_a_cache_of_one_set_evicts_and_overflows(tmp_path: Path, store: str) -> 
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("key_type", [torch.int32, torch.int64, torch.uint64])
-def test_extreme_and_neighbouring_keys_are_rows_of_their_own(
-    tmp_path: Path, store: str, key_type: torch.dtype
-) -> None:
+def test_extreme_and_neighbouring_keys_are_rows_of_their_own(tmp_path: Path, store: str, key_type: torch.dtype) -> None:
     limits = torch.iinfo(key_type)
     keys = [0, 1, 2, 3, 2**20, 2**20 + 1, limits.max - 1, limits.max]
     keys += [2**63 - 1, 2**63] if key_type is torch.uint64 else [-1, -2, limits.min, limits.min + 1]

@@ -28,11 +28,15 @@ class CachedStore:
         self._tier = tier
         try:
             self._cache = _core.Cache(layout, int(budget_mb * MB))
-        except ValueError as error:
+        except (ValueError, MemoryError) as error:
+            problem = (
+                "too small for" if isinstance(error, ValueError) else "more than this machine has memory for, with"
+            )
             raise OptionError(
-                f"{option}={budget_mb} is too small for rows of {layout.line_bytes} bytes: {error}"
+                f"{option}={budget_mb} is {problem} rows of {layout.line_bytes} bytes: {error}; give another budget"
             ) from None
         self._pinned: tuple[_core.Batch, _core.Admission] | None = None
+        self._reads = {"hits": 0, "misses": 0}  # of the cache above, which `read` serves
 
     def pin(self, batch: _core.Batch, room: int | None) -> None:
         if self._pinned is not None:
@@ -78,19 +82,21 @@ class CachedStore:
         found = here != 0
         _core.copy_lines(self._layout, here[found], lines[found])
         absent = ~found
+        self._reads["hits"] += int(found.sum())
+        self._reads["misses"] += int(absent.sum())
         found[absent] = self._below.read(tables[absent], keys[absent], lines[absent])
         return found
 
     def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
         admission = self._make_room(tables, keys)
-        overflow = admission.lines == 0
         try:
+            overflow = admission.lines == 0
             self._below.write(tables[overflow], keys[overflow], lines[overflow])
+            _core.copy_lines(self._layout, lines[~overflow], admission.lines[~overflow])
         except BaseException:
             self._cache.cancel(admission, restore=False)
             raise
-        _core.copy_lines(self._layout, lines[~overflow], admission.lines[~overflow])
-        self._cache.release(admission, True)
+        self._cache.release(admission, dirty=True)
 
     def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
         self.flush()
@@ -107,6 +113,8 @@ class CachedStore:
     def metrics(self) -> dict[str, dict[str, int]]:
         sizes = {"capacity": self._cache.capacity, "resident_rows": self._cache.used, "bytes": self._cache.bytes}
         counts = self._cache.counts
+        for name, count in self._reads.items():
+            counts[name] += count
         counts["evictions"] = counts["evictions_clean"] + counts["evictions_dirty"]
         return {self._tier: {**counts, **sizes}, **self._below.metrics()}
 

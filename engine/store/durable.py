@@ -23,6 +23,16 @@ def fsync_dir(path: Path) -> None:
     _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents where they are missing, durably."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    fsync_dir(path.parent)
+
+
 def _fsync(path: Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:

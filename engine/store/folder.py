@@ -6,13 +6,25 @@ import contextlib
 import fcntl
 import os
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..errors import StoreError
-from .durable import fsync_dir, read_record, seal, unseal, write_atomically
+from .durable import fsync_dir, make_folder, read_record, seal, unseal, write_atomically
+
+_held: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
+
+
+def _let_go_after_fork() -> None:
+    # a child that outlives its parent must not keep the parent's lock
+    for folder in list(_held):
+        folder._close_descriptor()
+
+
+os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
 class StoreFolder:
@@ -21,7 +33,8 @@ class StoreFolder:
     `path` is created, parents included. The folder holds:
 
     - `LOCK`: locked by the holder, with its process id inside;
-    - `CLEAN`: the mark, present while the live rows are all of one step;
+    - `MARK`: the mark, which describes the live rows while they are all of one step, and says nothing once a run has
+      begun to write them;
     - `live`: the rows of the running table, scratch without the mark;
     - `incoming`: live rows being prepared; what a killed process left there is removed here;
     - `snapshots`: a folder for each snapshot.
@@ -34,12 +47,12 @@ class StoreFolder:
         self.live = self.path / "live"
         self.incoming = self.path / "incoming"
         self.snapshots = self.path / "snapshots"
-        self._mark = self.path / "CLEAN"
-        self._owner = os.getpid()
+        self._mark = self.path / "MARK"
         self._lock: int | None = None
         with self._errors("open"):
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             self._lock = self._acquire()
+        _held.add(self)
         try:
             with self._errors("prepare"):
                 _remove(self.incoming)
@@ -67,14 +80,15 @@ class StoreFolder:
 
     def release(self) -> None:
         """Let the folder go. The files stay as they are. May be called again."""
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # in case a child that is just being forked has a copy
+            self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
         descriptor, self._lock = self._lock, None
-        if descriptor is None:
-            return
-        if os.getpid() == self._owner:
-            # a forked worker shares the lock, so closing our descriptor alone would not end it
-            os.ftruncate(descriptor, 0)
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
     def __enter__(self) -> StoreFolder:
         return self
@@ -105,8 +119,18 @@ class StoreFolder:
     def clear_mark(self) -> None:
         """Declare the live rows scratch, durably: to be called before any of them is written. Raises StoreError."""
         with self._errors("clear the mark of"):
+            write_atomically(self._mark, seal(None))
+
+    @property
+    def begun(self) -> bool:
+        """Whether a run has ever written here: without it, a folder that has no mark is new."""
+        return self._mark.exists() or self.live.exists() or self.snapshots.exists()
+
+    def forget(self) -> None:
+        """Make the folder new again: no mark, no live rows. Raises StoreError."""
+        with self._errors("empty"):
+            _remove(self.live)
             self._mark.unlink(missing_ok=True)
-            fsync_dir(self.path)
 
     def discard_live(self) -> None:
         """Clear the mark and remove the live rows. Raises StoreError."""

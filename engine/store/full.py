@@ -16,9 +16,8 @@ def check_room(new: int, room: int | None) -> None:
     """Raises CapacityError where a batch brings more new rows than there is room for."""
     if new and room is not None and new > room:
         raise CapacityError(
-            f"capacity: the batch brings {new} new rows and there is room for {room}; raise capacity, or leave out "
-            f"unseen ids. "
-            "Nothing was changed"
+            f"capacity: the batch brings {new} new rows and there is room for {max(room, 0)}; raise capacity, or leave "
+            "unseen ids out. Nothing was changed"
         )
 
 

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from .. import _core
 from ..errors import StoreError
 from .contract import Found, Keys, Lines, Tables, row_dtype
+from .durable import fsync_dir, make_folder
 
 SHARDS = 4
 BLOCK_CACHE_BYTES = 32 << 20
 WRITE_BUFFER_BYTES = 32 << 20  # a shard
-SCAN_BYTES = 8 << 20
+SCAN_BYTES = 1 << 20  # a chunk
 
 
 def require_rocksdb() -> None:
@@ -29,23 +30,29 @@ def require_rocksdb() -> None:
 
 
 class RocksDB:
-    """Rows of `width` floats in `folder`, one database a shard; an existing folder keeps its number of shards."""
+    """Rows of `width` floats in `folder`, one database a shard.
 
-    def __init__(self, folder: Path, width: int, block_bytes: int = 4096) -> None:
+    `shards`: how many the folder has, all of which must be there; None makes a new one with SHARDS.
+    """
+
+    def __init__(self, folder: Path, width: int, shards: int | None = None, block_bytes: int = 4096) -> None:
         require_rocksdb()
         self._folder = folder
         self._width = width
         self._counts = {"hits": 0, "misses": 0, "rows_written": 0}
         with self._errors():
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             self._db: _core.RocksTier | None = _core.RocksTier(
                 str(folder),
                 width,
-                shards=len(list(folder.glob("shard-*"))) or SHARDS,
+                create=shards is None,
+                shards=shards or SHARDS,
                 block_bytes=block_bytes,
                 block_cache_bytes=BLOCK_CACHE_BYTES,
                 write_buffer_bytes=WRITE_BUFFER_BYTES,
             )
+            fsync_dir(folder)  # RocksDB makes what is in a shard durable, not the shard's name
+        self._scans: list[_core.RocksTier.Scan] = []
 
     def read(self, tables: Tables, keys: Keys, lines: Lines) -> Found:
         with self._errors():
@@ -64,19 +71,26 @@ class RocksDB:
         most = max(1, SCAN_BYTES // dtype.itemsize)
         with self._errors():
             scan = self._open().scan()
-        while True:
-            rows = np.empty(most, dtype)
-            with self._errors():
-                bucket, n = scan.next(rows.view(np.uint8), most)
-            if n == 0:
-                return
-            yield bucket, rows[:n]
+        self._scans.append(scan)
+        try:
+            while True:
+                rows = np.empty(most, dtype)
+                with self._errors():
+                    bucket, n = scan.next(rows.view(np.uint8), most)
+                if n == 0:
+                    return
+                yield bucket, rows[:n]
+        finally:
+            scan.close()
+            self._scans.remove(scan)
 
     def flush(self) -> None:
         with self._errors():
             self._open().flush()
 
     def close(self) -> None:
+        for scan in self._scans:
+            scan.close()
         self._db = None  # the last reference closes the databases
 
     def metrics(self) -> dict[str, dict[str, int]]:
@@ -102,8 +116,3 @@ class RocksDB:
             raise StoreError(
                 f"RocksDB in {self._folder}: {error}; check the disk, then reopen from the last snapshot"
             ) from error
-
-
-def open_for_scan(live: Path, width: int) -> RocksDB:
-    """The live rows of a store folder, for reading them out."""
-    return RocksDB(live, width)

@@ -20,11 +20,11 @@ class Stack(NamedTuple):
     bottom: Tier
 
 
-def build_stack(options: StoreOptions, layout: _core.Layout, folder: Path | None) -> Stack:
-    """`folder`: where RocksDB lives; None for stores in memory. Raises OptionError, StoreError."""
+def build_stack(options: StoreOptions, layout: _core.Layout, folder: Path | None, shards: int | None) -> Stack:
+    """`folder`: where RocksDB lives, with the `shards` that it has or None for a new one. OptionError, StoreError."""
     if isinstance(options, CachedSsdOptions):
         assert folder is not None
-        bottom: Tier = RocksDB(folder, layout.width, options.physical_block_size)
+        bottom: Tier = RocksDB(folder, layout.width, shards, options.physical_block_size)
         below = bottom
         if options.host_cache_budget_mb:
             below = CachedStore(layout, below, options.host_cache_budget_mb, "host", "host_cache_budget_mb")

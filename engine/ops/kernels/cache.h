@@ -1,7 +1,7 @@
 // One set of the set-associative cache: probe, admit, evict the least recently used way that no batch has pinned.
 //
-// One tile works on one set at a time and nobody else touches it. Lookups stride the ways by lane; the lowest matching way wins, so
-// what is evicted does not depend on the tile's size. `tick` numbers batches and never repeats.
+// One tile works on one set at a time and nobody else touches it. Lookups stride the ways by lane; the lowest matching
+// way wins, so what is evicted does not depend on the tile's size. `tick` numbers batches and never repeats.
 #pragma once
 #include "hash.h"
 #include "unique.h"
@@ -13,9 +13,9 @@ constexpr u32 WAYS = 16;
 struct Way {
     u64 key;
     u32 table;
-    u32 tick;    // the batch that touched it last
-    u32 pins;    // batches that hold its address
-    u32 state;   // WayState
+    u32 tick;   // the batch that touched it last
+    u32 pins;   // batches that hold its address
+    u32 state;  // WayState
 };
 
 enum WayState : u32 { FREE = 0, CLEAN = 1, DIRTY = 2 };
@@ -31,8 +31,9 @@ TIERBED_FN u32 probe_set(Tile tile, const Way* set, u32 table, u64 key) {
     return NONE;
 }
 
-// The way to replace: a free one, else the one unused for longest (the older batch, then the lower way). Ways that are pinned or were
-// touched by batch `tick` stay; NONE where all are such. Ages are distances to `tick`, right across its wrap-around.
+// The way to replace: a free one, else the one unused for longest (the older batch, then the lower way). Ways that are
+// pinned or were touched by batch `tick` stay; NONE where all are such. Ages are distances to `tick`, right across its
+// wrap-around.
 TIERBED_FN u32 victim_way(const Way* set, u32 tick) {
     u32 victim = NONE, oldest = 0;
     for (u32 w = 0; w < WAYS; ++w) {

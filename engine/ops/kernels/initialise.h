@@ -1,7 +1,8 @@
-// Initial values of a row: a pure function of (seed, table, key, column), so that a row that was never updated need not be stored.
+// Initial values of a row: a pure function of (seed, table, key, column), so that a row that was never updated need not
+// be stored.
 //
-// One tile writes one whole line: embedding, optimizer state, record, padding. Column c takes word c % 4 of Philox with counter
-// (c / 4, table, key low, key high) and the seed as key: every column has 32 bits of its own.
+// One tile writes one whole line: embedding, optimizer state, record, padding. Column c takes word c % 4 of Philox with
+// counter (c / 4, table, key low, key high) and the seed as key: every column has 32 bits of its own.
 #pragma once
 #include "line.h"
 #include "philox.h"
@@ -23,7 +24,7 @@ struct InitialRow {
     const InitialValues* values;  // [tables * groups]
     const u32* group_ends;        // [groups], the column after each group's last
     u32 groups;
-    const float* states;          // [width / dim - 1], the initial value of each optimizer state
+    const float* states;  // [width / dim - 1], the initial value of each optimizer state
 };
 
 TIERBED_FN float initial_value(const InitialValues& how, u32 bits) {
@@ -38,7 +39,8 @@ TIERBED_FN float initial_value(const InitialValues& how, u32 bits) {
     return static_cast<float>(static_cast<double>(how.a) + static_cast<double>(how.b) * z);
 }
 
-TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table, u64 key) {
+TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table,
+                                u64 key) {
     float* out = floats(line);
     for (u32 block = tile.lane; block * 4 < shape.dim; block += tile.size) {
         const Words words = philox(Words{{block, table, static_cast<u32>(key), static_cast<u32>(key >> 32)}}, row.seed);

@@ -20,6 +20,8 @@ TIERBED_FN u32 line_bytes_of(u32 width) { return (width * 4 + static_cast<u32>(s
 TIERBED_FN u32 stored_bytes_of(u32 width) { return width * 4 + static_cast<u32>(sizeof(Record)); }
 
 TIERBED_FN float* floats(u64 line) { return reinterpret_cast<float*>(line); }
-TIERBED_FN Record* record(u64 line, const LineShape& shape) { return reinterpret_cast<Record*>(floats(line) + shape.width); }
+TIERBED_FN Record* record(u64 line, const LineShape& shape) {
+    return reinterpret_cast<Record*>(floats(line) + shape.width);
+}
 
 }  // namespace tierbed

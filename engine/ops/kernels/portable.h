@@ -1,8 +1,9 @@
 // What lets one kernel body compile for a CPU and for a GPU.
 //
-// A body works on one item (a row, a key, a set) with a *tile*: a warp on a GPU, one thread on a CPU. It strides its inner
-// loop by `tile.size` from `tile.lane`; the caller hands each item to exactly one tile. Bodies allocate nothing and call no
-// library but sqrt, so that the same sequence of IEEE operations runs everywhere (build with fp contraction off).
+// A body works on one item (a row, a key, a set) with a *tile*: a warp on a GPU, one thread on a CPU. It strides its
+// inner loop by `tile.size` from `tile.lane`; the caller hands each item to exactly one tile. Bodies allocate nothing
+// and call no library but sqrt, so that the same sequence of IEEE operations runs everywhere (build with fp contraction
+// off).
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)

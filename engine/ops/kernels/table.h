@@ -1,7 +1,7 @@
 // The index of one bucket of the full table: open addressing with linear probing over the low bits of the hash.
 //
-// A slot is free when its row is NONE, so every key value is legal. `find` may run concurrently with itself; `insert` is
-// exclusive within a bucket, and the caller keeps the load factor below one.
+// A slot is free when its row is NONE, so every key value is legal. `find` may run concurrently with itself; `insert`
+// is exclusive within a bucket, and the caller keeps the load factor below one.
 #pragma once
 #include "hash.h"
 #include "unique.h"

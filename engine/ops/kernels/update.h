@@ -1,4 +1,5 @@
-// One pass over a touched row: reduce the gradients of its occurrences, apply the optimizer's rule, write line and record.
+// One pass over a touched row: reduce the gradients of its occurrences, apply the optimizer's rule, write line and
+// record.
 //
 // One tile works on one row and nobody else touches its line. Gradients are summed in the order of `positions`, so the
 // result depends on neither threads nor tiers. A row without occurrences is left alone.
@@ -17,7 +18,8 @@ struct RowGradients {
 
 // columns [begin, begin + n) of the row; n <= VEC
 template <class Rule>
-TIERBED_FN void update_block(float* line, u32 dim, u32 begin, u32 n, const RowGradients& row, const Rule& rule, bool first) {
+TIERBED_FN void update_block(float* line, u32 dim, u32 begin, u32 n, const RowGradients& row, const Rule& rule,
+                             bool first) {
     float g[VEC];
     const float* source = row.grads + static_cast<u64>(row.positions[0]) * dim + begin;
     for (u32 j = 0; j < n; ++j) g[j] = source[j];
@@ -42,12 +44,14 @@ TIERBED_FN void update_block(float* line, u32 dim, u32 begin, u32 n, const RowGr
 
 // Returns whether the row was written for the first time.
 template <class Rule>
-TIERBED_FN bool update_row(Tile tile, u64 line, const LineShape& shape, const RowGradients& row, const Rule& rule, u32 step) {
+TIERBED_FN bool update_row(Tile tile, u64 line, const LineShape& shape, const RowGradients& row, const Rule& rule,
+                           u32 step) {
     if (row.count == 0) return false;
     Record* lifecycle = record(line, shape);
     const bool first = lifecycle->updates == 0;
     u32 begin = tile.lane * VEC;
-    for (; begin + VEC <= shape.dim; begin += tile.size * VEC) update_block(floats(line), shape.dim, begin, VEC, row, rule, first);
+    for (; begin + VEC <= shape.dim; begin += tile.size * VEC)
+        update_block(floats(line), shape.dim, begin, VEC, row, rule, first);
     if (begin < shape.dim) update_block(floats(line), shape.dim, begin, shape.dim - begin, row, rule, first);
     synchronise(tile);  // every lane has read `updates`
     if (tile.lane == 0) {

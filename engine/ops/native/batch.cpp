@@ -19,8 +19,8 @@ std::size_t total_size(const std::vector<Segment>& segments) {
 
 // Calls body(entry) for positions [begin, end), padding left out.
 template <class Body>
-void for_each_entry(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding, std::size_t begin, std::size_t end,
-                    Body body) {
+void for_each_entry(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding, std::size_t begin,
+                    std::size_t end, Body body) {
     std::size_t first = 0;
     for (const auto& segment : segments) {
         const std::size_t from = std::max(begin, first), to = std::min(end, first + segment.n);
@@ -45,16 +45,19 @@ u32 power_of_two_at_least(std::size_t n) {
 
 Grouped group_by_bucket(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding) {
     const std::size_t n = total_size(segments);
-    if (n >= NONE / 4) throw std::invalid_argument("a batch of " + std::to_string(n) + " ids is too large; split it below 2^30");
+    if (n >= NONE / 4)
+        throw std::invalid_argument("a batch of " + std::to_string(n) + " ids is too large; split it below 2^30");
     const std::size_t chunks = (n + CHUNK - 1) / CHUNK;
     std::vector<std::size_t> starts(chunks * BUCKETS, 0);
     parallel_for(chunks, [&](std::size_t chunk) {
         std::size_t* counts = &starts[chunk * BUCKETS];
-        for_each_entry(segments, num_tables, padding, chunk * CHUNK, std::min(n, (chunk + 1) * CHUNK), [&](const Entry& entry) {
-            if (entry.table >= num_tables)
-                throw std::out_of_range("table id " + std::to_string(entry.table) + " at position " + std::to_string(entry.position));
-            ++counts[bucket_of(hash_row(entry.table, entry.key))];
-        });
+        for_each_entry(segments, num_tables, padding, chunk * CHUNK, std::min(n, (chunk + 1) * CHUNK),
+                       [&](const Entry& entry) {
+                           if (entry.table >= num_tables)
+                               throw std::out_of_range("table id " + std::to_string(entry.table) + " at position " +
+                                                       std::to_string(entry.position));
+                           ++counts[bucket_of(hash_row(entry.table, entry.key))];
+                       });
     });
     Grouped grouped;
     std::size_t total = 0;
@@ -70,14 +73,15 @@ Grouped group_by_bucket(const std::vector<Segment>& segments, u32 num_tables, st
     grouped.entries.resize(total);
     parallel_for(chunks, [&](std::size_t chunk) {
         std::size_t* at = &starts[chunk * BUCKETS];
-        for_each_entry(segments, num_tables, padding, chunk * CHUNK, std::min(n, (chunk + 1) * CHUNK), [&](const Entry& entry) {
-            grouped.entries[at[bucket_of(hash_row(entry.table, entry.key))]++] = entry;
-        });
+        for_each_entry(
+            segments, num_tables, padding, chunk * CHUNK, std::min(n, (chunk + 1) * CHUNK),
+            [&](const Entry& entry) { grouped.entries[at[bucket_of(hash_row(entry.table, entry.key))]++] = entry; });
     });
     return grouped;
 }
 
-Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding) : size(total_size(segments)) {
+Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding)
+    : size(total_size(segments)) {
     const Grouped grouped = group_by_bucket(segments, num_tables, padding);
     const std::size_t n = grouped.entries.size();
     std::vector<u32> local(n), firsts(n), counts(n);
@@ -86,8 +90,8 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
         const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin;
         const u32 slots = power_of_two_at_least(2 * count + 1);
         std::vector<u32> scratch(slots);
-        uniques[bucket] = unique_bucket(&grouped.entries[begin], static_cast<u32>(count), scratch.data(), slots, &local[begin],
-                                        &firsts[begin], &counts[begin]);
+        uniques[bucket] = unique_bucket(&grouped.entries[begin], static_cast<u32>(count), scratch.data(), slots,
+                                        &local[begin], &firsts[begin], &counts[begin]);
     });
     bucket_begin[0] = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) bucket_begin[bucket + 1] = bucket_begin[bucket] + uniques[bucket];
@@ -100,7 +104,8 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
     occurrences.resize(n);
     inverse.assign(size, -1);
     parallel_for(BUCKETS, [&](std::size_t bucket) {
-        const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin, base = bucket_begin[bucket];
+        const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin,
+                          base = bucket_begin[bucket];
         u32 start = static_cast<u32>(begin);  // a bucket's occurrences take the places of its entries
         for (std::size_t row = 0; row < uniques[bucket]; ++row) {
             const Entry& entry = grouped.entries[begin + firsts[begin + row]];

@@ -36,12 +36,12 @@ public:
     u64* allocate(std::size_t n, const LineShape& shape, std::vector<u64>& addresses);
 
     std::size_t size = 0;
-    std::vector<u64> keys;               // [unique]
-    std::vector<u32> tables;             // [unique]
-    std::vector<u64> lines;              // [unique]
-    std::vector<i32> inverse;            // [size]
-    std::vector<u32> occurrences;        // [size - padding]
-    std::vector<u32> offsets;            // [unique + 1]
+    std::vector<u64> keys;                  // [unique]
+    std::vector<u32> tables;                // [unique]
+    std::vector<u64> lines;                 // [unique]
+    std::vector<i32> inverse;               // [size]
+    std::vector<u32> occurrences;           // [size - padding]
+    std::vector<u32> offsets;               // [unique + 1]
     std::size_t bucket_begin[BUCKETS + 1];  // unique rows by bucket
 
 private:

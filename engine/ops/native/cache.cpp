@@ -50,6 +50,15 @@ Admission Cache::admit(const u32* tables, const u64* keys, std::size_t n) {
     all.slots.assign(n, NONE);
     std::vector<Admission> parts(BUCKETS);
     std::vector<CacheCounts> part_counts(BUCKETS);
+    // all memory is taken before any way changes, so that running out of it leaves the cache as it was
+    const auto reserve = [](Admission& admission, std::size_t rows) {
+        admission.victim_tables.reserve(rows);
+        admission.victim_keys.reserve(rows);
+        admission.victim_lines.reserve(rows);
+        admission.displaced.reserve(rows);
+    };
+    reserve(all, n);
+    for (u32 b = 0; b < BUCKETS; ++b) reserve(parts[b], grouped.begin[b + 1] - grouped.begin[b]);
     for_each_bucket([&](std::size_t b) {
         Admission& part = parts[b];
         CacheCounts& count = part_counts[b];
@@ -120,7 +129,8 @@ void Cache::release(const Admission& admission, bool dirty) {
 void Cache::cancel(const Admission& admission, bool restore) {
     for (std::size_t i = 0; i < admission.slots.size(); ++i)
         if (admission.hit[i]) --ways_[admission.slots[i]].pins;
-    for (const auto& displaced : admission.displaced) ways_[displaced.slot] = restore ? displaced.before : Way{0, 0, 0, 0, FREE};
+    for (const auto& displaced : admission.displaced)
+        ways_[displaced.slot] = restore ? displaced.before : Way{0, 0, 0, 0, FREE};
 }
 
 void Cache::find(const u32* tables, const u64* keys, u64* lines, std::size_t n) const {
@@ -148,7 +158,8 @@ void Cache::mark_clean() {
 }
 
 std::size_t Cache::used() const {
-    return static_cast<std::size_t>(std::count_if(ways_.begin(), ways_.end(), [](const Way& way) { return way.state != FREE; }));
+    return static_cast<std::size_t>(
+        std::count_if(ways_.begin(), ways_.end(), [](const Way& way) { return way.state != FREE; }));
 }
 
 }  // namespace tierbed

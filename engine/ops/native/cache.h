@@ -1,7 +1,7 @@
 // A set-associative write-back cache of lines: which rows are up, which are pinned, which are dirty, and who gives way.
 //
-// It moves nothing itself. `admit` makes room and says what must happen: write the dirty victims down, then fetch the misses. Until
-// then the victims' lines are intact, so a failed write-back can be cancelled without loss.
+// It moves nothing itself. `admit` makes room and says what must happen: write the dirty victims down, then fetch the
+// misses. Until then the victims' lines are intact, so a failed write-back can be cancelled without loss.
 #pragma once
 #include <cstdlib>
 #include <memory>
@@ -13,8 +13,8 @@
 namespace tierbed {
 
 struct Admission {
-    std::vector<u64> lines;  // [n], where each row is or shall be; 0 where its set had no room
-    std::vector<u8> hit;     // [n]
+    std::vector<u64> lines;          // [n], where each row is or shall be; 0 where its set had no room
+    std::vector<u8> hit;             // [n]
     std::vector<u32> victim_tables;  // dirty rows that gave way
     std::vector<u64> victim_keys, victim_lines;
 
@@ -39,7 +39,8 @@ public:
     Admission admit(const u32* tables, const u64* keys, std::size_t n);
     // Ends the pins of an admission whose lines were fetched.
     void release(const Admission& admission, bool dirty);
-    // Undoes an admission. With `restore` the victims were not written down and come back; without, their slots become free.
+    // Undoes an admission. With `restore` the victims were not written down and come back; without, their slots become
+    // free.
     void cancel(const Admission& admission, bool restore);
     // lines [n]: where each row is, 0 where it is not up. Changes nothing.
     void find(const u32* tables, const u64* keys, u64* lines, std::size_t n) const;

@@ -24,7 +24,8 @@ u32 Lines::append() {
         const std::size_t bytes = (static_cast<std::size_t>(BASE) << segment) * line_bytes_;
         const std::size_t alignment = bytes >= 4 * HUGE_PAGE ? HUGE_PAGE : 64;
         std::unique_ptr<char, decltype(&std::free)> memory(
-            static_cast<char*>(std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment)), &std::free);
+            static_cast<char*>(std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment)),
+            &std::free);
         if (!memory) throw std::bad_alloc();
         if (alignment == HUGE_PAGE) madvise(memory.get(), bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
         const u64 start = reinterpret_cast<u64>(memory.get());
@@ -33,7 +34,9 @@ u32 Lines::append() {
     return size_++;
 }
 
-std::size_t Lines::bytes() const { return (((static_cast<std::size_t>(BASE) << segments_.size()) - BASE)) * line_bytes_; }
+std::size_t Lines::bytes() const {
+    return (((static_cast<std::size_t>(BASE) << segments_.size()) - BASE)) * line_bytes_;
+}
 
 void FullTable::Bucket::reserve(std::size_t more) {
     const std::size_t wanted = (lines.size() + more) * 4 / 3 + 1;  // load factor 0.75 at most
@@ -66,8 +69,10 @@ std::size_t FullTable::find(Batch& batch) const {
         const IndexView index = bucket.view();
         const std::size_t end = batch.bucket_begin[b + 1];
         for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
-            if (i + AHEAD < end) prefetch(&index.slots[home_slot(index, hash_row(batch.tables[i + AHEAD], batch.keys[i + AHEAD]))]);
-            const u32 row = find_row(THREAD, index, hash_row(batch.tables[i], batch.keys[i]), batch.tables[i], batch.keys[i]);
+            if (i + AHEAD < end)
+                prefetch(&index.slots[home_slot(index, hash_row(batch.tables[i + AHEAD], batch.keys[i + AHEAD]))]);
+            const u32 row =
+                find_row(THREAD, index, hash_row(batch.tables[i], batch.keys[i]), batch.tables[i], batch.keys[i]);
             batch.lines[i] = row == NONE ? 0 : bucket.lines.address(row);
             missing[b] += row == NONE;
         }
@@ -130,8 +135,10 @@ void FullTable::scan(u32 b, u8* out) const {
     std::vector<Slot> held;
     for (const Slot& slot : bucket.slots)
         if (slot.row != NONE && record(bucket.lines.address(slot.row), shape_)->updates > 0) held.push_back(slot);
-    std::sort(held.begin(), held.end(), [](const Slot& a, const Slot& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
-    for (const Slot& slot : held) out = pack_row(out, slot.table, slot.key, floats(bucket.lines.address(slot.row)), shape_);
+    std::sort(held.begin(), held.end(),
+              [](const Slot& a, const Slot& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
+    for (const Slot& slot : held)
+        out = pack_row(out, slot.table, slot.key, floats(bucket.lines.address(slot.row)), shape_);
 }
 
 std::size_t FullTable::rows() const {

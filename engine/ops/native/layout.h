@@ -11,9 +11,12 @@ constexpr Tile THREAD{0, 1};
 
 class Layout {
 public:
-    Layout(u32 dim, std::vector<float> states, u64 seed, const std::vector<u32>& columns, std::vector<InitialValues> values)
-        : shape{dim, dim * (1 + static_cast<u32>(states.size())), line_bytes_of(dim * (1 + static_cast<u32>(states.size())))},
-          states_(std::move(states)), values_(std::move(values)) {
+    Layout(u32 dim, std::vector<float> states, u64 seed, const std::vector<u32>& columns,
+           std::vector<InitialValues> values)
+        : shape{dim, dim * (1 + static_cast<u32>(states.size())),
+                line_bytes_of(dim * (1 + static_cast<u32>(states.size())))},
+          states_(std::move(states)),
+          values_(std::move(values)) {
         u32 end = 0;
         for (u32 columns_of_group : columns) group_ends_.push_back(end += columns_of_group);
         tables = static_cast<u32>(values_.size() / columns.size());
@@ -22,7 +25,8 @@ public:
     Layout(const Layout&) = delete;
 
     void initialise(u64 line, u32 table, u64 key) const {
-        const InitialRow row{seed_, values_.data(), group_ends_.data(), static_cast<u32>(group_ends_.size()), states_.data()};
+        const InitialRow row{seed_, values_.data(), group_ends_.data(), static_cast<u32>(group_ends_.size()),
+                             states_.data()};
         initialise_line(THREAD, line, shape, row, table, key);
     }
 

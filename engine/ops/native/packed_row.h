@@ -1,4 +1,5 @@
-// A stored row as NumPy and snapshots see it: table u32, key u64, values float32 [width], updates u32, step u32, packed, little-endian.
+// A stored row as NumPy and snapshots see it: table u32, key u64, values float32 [width], updates u32, step u32,
+// packed, little-endian.
 #pragma once
 #include <cstring>
 

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -15,8 +16,13 @@ namespace {
 
 class Pool {
 public:
-    explicit Pool(std::size_t workers) {
-        for (std::size_t i = 0; i < workers; ++i) threads_.emplace_back([this] { work(); });
+    // Fewer workers where the system gives no more threads.
+    explicit Pool(std::size_t workers) : wanted_(workers) {
+        threads_.reserve(workers);
+        try {
+            while (threads_.size() < workers) threads_.emplace_back([this] { work(); });
+        } catch (const std::system_error&) {
+        }
     }
 
     ~Pool() {
@@ -28,7 +34,7 @@ public:
         for (auto& thread : threads_) thread.join();
     }
 
-    std::size_t workers() const { return threads_.size(); }
+    std::size_t wanted() const { return wanted_; }
 
     void run(std::size_t tasks, const std::function<void(std::size_t)>& task) {
         {
@@ -76,6 +82,7 @@ private:
         }
     }
 
+    const std::size_t wanted_;
     std::vector<std::thread> threads_;
     std::mutex mutex_;
     std::condition_variable wake_, done_;
@@ -88,7 +95,8 @@ private:
 
 std::atomic<std::size_t> wanted_threads{1};
 
-// The pool of this process. After a fork the parent's threads do not exist: its pool and mutex are abandoned, never touched.
+// The pool of this process. After a fork the parent's threads do not exist: its pool and mutex are abandoned, never
+// touched.
 struct Process {
     pid_t pid = getpid();
     std::mutex turn;
@@ -118,7 +126,7 @@ void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& tas
         Process& here = process();
         std::unique_lock turn(here.turn, std::try_to_lock);
         if (turn.owns_lock()) {
-            if (here.pool && here.pool->workers() != workers) {
+            if (here.pool && here.pool->wanted() != workers) {
                 delete here.pool;
                 here.pool = nullptr;
             }

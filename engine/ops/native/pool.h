@@ -1,7 +1,7 @@
 // A small thread pool: the caller and `threads - 1` workers take numbered tasks until none is left.
 //
-// Which thread takes which task varies, so a task must own what it writes. The first exception of a task is rethrown to the caller.
-// A second caller at the same time runs its tasks alone; a forked child starts with a fresh pool.
+// Which thread takes which task varies, so a task must own what it writes. The first exception of a task is rethrown to
+// the caller. A second caller at the same time runs its tasks alone; a forked child starts with a fresh pool.
 #pragma once
 #include <cstddef>
 #include <functional>

@@ -1,8 +1,14 @@
 #include "rocksdb_tier.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <rocksdb/cache.h>
 #include <rocksdb/db.h>
@@ -18,8 +24,8 @@ namespace tierbed {
 namespace {
 
 constexpr std::size_t KEY_BYTES = 13;
-constexpr std::size_t READS = 1024;               // keys a MultiGet
-constexpr std::size_t BATCH_BYTES = 4u << 20;     // a WriteBatch
+constexpr std::size_t READS = 1024;            // keys a MultiGet
+constexpr std::size_t BATCH_BYTES = 4u << 20;  // a WriteBatch
 
 struct Key {
     char bytes[KEY_BYTES];
@@ -39,8 +45,15 @@ void check(const rocksdb::Status& status, const char* what) {
 
 void check_size(std::size_t stored, const LineShape& shape) {
     if (stored != stored_bytes_of(shape.width))
-        throw std::runtime_error("a stored row of " + std::to_string(stored) + " bytes where " + std::to_string(stored_bytes_of(shape.width)) +
-                                 " are expected");
+        throw std::runtime_error("a stored row of " + std::to_string(stored) + " bytes where " +
+                                 std::to_string(stored_bytes_of(shape.width)) + " are expected");
+}
+
+// A share of the files that the process may open, half of them left to others.
+int open_files(u32 shards) {
+    rlimit limit{};
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return -1;
+    return static_cast<int>(std::clamp<rlim_t>(limit.rlim_cur / 2 / shards, 16, 1 << 20));
 }
 
 rocksdb::Options database_options(const RocksOptions& options, std::shared_ptr<rocksdb::Cache> cache) {
@@ -50,7 +63,8 @@ rocksdb::Options database_options(const RocksOptions& options, std::shared_ptr<r
     table.filter_policy.reset(rocksdb::NewBloomFilterPolicy(10));
     table.data_block_index_type = rocksdb::BlockBasedTableOptions::kDataBlockBinaryAndHash;
     rocksdb::Options database;
-    database.create_if_missing = true;
+    database.create_if_missing = options.create;
+    database.max_open_files = open_files(options.shards);
     database.compression = rocksdb::kNoCompression;
     database.write_buffer_size = options.write_buffer_bytes;
     database.max_write_buffer_number = 3;
@@ -62,10 +76,25 @@ rocksdb::Options database_options(const RocksOptions& options, std::shared_ptr<r
     return database;
 }
 
+// RocksDB's destructors of globals wait for threads, which a forked child does not have: a child that calls exit would
+// hang for ever. So it ends right before them.
+void end_forked_children_early() {
+    static const int once = pthread_atfork(nullptr, nullptr, [] {
+        on_exit(
+            [](int status, void*) {
+                std::fflush(nullptr);
+                _exit(status);
+            },
+            nullptr);
+    });
+    static_cast<void>(once);
+}
+
 }  // namespace
 
 RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& options)
-    : shape_{width, width, line_bytes_of(width)} {
+    : shape_{width, width, line_bytes_of(width)}, process_(getpid()) {
+    end_forked_children_early();
     const auto cache = rocksdb::NewLRUCache(options.block_cache_bytes);
     for (u32 i = 0; i < options.shards; ++i) {
         rocksdb::DB* db = nullptr;
@@ -74,14 +103,20 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     }
 }
 
-RocksTier::~RocksTier() = default;
+// A forked child has the databases' memory but not their threads, which closing waits for: it leaves them alone.
+RocksTier::~RocksTier() {
+    if (process_ != getpid())
+        for (auto& shard : shards_) static_cast<void>(shard.release());
+}
 
 void RocksTier::read(const u32* tables, const u64* keys, const u64* lines, bool* found, std::size_t n) const {
     Grouped grouped = group_by_bucket(tables, keys, n);
     parallel_for(BUCKETS, [&](std::size_t bucket) {
         Entry* begin = grouped.entries.data() + grouped.begin[bucket];
         Entry* end = grouped.entries.data() + grouped.begin[bucket + 1];
-        std::sort(begin, end, [](const Entry& a, const Entry& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
+        std::sort(begin, end, [](const Entry& a, const Entry& b) {
+            return a.table != b.table ? a.table < b.table : a.key < b.key;
+        });
         rocksdb::DB& db = shard_of(static_cast<u32>(bucket));
         std::vector<Key> names;
         std::vector<rocksdb::Slice> slices;
@@ -89,11 +124,13 @@ void RocksTier::read(const u32* tables, const u64* keys, const u64* lines, bool*
             const std::size_t count = std::min<std::size_t>(READS, static_cast<std::size_t>(end - chunk));
             names.clear();
             slices.clear();
-            for (std::size_t i = 0; i < count; ++i) names.emplace_back(static_cast<u32>(bucket), chunk[i].table, chunk[i].key);
+            for (std::size_t i = 0; i < count; ++i)
+                names.emplace_back(static_cast<u32>(bucket), chunk[i].table, chunk[i].key);
             for (const Key& name : names) slices.push_back(name.slice());
             std::vector<rocksdb::PinnableSlice> values(count);
             std::vector<rocksdb::Status> statuses(count);
-            db.MultiGet(rocksdb::ReadOptions(), db.DefaultColumnFamily(), count, slices.data(), values.data(), statuses.data(), true);
+            db.MultiGet(rocksdb::ReadOptions(), db.DefaultColumnFamily(), count, slices.data(), values.data(),
+                        statuses.data(), true);
             for (std::size_t i = 0; i < count; ++i) {
                 const u32 position = chunk[i].position;
                 found[position] = !statuses[i].IsNotFound();
@@ -117,7 +154,8 @@ void RocksTier::write(const u32* tables, const u64* keys, const u64* lines, std:
             for (std::size_t i = grouped.begin[bucket]; i < grouped.begin[bucket + 1]; ++i) {
                 const Entry& entry = grouped.entries[i];
                 const Key name(static_cast<u32>(bucket), entry.table, entry.key);
-                check(batch.Put(name.slice(), {reinterpret_cast<const char*>(lines[entry.position]), value_bytes}), "write");
+                check(batch.Put(name.slice(), {reinterpret_cast<const char*>(lines[entry.position]), value_bytes}),
+                      "write");
                 if (batch.GetDataSize() < BATCH_BYTES) continue;
                 check(shards_[shard]->Write(options, &batch), "write");
                 batch.Clear();
@@ -141,7 +179,7 @@ u64 RocksTier::property(const std::string& name) const {
     return total;
 }
 
-RocksTier::Scan::Scan(const RocksTier& tier) : shape_(tier.shape_) {
+RocksTier::Scan::Scan(const RocksTier& tier) : shape_(tier.shape_), process_(tier.process_) {
     rocksdb::ReadOptions options;
     options.fill_cache = false;
     options.readahead_size = std::size_t{2} << 20;
@@ -151,9 +189,16 @@ RocksTier::Scan::Scan(const RocksTier& tier) : shape_(tier.shape_) {
     }
 }
 
-RocksTier::Scan::~Scan() = default;
+RocksTier::Scan::~Scan() { close(); }
+
+void RocksTier::Scan::close() {
+    if (process_ != getpid())
+        for (auto& iterator : iterators_) static_cast<void>(iterator.release());
+    iterators_.clear();
+}
 
 std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
+    if (iterators_.empty()) throw std::runtime_error("scan: the databases were closed");
     for (; bucket_ < BUCKETS; ++bucket_) {
         rocksdb::Iterator& it = *iterators_[bucket_ % iterators_.size()];
         std::size_t rows = 0;

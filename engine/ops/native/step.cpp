@@ -28,9 +28,12 @@ std::size_t count_rows(const Batch& batch, const Body& body) {
 }
 
 template <class Rule>
-std::size_t update_with(Batch& batch, const Layout& layout, const float* grads, const std::vector<float>& hyper, u32 step) {
-    if (hyper.size() != Rule::HYPERS) throw std::invalid_argument("the rule takes " + std::to_string(Rule::HYPERS) + " hyper-parameters");
-    if (layout.shape.width != layout.shape.dim * (1 + Rule::STATES)) throw std::invalid_argument("the line has no room for the rule's state");
+std::size_t update_with(Batch& batch, const Layout& layout, const float* grads, const std::vector<float>& hyper,
+                        u32 step) {
+    if (hyper.size() != Rule::HYPERS)
+        throw std::invalid_argument("the rule takes " + std::to_string(Rule::HYPERS) + " hyper-parameters");
+    if (layout.shape.width != layout.shape.dim * (1 + Rule::STATES))
+        throw std::invalid_argument("the line has no room for the rule's state");
     const Rule rule(hyper.data());
     return count_rows(batch, [&](std::size_t row) {
         const u32 begin = batch.offsets[row];
@@ -54,7 +57,8 @@ void gather(const Batch& batch, const Layout& layout, std::size_t begin, std::si
     });
 }
 
-std::size_t update(Batch& batch, const Layout& layout, const float* grads, const std::string& rule, const std::vector<float>& hyper, u32 step) {
+std::size_t update(Batch& batch, const Layout& layout, const float* grads, const std::string& rule,
+                   const std::vector<float>& hyper, u32 step) {
     if (rule == "sgd") return update_with<Sgd>(batch, layout, grads, hyper, step);
     if (rule == "sgd_momentum") return update_with<SgdMomentum>(batch, layout, grads, hyper, step);
     if (rule == "adagrad") return update_with<Adagrad>(batch, layout, grads, hyper, step);
@@ -65,7 +69,8 @@ std::size_t update(Batch& batch, const Layout& layout, const float* grads, const
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step) {
     return count_rows(batch, [&](std::size_t row) {
         const u32 last = batch.occurrences[batch.offsets[row + 1] - 1];
-        copy_bytes(THREAD, floats(batch.lines[row]), values + static_cast<std::size_t>(last) * layout.shape.dim, layout.shape.dim * 4);
+        copy_bytes(THREAD, floats(batch.lines[row]), values + static_cast<std::size_t>(last) * layout.shape.dim,
+                   layout.shape.dim * 4);
         Record* lifecycle = record(batch.lines[row], layout.shape);
         const bool first = lifecycle->updates == 0;
         if (lifecycle->updates != 0xFFFFFFFFu) lifecycle->updates += 1;
@@ -75,7 +80,9 @@ std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 
 }
 
 std::size_t count_new(const Batch& batch, const Layout& layout) {
-    return count_rows(batch, [&](std::size_t row) { return !batch.lines[row] || record(batch.lines[row], layout.shape)->updates == 0; });
+    return count_rows(batch, [&](std::size_t row) {
+        return !batch.lines[row] || record(batch.lines[row], layout.shape)->updates == 0;
+    });
 }
 
 void initialise_lines(const Layout& layout, const u32* tables, const u64* keys, const u64* lines, std::size_t n) {

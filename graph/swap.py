@@ -1,0 +1,115 @@
+"""What `build` meets in place of the live tensors while it is traced, and how all of it is put back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+
+from ..engine.errors import GraphError
+
+_MUTABLE = dict | list | set | deque
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def unused_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """Give each live trainable parameter a `grad` whose use a trace can see, and yield it by the parameter's id.
+
+    In the end the old ones are back. GraphError if one was replaced: build had a parameter that is not the traced one.
+    """
+    live = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
+    before = {id(parameter): parameter.grad for parameter in live}
+    marks = {id(p): torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).requires_grad_() for p in live}
+    for parameter in live:
+        parameter.grad = marks[id(parameter)]
+    changed = False
+    try:
+        yield marks
+        changed = any(parameter.grad is not marks[id(parameter)] for parameter in live)
+    finally:
+        for parameter in live:
+            parameter.grad = before[id(parameter)]
+    if changed:
+        raise GraphError(
+            "build sets the gradient of a parameter that it does not reach through self: by a list of parameters made "
+            "earlier, or by an optimizer that is not the graph's; use self.<module>.parameters(), and add_optimizer"
+        )
+
+
+@contextmanager
+def swapped(
+    root: nn.Module, optimizers: Iterable[Optimizer], swaps: dict[int, Tensor], names: dict[int, str]
+) -> Iterator[None]:
+    """Put each swap where a module or an optimizer of the graph holds the tensor of that id.
+
+    In the end all is as before. GraphError if build left another tensor on a module, or called an optimizer's step().
+    """
+    before = [(value, value.copy()) for _, value in _reachable(root) if isinstance(value, _MUTABLE)]
+    slots = [
+        (module, name, live)
+        for module in root.modules()
+        for name, live in [*module._parameters.items(), *module._buffers.items()]
+        if live is not None
+    ]
+    groups = [(group, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+    hooks = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in optimizers]
+    for module, name, live in slots:
+        setattr(module, name, swaps[id(live)])  # not into the dicts: an LSTM keeps a list of its own beside them
+    for group, parameters in groups:
+        group["params"] = [swaps[id(live)] for live in parameters]
+    rebound = leaked = None
+    try:
+        yield
+        rebound = next((live for m, name, live in slots if getattr(m, name, None) is not swaps[id(live)]), None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for group, parameters in groups:
+            group["params"] = parameters
+        for module, name, live in slots:
+            setattr(module, name, live)
+        leaked = next((where for where, value in _reachable(root) if isinstance(value, FakeTensor)), None)
+        if leaked is not None or rebound is not None:
+            for container, copy in before:
+                _restore(container, copy)
+    if rebound is not None:
+        raise GraphError(f"build replaces {names[id(rebound)]} by another tensor; change it in place (copy_, add_)")
+    if leaked is not None:
+        raise GraphError(
+            f"build keeps a tensor in the attribute {leaked}, which only the first call would set; return it, or "
+            "register a buffer in __init__ and write to it in place (copy_); for nn.utils.weight_norm and "
+            "spectral_norm use those of torch.nn.utils.parametrizations"
+        )
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    raise GraphError(
+        f"build calls step() of {type(optimizer).__name__}, which the graph itself calls after build; leave it out"
+    )
+
+
+def _reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What hangs on the modules under `root`, by attributes and containers in them, with the name of its place."""
+    seen: set[int] = set()
+    pending: list[tuple[str, Any]] = [("", root)]
+    while pending:
+        where, value = pending.pop()
+        if isinstance(value, nn.Module):
+            where, value = type(value).__name__, vars(value)
+        yield where, value
+        if isinstance(value, _MUTABLE | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
+            pending += ((where if key is None or key in _TABLES else f"{where}.{key}", item) for key, item in items)
+
+
+def _restore(container: Any, copy: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, dict | set) else container.extend)(copy)
