@@ -12,14 +12,15 @@ from types import FrameType
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """The handler of SIGINT waits until the block ends. Signals reach the main thread alone."""
-    if threading.current_thread() is not threading.main_thread():
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
     came: list[FrameType | None] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if came and callable(before):
-            before(signal.SIGINT, came[0])
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(signal.SIGINT, came[0])

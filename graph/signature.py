@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from ..engine.errors import GraphError
 
-_FIELDS = attrgetter("training", "_parameters", "_buffers", "_modules")
+_TRAINING = attrgetter("training")
 _COUNTED = attrgetter("__dict__", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DESCRIBE = attrgetter("shape", "dtype", "device", "requires_grad")
-_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_HOOKS, _POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _STRIDE = methodcaller("stride")
 _PLAIN = (
     *(
@@ -54,43 +54,46 @@ class Structure:
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if is_lazy(tensor):
                 raise GraphError(f"{name} has no shape yet; run its module once on a sample before the graph")
-        self.modules = list(root.modules())
-        self._tensors = [
-            (vars(module), name)
-            for module in self.modules
-            for name, value in vars(module).items()
-            if isinstance(value, Tensor)
-        ]
-        self._shape = self._read()[3:]
+        modules = list(root.modules())
+        self._modules = modules
+        # the dicts themselves: a module keeps its own for life
+        self._parameters = [module._parameters for module in modules]
+        self._buffers = [module._buffers for module in modules]
+        self._children = [module._modules for module in modules]
+        self._counted = [counted for module in modules for counted in _COUNTED(module)]
+        self._tensors = [(d, name) for d in map(vars, modules) for name, v in d.items() if isinstance(v, Tensor)]
+        self._shape = self._read_shape()
 
     def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
         """Parameters and buffers as they are now, tied ones repeated, and a key.
 
-        None where modules, their hooks or the number of their attributes have changed.
-
-        Parameters enter the key by identity, because an optimizer holds the very object; buffers by description alone.
+        None where modules, their hooks or the number of their attributes have changed. Parameters enter the key by
+        identity, because an optimizer holds the very object, as do tensors in plain attributes, which a step holds;
+        buffers by description alone.
         """
-        training, parameters, buffers, *shape = self._read()
-        if shape != self._shape:
+        if self._read_shape() != self._shape:
             return None
+        parameters, buffers = _values(self._parameters), _values(self._buffers)
         identities = list(map(id, buffers))
         distinct = len(set(identities)) == len(identities) or tuple(identities)
         tensors = [tensor for tensor in parameters + buffers if tensor is not None]
         return tensors, (
             self,
-            training,
+            tuple(map(_TRAINING, self._modules)),
             tuple(map(id, parameters)),
             distinct,
             tuple(id(attributes.get(name)) for attributes, name in self._tensors),
-            any(any(map(hooks, tensors)) for hooks in _HOOKS),
+            any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
             *map(_DESCRIBE, tensors),
             *map(_STRIDE, tensors),
         )
 
-    def _read(self) -> list[tuple[Any, ...]]:
-        training, *dicts = zip(*map(_FIELDS, self.modules), strict=True)
-        counts = tuple(map(len, chain.from_iterable(map(_COUNTED, self.modules))))
-        return [training, *(tuple(chain.from_iterable(map(dict.values, d))) for d in dicts), counts]
+    def _read_shape(self) -> tuple[list[Any], list[int]]:
+        return _values(self._children), list(map(len, self._counted))
+
+
+def _values(dicts: list[Any]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))
 
 
 def modes() -> Hashable:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,7 +112,7 @@ def trace(
             fakes = [mode.from_tensor(tensor).detach() for tensor in [*inputs, *tensors]]
         # modules under torch.compile are recorded as what they wrap
         inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-        with unused_grads(tensors) as marks, _kept_random_state(), inlined, mode:
+        with unused_grads(tensors) as marks, torch.random.fork_rng(devices=[]), inlined, mode:
             try:
                 module = make_fx(step, _allow_non_fake_inputs=True)(*fakes)
             except Exception as error:
@@ -143,15 +142,6 @@ def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
             module.graph.erase_node(node)
         elif isinstance(value, Tensor):
             node.meta["val"] = mode.from_tensor(value)
-
-
-@contextmanager
-def _kept_random_state() -> Iterator[None]:
-    state = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
 
 
 def _leaf(fake: Tensor, live: Tensor) -> Tensor:

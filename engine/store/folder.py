@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import StoreError
+from ..interrupts import uninterrupted
 from .durable import fsync_dir, make_folder, read_record, seal, unseal, write_atomically
 
 _held: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
@@ -43,13 +44,13 @@ class StoreFolder:
     """
 
     def __init__(self, path: Path) -> None:
+        self._lock: int | None = None
         self.path = Path(path)
         self.live = self.path / "live"
         self.incoming = self.path / "incoming"
         self.snapshots = self.path / "snapshots"
         self._mark = self.path / "MARK"
-        self._lock: int | None = None
-        with self._errors("open"):
+        with self._errors("open"), uninterrupted():
             make_folder(self.path)
             self._lock = self._acquire()
         _held.add(self)
@@ -84,6 +85,9 @@ class StoreFolder:
             os.ftruncate(self._lock, 0)
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # in case a child that is just being forked has a copy
             self._close_descriptor()
+
+    def __del__(self) -> None:
+        self._close_descriptor()
 
     def _close_descriptor(self) -> None:
         descriptor, self._lock = self._lock, None

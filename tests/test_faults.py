@@ -1,0 +1,155 @@
+"""Ctrl-C at any instant, a disk that fills, several threads: rows are right, or the store says that they are not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from embeddings import DIM, STORES, held, make, options, train
+
+from tierbed.engine import MultiTableEmbedding, SnapshotError, StoreError
+from tierbed.engine.store import rocksdb
+
+BIG = 40_000  # rows, more than a full disk takes
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Writing beyond `size` bytes of a file fails, as on a full disk; Python leaves the signal for it ignored."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def put(embedding: MultiTableEmbedding, keys: range, value: float) -> None:
+    embedding.put(torch.arange(keys.start, keys.stop), torch.full((len(keys), DIM), value), 0)
+
+
+class Interrupts:
+    """Sends SIGINT every 0.7 ms; while `armed`, the next one raises KeyboardInterrupt."""
+
+    armed = False
+
+    def __enter__(self) -> Interrupts:
+        self._done = threading.Event()
+        self._before = signal.signal(signal.SIGINT, self._arrive)
+        self._sender = threading.Thread(target=self._send)
+        self._sender.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._sender.join()
+        signal.signal(signal.SIGINT, self._before)
+
+    def _send(self) -> None:
+        while not self._done.wait(0.0007):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def _arrive(self, number: int, frame: object) -> None:
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_ctrl_c_at_any_instant_leaves_whole_puts(tmp_path: Path, store: str) -> None:
+    path = None if store in ("device", "host") else tmp_path
+    with make(options(store, path), tables=1) as embedding:
+        value, came = 0, 0
+        put(embedding, range(300), 0.0)
+        with Interrupts() as interrupts:
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                value += 1
+                try:
+                    interrupts.armed = True
+                    put(embedding, range(value % 7, 300), float(value))
+                    interrupts.armed = False
+                except KeyboardInterrupt:
+                    came += 1
+        assert came > 20
+        rows = held(embedding)
+        assert len(rows) == embedding.size()
+        assert all(len(set(row)) == 1 for row in rows.values()), "a row of two puts"
+        # every put covers keys 7 to 299, so that these are of the latest one that took place
+        assert len({row[0] for (_, key), row in rows.items() if key >= 7}) == 1
+        put(embedding, range(0, 400), -1.0)
+        assert set(map(tuple, held(embedding).values())) == {(-1.0,) * DIM}
+
+
+def test_a_full_disk_fails_the_step_loudly_and_the_last_snapshot_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rocksdb, "WRITE_BUFFER_BYTES", 1 << 16)
+    embedding = make(options("ssd", tmp_path), "sgd", tables=1)
+    train(embedding, list(range(100)), grad=1.0)
+    embedding.save_snapshot("good")
+    good = held(embedding)
+    with file_size_limit(1 << 16):
+        put_until_failure(embedding)
+        with pytest.raises(StoreError):
+            embedding.get([1])
+        with contextlib.suppress(StoreError):
+            embedding.close()
+    del embedding
+    with make(options("ssd", tmp_path), "sgd", tables=1) as again:
+        assert held(again) == good
+
+
+def put_until_failure(embedding: MultiTableEmbedding) -> None:
+    with pytest.raises(StoreError):
+        for step in range(20):
+            put(embedding, range(step * BIG, (step + 1) * BIG), 1.0)
+
+
+@pytest.mark.parametrize("store", ["device", "host", "cached_host"])
+def test_a_close_on_a_full_disk_can_be_tried_again(tmp_path: Path, store: str) -> None:
+    embedding = make(options(store, tmp_path), tables=1)
+    put(embedding, range(BIG), 2.0)
+    with file_size_limit(1 << 12), pytest.raises(SnapshotError):
+        embedding.close()
+    assert embedding.size() == BIG
+    embedding.close()
+    with make(options(store, tmp_path, open="error"), tables=1) as again:
+        assert again.size() == BIG
+        assert torch.equal(again.get([BIG - 1], 0), torch.full((1, DIM), 2.0))
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_thread_that_reads_never_sees_rows_of_other_keys(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path), tables=1) as embedding:
+        keys = torch.arange(2000)
+        values = keys.to(torch.float32)[:, None].expand(-1, DIM).contiguous()
+        embedding.put(keys, values, 0)
+        wrong: list[int] = []
+        done = threading.Event()
+
+        def read() -> None:
+            random = np.random.default_rng(0)
+            while not done.is_set():
+                some = torch.from_numpy(random.integers(0, 2000, 200))
+                wrong.extend(some[(embedding.get(some, 0) != values[some]).any(1)].tolist())
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        for _ in range(40):
+            some = torch.randperm(2000)[:500]
+            embedding.put(some, values[some], 0)
+        done.set()
+        for reader in readers:
+            reader.join()
+        assert not wrong
