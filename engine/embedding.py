@@ -71,7 +71,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         self.store_options = store_options_from_dict(store_options)
         self.row_optimizer: RowOptimizer | None = None
         # what an optimizer holds and autograd follows; the rows themselves are no parameter
-        self.shadow = nn.Parameter(torch.zeros(1))
+        self.shadow = nn.Parameter(torch.zeros(1, dtype=torch.float32))
         self.handle = register(self)
         self._held: TableHandle | None = None
         self._closed = False

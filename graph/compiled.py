@@ -105,7 +105,9 @@ def compile_step(root: Graph, traced: Trace, optimizers: OptimizerSet, tensors: 
         add_dense_steps(module, optimizer_at, dense)
     expand_reads(module, label)
     drop_dead(graph)
-    shadows = {node: by_shadow[id(t)].name for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow}
+    shadows = {
+        node: label(by_shadow[id(t)].handle) for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow
+    }
     refuse_used(graph, shadows, label)
     graph.lint()
     module.recompile()

@@ -25,14 +25,15 @@ class Graph(nn.Module):
     """A training or evaluation step, traced once an input signature and then run without autograd.
 
     A subclass sets its modules in `__init__`, calls `add_optimizer` there, and defines `build`, which computes a loss
-    and calls `loss.backward()`. Calling the graph runs one step: forward, backward, the update of embedding rows, and
-    `step()` of every optimizer. It returns what `build` returns, tensors detached; `grad` of every parameter that an
-    optimizer holds is None after it. A graph whose `build` never calls `backward()`, or on which `eval()` was called,
-    trains nothing.
+    and calls `loss.backward()`, and reaches parameters through `self`. Calling the graph runs one step: forward,
+    backward, the update of embedding rows, and `step()` of every optimizer. It returns what `build` returns, tensors
+    detached; after a training step `grad` of every parameter that an optimizer holds is None. A graph whose `build`
+    never calls `backward()`, or on which `eval()` was called, trains nothing.
 
     `build` runs again, on tensors without values, when a call has another signature: shapes, strides, dtypes and
     devices of tensors, values of other arguments, `training` flags, `requires_grad`, gradient and autocast mode,
-    optimizers. All other Python values are frozen into the step; parameters, buffers and closure tensors are read at
+    optimizers, hooks, tensors assigned to attributes. All other Python values are frozen into the step, such as which
+    object a global names, or the `p` of a dropout; the values of parameters, buffers and closure tensors are read at
     every call. The 64 steps used last are kept.
     """
 
@@ -64,8 +65,8 @@ class Graph(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step and return what `build` returns, tensors detached.
 
-        Raises GraphError for a `build` that a static graph cannot hold, OptimizerError where backward() reaches an
-        embedding without optimizer, and whatever `build`, an op or a store raises; the graph stays usable.
+        Raises GraphError for a `build` that a static graph cannot hold, OptimizerError where backward() reaches a
+        parameter without optimizer, and whatever `build`, an op or a store raises; the graph stays usable.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         signature, tensors = self.__signature(leaves, spec)

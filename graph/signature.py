@@ -23,31 +23,15 @@ _COUNTED = attrgetter("__dict__", "_forward_hooks", "_forward_pre_hooks", "_back
 _DESCRIBE = attrgetter("shape", "dtype", "device", "requires_grad")
 _HOOKS, _POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _STRIDE = methodcaller("stride")
-_PLAIN = (
-    *(
-        NoneType,
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        range,
-        Enum,
-        np.generic,
-        type,
-        FunctionType,
-        BuiltinFunctionType,
-    ),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
+_BUILTIN = (NoneType, bool, int, float, complex, str, bytes, range, type, FunctionType, BuiltinFunctionType)
+_PLAIN = (*_BUILTIN, Enum, np.generic, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _INEXACT = (float, complex, np.generic)
 
 
 class Structure:
     """The modules under `root`, and what a call needs of them: read at each call, in few steps of the interpreter.
 
-    Beside parameters and buffers that is the tensors which are plain attributes of a module.
+    Beside parameters and buffers these are the tensors that are plain attributes of a module.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -8,47 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import (
+    Train,
+    assert_same_state,
+    batches,
+    compiled_steps,
+    eager_step,
+    mlp,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tierbed.graph import Graph
-
-
-class Train(Graph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer)
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(self.model(x), y)
-        loss.backward()
-        return loss
-
-
-def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-
-
-def batches(count: int, rows: int = 16) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        (torch.randn(rows, 6, generator=generator), torch.randn(rows, 1, generator=generator)) for _ in range(count)
-    ]
-
-
-def assert_same_state(a: nn.Module, b: nn.Module) -> None:
-    for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
-
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -70,7 +41,7 @@ def test_fifty_steps_with_a_changing_rate_equal_eager(kind: str) -> None:
         for scheduler in schedulers:
             scheduler.step()
     assert_same_state(model, other)
-    assert len(graph._Graph__steps) == 1
+    assert compiled_steps(graph) == 1
 
 
 def test_a_smaller_last_batch_trains_like_eager() -> None:
@@ -96,15 +67,6 @@ def test_dropout_draws_anew_and_as_eager_does() -> None:
     assert len({float(loss) for loss in ours}) == 3
     graph.eval()
     assert graph(x, y) == graph(x, y) == F.mse_loss(other.eval()(x), y)
-
-
-def test_the_training_flag_of_one_submodule_is_seen() -> None:
-    model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 1))
-    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    x, y = batches(1)[0]
-    assert graph(x, y) != graph(x, y)
-    model[1].eval()
-    assert graph(x, y) == graph(x, y)
 
 
 def test_batch_norm_buffers_are_the_live_ones() -> None:
@@ -265,101 +227,6 @@ def test_parameter_groups_keep_their_own_rates() -> None:
     assert not torch.equal(model[0].weight, before[0].weight)
 
 
-def test_loaded_and_replaced_parameters_are_read_live() -> None:
-    model, other = mlp(), mlp()
-    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    x, y = batches(1)[0]
-    graph(x, y)
-    model.load_state_dict(other.state_dict())
-    torch.testing.assert_close(graph(x, y), F.mse_loss(other(x), y).detach())
-
-    class Evaluate(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def build(self, x: Tensor, y: Tensor) -> Tensor:
-            return F.mse_loss(self.model(x), y)
-
-    evaluate = Evaluate()
-    evaluate(x, y)
-    third = mlp()
-    model.load_state_dict(third.state_dict(), assign=True)
-    torch.testing.assert_close(evaluate(x, y), F.mse_loss(third(x), y).detach())
-    model[0] = nn.Linear(6, 8)
-    torch.testing.assert_close(evaluate(x, y), F.mse_loss(model(x), y).detach())
-
-
-def test_closure_tensors_are_read_and_written_live() -> None:
-    scale, count = torch.tensor(2.0), torch.zeros(2)
-
-    class Scaled(Graph):
-        def build(self, x: Tensor) -> Tensor:
-            count[1:].add_(1)
-            return x * scale + count.sum()
-
-    graph, x = Scaled(), torch.ones(3)
-    assert graph(x).tolist() == [3, 3, 3]
-    scale.fill_(5.0)
-    assert graph(x).tolist() == [7, 7, 7]
-    assert count.tolist() == [0, 2]
-
-
-def test_numbers_keywords_and_nested_arguments_are_part_of_the_signature() -> None:
-    class Scaled(Graph):
-        def build(self, batch: dict[str, Tensor], *, power: float = 1, flag: bool = True) -> Tensor:
-            return batch["x"] ** power if flag else batch["y"]
-
-    graph = Scaled()
-    batch = {"x": torch.full((2,), 3.0), "y": torch.zeros(2)}
-    assert graph(batch).tolist() == [3, 3]
-    assert graph(batch, power=2).tolist() == [9, 9]
-    assert graph(batch, power=2, flag=False).tolist() == [0, 0]
-    assert graph(batch, power=2).tolist() == [9, 9]
-    assert len(graph._Graph__steps) == 3
-
-
-def test_a_tensor_given_twice_is_not_taken_for_one_argument() -> None:
-    class Subtract(Graph):
-        def build(self, x: Tensor, y: Tensor) -> Tensor:
-            return x - y
-
-    graph, x = Subtract(), torch.ones(2)
-    assert graph(x, x).tolist() == [0, 0]
-    assert graph(x, torch.zeros(2)).tolist() == [1, 1]
-    assert graph(torch.zeros(2), x).tolist() == [-1, -1]
-
-
-def test_one_true_and_one_point_zero_are_different_arguments() -> None:
-    class Name(Graph):
-        def build(self, x: Tensor, value: object) -> str:
-            return type(value).__name__
-
-    graph, x = Name(), torch.zeros(1)
-    assert [graph(x, v) for v in (1, True, 1.0)] == ["int", "bool", "float"]
-
-
-def test_gradient_mode_is_part_of_the_signature() -> None:
-    model = mlp()
-    x, y = batches(1)[0]
-
-    class Either(Train):
-        def build(self, x: Tensor, y: Tensor) -> Tensor:
-            loss = F.mse_loss(self.model(x), y)
-            if torch.is_grad_enabled():
-                loss.backward()
-            return loss
-
-    graph = Either(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    first = graph(x, y)
-    with torch.no_grad():
-        second = graph(x, y)
-        assert second < first
-        assert graph(x, y) == second
-    with torch.inference_mode():
-        assert graph(x, y) == second
-
-
 def test_eval_of_the_graph_trains_nothing() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     graph = Train(model, torch.optim.Adam(model.parameters(), lr=0.1)).eval()
@@ -367,67 +234,6 @@ def test_eval_of_the_graph_trains_nothing() -> None:
     x, y = batches(1)[0]
     assert graph(x, y) == graph(x, y)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_frozen_parameters_are_seen_after_the_first_call() -> None:
-    model = mlp()
-    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    x, y = batches(1)[0]
-    graph(x, y)
-    model[0].requires_grad_(False)
-    before = model[0].weight.clone()
-    graph(x, y)
-    assert torch.equal(model[0].weight, before)
-
-
-def test_an_optimizer_added_after_the_first_call_trains() -> None:
-    model = mlp()
-    graph = Train(model[0], torch.optim.SGD(model[0].parameters(), lr=0.1))
-    graph.head = model[2]
-    graph.model = model
-    x, y = batches(1)[0]
-    before = model[2].weight.clone()
-    graph(x, y)
-    assert torch.equal(model[2].weight, before)
-    graph.add_optimizer(torch.optim.SGD(model[2].parameters(), lr=0.1))
-    graph(x, y)
-    assert not torch.equal(model[2].weight, before)
-
-
-def test_a_parameter_group_added_after_the_first_call_trains() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    graph = Train(model, optimizer)
-    x, y = batches(1)[0]
-    graph(x, y)
-    before = model[2].weight.clone()
-    optimizer.add_param_group({"params": model[2].parameters()})
-    graph(x, y)
-    assert not torch.equal(model[2].weight, before)
-
-
-def test_autocast_around_a_call_is_seen() -> None:
-    model = mlp()
-    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    x, y = batches(1)[0]
-    full = graph(x, y)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = graph(x, y)
-    assert full != half
-    assert graph(x, y) == full
-
-
-def test_too_many_signatures_warn_and_keep_working() -> None:
-    class Add(Graph):
-        def build(self, x: Tensor, number: float) -> Tensor:
-            return x + number
-
-    graph, x = Add(), torch.zeros(1)
-    for number in range(64):
-        graph(x, number)
-    with pytest.warns(UserWarning, match="64 signatures"):
-        assert graph(x, 64) == 64
-    assert len(graph._Graph__steps) == 64
 
 
 def test_print_shows_modules_first_and_the_compiled_step_after_a_call() -> None:

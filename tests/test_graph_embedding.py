@@ -3,64 +3,22 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from graphs import (
+    DIM,
+    Rating,
+    dense_copy,
+    embedding,
+    id_batches,
+    mlp,
+    train,
+)
 from torch import Tensor, nn
 
 from tierbed import engine
-from tierbed.engine import MultiTableEmbedding, MultiTableMultiColumnEmbedding
 from tierbed.graph import Graph
-
-DIM = 4
-names = itertools.count()
-
-
-def embedding(tables: int = 1, capacity: int = 1000, **options: Any) -> MultiTableEmbedding:
-    initializer = engine.make_uniform_initializer(-0.1, 0.1)
-    return MultiTableEmbedding(
-        f"rows{next(names)}",
-        DIM,
-        torch.float32,
-        torch.int64,
-        [engine.make_table_options(initializer)] * tables,
-        engine.make_device_mem_store_options(capacity=capacity),
-        **options,
-    )
-
-
-def dense_copy(rows: MultiTableEmbedding, count: int = 50) -> nn.Embedding:
-    return nn.Embedding.from_pretrained(rows.get(torch.arange(count)), freeze=False)
-
-
-def id_batches(*shape: int, steps: int = 10) -> Tensor:
-    return torch.randint(0, 50, (steps, *shape), generator=torch.Generator().manual_seed(3))
-
-
-class Rating(Graph):
-    """One embedding, looked up once or twice, and an MLP."""
-
-    def __init__(self, rows: nn.Module, mlp: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.rows, self.mlp = rows, mlp
-        for optimizer in optimizers:
-            self.add_optimizer(optimizer)
-
-    def build(self, *ids: Tensor) -> Tensor:
-        return train(self.rows, self.mlp, *ids)
-
-
-def train(rows: nn.Module, mlp: nn.Module, *ids: Tensor) -> Tensor:
-    loss = mlp(torch.cat([rows(i).flatten(1) for i in ids], 1)).square().mean()
-    loss.backward()
-    return loss
-
-
-def mlp(width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 1))
 
 
 def test_rows_and_dense_layers_equal_plain_torch() -> None:
@@ -267,36 +225,6 @@ def test_ids_changed_in_place_between_lookups_are_refused() -> None:
         graph(torch.tensor([3]))
 
 
-def test_a_gradient_changed_in_place_after_backward_does_not_change_the_update() -> None:
-    class Keep(Rating):
-        def build(self, ids: Tensor) -> Tensor:
-            out = self.rows(ids)
-            out.retain_grad()
-            (out * 3).sum().backward()
-            grad = out.grad
-            grad.mul_(100)
-            return grad
-
-    rows = embedding()
-    graph = Keep(rows, nn.Identity(), torch.optim.SGD(rows.parameters(), lr=0.1))
-    before = rows.get([3])
-    assert graph(torch.tensor([3])).tolist() == [[300.0] * DIM]
-    torch.testing.assert_close(rows.get([3]), before - 0.3)
-
-
-def test_clipping_the_gradient_of_rows_is_refused_not_ignored() -> None:
-    class Clip(Rating):
-        def build(self, ids: Tensor) -> Tensor:
-            loss = train(self.rows, self.mlp, ids)
-            nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-            return loss
-
-    rows, net = embedding(), mlp(3 * DIM)
-    graph = Clip(rows, net, torch.optim.SGD([*rows.parameters(), *net.parameters()], lr=0.1))
-    with pytest.raises(engine.GraphError, match="clip_grad_norm_"):
-        graph(id_batches(8, 3)[0])
-
-
 def test_an_exception_in_the_middle_of_a_step_leaves_rows_and_graph_usable() -> None:
     class Pick(Rating):
         def build(self, ids: Tensor, which: Tensor) -> Tensor:
@@ -351,74 +279,6 @@ def test_tables_and_padding_pass_through_the_graph() -> None:
     assert torch.equal(out, torch.cat([first, torch.zeros(1, DIM), second]))
     torch.testing.assert_close(rows.get([6], [0]), first - 1)
     torch.testing.assert_close(rows.get([6], [1]), second - 1)
-
-
-SCALES = np.sqrt(1 / np.array([39884407, 39043, 17289]))
-
-
-def check_documented_training(rows: nn.Module, width: int) -> None:
-    """The training example of the OneEmbedding documentation, with torch for flow and an ordinary MLP for FusedMLP."""
-    num_tables = 3
-    dense = nn.Sequential(
-        nn.Linear(width * num_tables, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1)
-    )
-
-    class TrainGraph(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding_lookup = rows
-            self.mlp = dense
-            self.add_optimizer(torch.optim.SGD(self.embedding_lookup.parameters(), lr=0.1, momentum=0.0))
-            self.add_optimizer(torch.optim.SGD(self.mlp.parameters(), lr=0.1, momentum=0.0))
-
-        def build(self, ids: Tensor) -> Tensor:
-            embedding = self.embedding_lookup(ids)
-            loss = self.mlp(torch.reshape(embedding, (-1, num_tables * width)))
-            loss = loss.sum()
-            loss.backward()
-            return loss
-
-    ids = np.random.default_rng(0).integers(0, 1000, (100, num_tables), dtype=np.int64)
-    graph = TrainGraph()
-    first = graph(torch.tensor(ids, requires_grad=False))
-    assert not first.requires_grad
-    assert rows.size() == len({(table, key) for row in ids.tolist() for table, key in enumerate(row)})
-    assert graph(torch.tensor(ids)) < first
-
-
-def test_the_documented_multi_table_example_trains() -> None:
-    tables = [engine.make_table_options(engine.make_uniform_initializer(low=-s, high=s)) for s in SCALES]
-    store_options = engine.make_cached_host_mem_store_options(cache_budget_mb=64, capacity=100_000)
-    rows = MultiTableEmbedding(
-        name="my_embedding",
-        embedding_dim=128,
-        dtype=torch.float,
-        key_type=torch.int64,
-        tables=tables,
-        store_options=store_options,
-    )
-    check_documented_training(rows, 128)
-
-
-def test_the_documented_multi_column_example_trains() -> None:
-    tables = [
-        engine.make_table_options(
-            [
-                engine.make_column_options(engine.make_uniform_initializer(low=-s, high=s)),
-                engine.make_column_options(engine.make_normal_initializer(mean=0, std=s)),
-            ]
-        )
-        for s in SCALES
-    ]
-    rows = MultiTableMultiColumnEmbedding(
-        name="my_columns",
-        embedding_dim=[10, 1],
-        dtype=torch.float,
-        key_type=torch.int64,
-        tables=tables,
-        store_options=engine.make_device_mem_store_options(capacity=100_000),
-    )
-    check_documented_training(rows, 11)
 
 
 def test_a_graph_prints_its_embedding_under_its_path() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
+from graphs import embedding, graph_of
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tierbed.engine.errors import GraphError, OptimizerError
 from tierbed.graph import Graph
@@ -149,36 +155,6 @@ def test_a_gradient_of_an_argument_is_refused_not_dropped() -> None:
         Sensitive()(torch.ones(2, requires_grad=True))
 
 
-def test_a_tensor_kept_on_a_module_is_refused_and_taken_away() -> None:
-    class Keep(Net):
-        def build(self, x: Tensor) -> Tensor:
-            self.last = self.net(x)
-            return self.last
-
-    graph = Keep()
-    graph.last = 5
-    with pytest.raises(GraphError, match=r"attribute Keep\.last"):
-        graph(torch.ones(2, 3))
-    assert graph.last == 5
-
-
-def test_a_buffer_that_build_replaces_is_refused_and_restored() -> None:
-    class Count(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
-
-        def build(self) -> Tensor:
-            self.count = self.count + 1
-            return self.count
-
-    graph = Count()
-    with pytest.raises(GraphError, match="replaces count"):
-        graph()
-    assert type(graph.count) is Tensor
-    assert graph.count == 0
-
-
 def test_a_lazy_module_without_shape_is_refused() -> None:
     class Lazy(Graph):
         def __init__(self) -> None:
@@ -202,3 +178,119 @@ def test_a_gradient_hook_is_refused_not_skipped() -> None:
 def test_a_graph_without_build_says_so() -> None:
     with pytest.raises(NotImplementedError, match="Net defines no build"):
         Net()(torch.ones(1))
+
+
+def test_dropout_inside_a_checkpoint_is_refused_and_attention_without_is_not() -> None:
+    def build(graph: Any, x: Tensor, rate: float, reentrant: bool) -> Tensor:
+        def run(w: Tensor) -> Tensor:
+            q = (x * w).view(1, 1, 2, 3)
+            return F.scaled_dot_product_attention(F.dropout(q, rate) if rate else q, q, q)
+
+        loss = checkpoint(run, graph.net.weight, use_reentrant=reentrant).sum()
+        loss.backward()
+        return loss
+
+    net = nn.Linear(3, 1, bias=False)
+    graph = graph_of(build, torch.optim.SGD(net.parameters(), lr=0.1), net=net)
+    state = torch.get_rng_state()
+    for reentrant in (False, True):
+        with pytest.raises(GraphError, match=r"dropout inside torch\.utils\.checkpoint"):
+            graph(torch.ones(2, 3), 0.5, reentrant)
+        graph(torch.ones(2, 3), 0.0, reentrant)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("draw", [True, False])
+def test_a_seed_set_in_build_is_refused_not_frozen(draw: bool) -> None:
+    def build(graph: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return torch.rand(2) if draw else x
+
+    torch.manual_seed(0)
+    with pytest.raises(GraphError, match=r"torch\.manual_seed"):
+        graph_of(build)(torch.ones(2))
+
+
+def test_a_generator_of_the_closure_draws_as_in_eager_torch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    graph = graph_of(lambda graph: torch.rand(3, generator=generator))
+    ours = [graph(), graph()]
+    generator.manual_seed(1)
+    assert all(torch.equal(torch.rand(3, generator=generator), draw) for draw in ours)
+
+
+def test_ids_drawn_after_dropout_are_refused_not_reordered() -> None:
+    rows = embedding()
+
+    def build(graph: Any, ids: Tensor) -> Tensor:
+        first = F.dropout(graph.rows(ids), 0.5)
+        loss = (first * graph.rows(torch.randint(0, 50, (3,)))).sum()
+        loss.backward()
+        return loss
+
+    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    with pytest.raises(GraphError, match="draw the ids of all lookups first"):
+        graph(torch.tensor([1, 2, 3]))
+
+
+def test_a_higher_order_op_is_refused_by_name() -> None:
+    graph = graph_of(lambda graph, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+    with pytest.raises(GraphError, match=r"cond.*torch\.where"):
+        graph(torch.ones(2))
+
+
+def test_a_module_under_torch_compile_is_recorded_as_what_it_wraps() -> None:
+    net = nn.Linear(3, 1)
+    graph = graph_of(lambda graph, x: graph.net(x), net=torch.compile(net, backend="eager"))
+    torch.testing.assert_close(graph(torch.ones(2, 3)), net(torch.ones(2, 3)).detach())
+
+
+def test_a_graph_inside_a_graph_is_refused_by_name() -> None:
+    class Inner(Net):
+        def build(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    inner = Inner()
+    inner.add_optimizer(torch.optim.SGD(inner.net.parameters(), lr=0.1))
+    inner(torch.ones(2, 3))
+    with pytest.raises(GraphError, match="calls the graph Inner"):
+        graph_of(lambda graph, x: graph.inner(x), inner=inner)(torch.ones(2, 3))
+    inner(torch.ones(2, 3))
+
+
+def test_a_refused_optimizer_leaves_nothing_behind() -> None:
+    def build(graph: Any, ids: Tensor) -> Tensor:
+        loss = graph.first(ids).sum()
+        loss.backward()
+        return loss
+
+    first, second = embedding(), embedding()
+    ids = torch.tensor([1])
+    graph_of(build, torch.optim.SGD(second.parameters(), lr=0.1), first=second)(ids)
+    graph = graph_of(build, first=first, second=second)
+    with pytest.raises(OptimizerError):
+        graph.add_optimizer(torch.optim.Adam([*first.parameters(), *second.parameters()]))
+    graph.add_optimizer(torch.optim.SGD(first.parameters(), lr=1.0))
+    before = first.get(ids)
+    graph(ids)
+    torch.testing.assert_close(first.get(ids), before - 1)
+
+
+def test_two_threads_may_make_the_first_calls_of_graphs_that_share_rows() -> None:
+    rows = embedding()
+
+    class Read(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = rows
+
+        def build(self, ids: Tensor) -> Tensor:
+            return self.rows(ids)
+
+    def use(graph: Graph) -> list[Tensor]:
+        return [graph(torch.arange(n)) for n in range(1, 15)]
+
+    expected = [rows.get(torch.arange(n)) for n in range(1, 15)]
+    with ThreadPoolExecutor(2) as pool:
+        for results in pool.map(use, [Read(), Read()]):
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from graphs import embedding, graph_of
 from torch import Tensor, nn
 
 from tierbed.graph import Graph
@@ -91,3 +95,35 @@ def test_a_random_draw_that_nobody_reads_still_moves_the_stream() -> None:
     torch.manual_seed(1)
     torch.rand(2)
     assert torch.equal(ours, torch.rand(2))
+
+
+def test_an_assertion_on_values_is_kept() -> None:
+    def build(graph: Graph, x: Tensor) -> Tensor:
+        torch._assert_async((x < 5).all())
+        return x * 2
+
+    graph = graph_of(build)
+    assert graph(torch.ones(1)) == 2
+    with pytest.raises(RuntimeError, match="nonzero"):
+        graph(torch.full((1,), 9.0))
+
+
+def test_ids_of_a_closure_or_attribute_train_like_an_argument() -> None:
+    ids, rows = torch.tensor([1, 2]), embedding()
+
+    def build(graph: Any) -> Tensor:
+        loss = graph.rows(ids).sum() + graph.rows(graph.more).sum()
+        loss.backward()
+        return loss
+
+    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=1.0), rows=rows)
+    graph.more = torch.tensor([2])
+    before = rows.get(ids)
+    graph()
+    torch.testing.assert_close(rows.get(ids), before - torch.tensor([[1.0], [2.0]]))
+
+
+def test_a_sparse_argument_is_read() -> None:
+    graph = graph_of(lambda graph, x: x.to_dense() * 2)
+    assert torch.equal(graph(torch.eye(2).to_sparse()), torch.eye(2) * 2)
+    assert torch.equal(graph(torch.eye(2)[:1].to_sparse()), torch.eye(2)[:1] * 2)
