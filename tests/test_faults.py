@@ -86,7 +86,7 @@ def test_ctrl_c_at_any_instant_leaves_whole_puts(tmp_path: Path, store: str) -> 
         assert all(len(set(row)) == 1 for row in rows.values()), "a row of two puts"
         # every put covers keys 7 to 299, so that these are of the latest one that took place
         assert len({row[0] for (_, key), row in rows.items() if key >= 7}) == 1
-        put(embedding, range(0, 400), -1.0)
+        put(embedding, range(400), -1.0)
         assert set(map(tuple, held(embedding).values())) == {(-1.0,) * DIM}
 
 
@@ -99,7 +99,8 @@ def test_a_full_disk_fails_the_step_loudly_and_the_last_snapshot_comes_back(
     embedding.save_snapshot("good")
     good = held(embedding)
     with file_size_limit(1 << 16):
-        put_until_failure(embedding)
+        with pytest.raises(StoreError):
+            put_a_lot(embedding)
         with pytest.raises(StoreError):
             embedding.get([1])
         with contextlib.suppress(StoreError):
@@ -109,10 +110,9 @@ def test_a_full_disk_fails_the_step_loudly_and_the_last_snapshot_comes_back(
         assert held(again) == good
 
 
-def put_until_failure(embedding: MultiTableEmbedding) -> None:
-    with pytest.raises(StoreError):
-        for step in range(20):
-            put(embedding, range(step * BIG, (step + 1) * BIG), 1.0)
+def put_a_lot(embedding: MultiTableEmbedding) -> None:
+    for step in range(20):
+        put(embedding, range(step * BIG, (step + 1) * BIG), 1.0)
 
 
 @pytest.mark.parametrize("store", ["device", "host", "cached_host"])
