@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..snapshots.format import check_name
+from ..snapshots.format import check_description, check_name
 from ..snapshots.reader import Snapshot, latest_snapshot
 from ..snapshots.writer import write_snapshot
 from .errors import OptimizerError, SnapshotError, StoreError
@@ -71,7 +71,6 @@ class TableHome:
                 shutil.rmtree(self.folder.incoming, ignore_errors=True)
                 write_snapshot(self.folder.incoming, table.describe(), table.scan())
                 self.folder.replace_live(self.folder.incoming)
-            table.close()
             self._set_mark(table)
         table.close()
 
@@ -104,6 +103,10 @@ class TableHome:
 
     def _resume(self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder) -> OpenTable:
         where = f"store folder {str(folder.path)!r}"
+        try:
+            check_description(mark)
+        except ValueError as error:
+            raise StoreError(f"{where} was written by another version of tierbed: its mark has {error}") from error
         self._check(mark, optimizer, StoreError, where)
         try:
             if mark["live"] == "rows":
@@ -147,7 +150,7 @@ class TableHome:
         Closes `running` when it is built.
         """
         assert self.folder is not None
-        folder, stored = self.folder, {**snapshot.description, "rows": snapshot.manifest.rows}
+        folder, stored = self.folder, {**snapshot.description, "rows": snapshot.manifest.rows, "shards": None}
         place = folder.incoming if self._on_disk else None
         shutil.rmtree(folder.incoming, ignore_errors=True)
         table = self._build(optimizer, stored, place)
@@ -180,7 +183,7 @@ class TableHome:
         layout = self.spec.layout(initial)
         if optimizer is not None:
             self.options.check_row(self.spec.dim, layout.width)
-        shards = None if stored is None else stored.get("shards")
+        shards = None if stored is None else stored["shards"]
         self._shards = shards or SHARDS
         stack = build_stack(self.options, layout, place, shards)
         table = OpenTable(self.spec, layout, stack, rule, states, initial, self.options.capacity, self._begin_writing)

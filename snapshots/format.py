@@ -100,6 +100,7 @@ def check_description(value: Any) -> None:
         "width": lambda x: _is_count(x) and 0 < x <= _MAX_WIDTH,
         "optimizer": lambda x: x is None or type(x) is str,
         "states": lambda x: type(x) is list and all(type(s) is str for s in x),
+        "initial": lambda x: type(x) is list and all(type(i) is float for i in x),
         "seed": lambda x: type(x) is int,
         "tables": lambda x: type(x) is list,
         "padding_idx": lambda x: x is None or type(x) is int,
@@ -108,6 +109,7 @@ def check_description(value: Any) -> None:
     for field, check in valid.items():
         _require(field in value and check(value[field]), f"description has no valid {field!r}")
     width = sum(value["columns"]) * (1 + len(value["states"]))
+    _require(len(value["initial"]) == len(value["states"]), "description has no 'initial' value for each of its states")
     _require(width == value["width"], "description has a 'width' that is not that of its columns and states")
 
 

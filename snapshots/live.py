@@ -20,6 +20,8 @@ from .writer import write_snapshot
 Progress = Callable[[int], None]
 Chunks = Iterator[tuple[int, NDArray[np.void]]]
 
+OF_THE_MARK = ("live", "rows", "shards")  # what a mark says beside the description of a snapshot
+
 
 def save_live(store: StoreFolder, name: str, progress: Progress | None = None) -> Manifest:
     """Write the live rows of a store that was closed cleanly as snapshot `name`. The live rows stay as they are.
@@ -33,7 +35,7 @@ def save_live(store: StoreFolder, name: str, progress: Progress | None = None) -
             f"the live rows of {str(store.path)!r} are not consistent: the last process did not close the embedding. "
             "Load a snapshot with `tierbed snapshot load`, or open and close the embedding, which goes back to the last"
         )
-    description = {field: value for field, value in mark.items() if field != "live"}
+    description = {field: value for field, value in mark.items() if field not in OF_THE_MARK}
     with _live_rows(store, mark) as chunks:
         return write_snapshot(store.snapshots / name, description, chunks, progress)
 
