@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
-from .errors import ClosedError, InputError, OptionError, StoreError
+from .errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from .handle import TableHandle
 from .initializers import make_normal_initializer, make_table_options
 from .inputs import check_lookup, keys_from, rows_from, table_ids_from
@@ -57,6 +59,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         key_type = check_key_type(key_type)
         if tables is None:
             tables = [default_initializer if default_initializer is not None else make_normal_initializer(0.0, 0.05)]
+        elif default_initializer is not None:
+            raise OptionError("default_initializer is for tables=None alone; leave it out, or give each table its own")
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
         self.spec = TableSpec(
@@ -74,6 +78,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         self.shadow = nn.Parameter(torch.zeros(1, dtype=torch.float32))
         self.handle = register(self)
         self._held: TableHandle | None = None
+        self._opening = Lock()
+        self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
         self._closed = False
 
     @property
@@ -85,7 +91,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         """Floats of a row that a lookup returns, all columns together."""
         return self.spec.dim
 
-    def forward(self, ids: Tensor, table_ids: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, table_ids: Tensor | int | None = None) -> Tensor:
         """Rows of ids: shape ids.shape + (dim,), float32.
 
         ids: `key_type`, any shape. table_ids: integers that broadcast to the shape of ids; without them and with
@@ -93,7 +99,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         training inserts them.
         Outside a `Graph` it reads. Raises InputError, StoreError.
         """
-        ids, table_ids = check_lookup(self.spec, ids, table_ids)
+        ids, table_ids = check_lookup(self.spec, ids, table_ids_from(self.spec, table_ids))
         if self.shadow.device != ids.device:
             raise InputError(
                 f"embedding {self.name!r} was moved to {self.shadow.device}; tables run on the CPU in this version: "
@@ -203,7 +209,10 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def prefetch(self, lookups: list[Lookup]) -> PinnedBatch:
         """The rows of all lookups of a step, pinned until they are updated. See `ops/step.py`."""
-        return self._table().prefetch(lookups)
+        table = self._table()
+        if table.optimizer is None and self._refused is not None:
+            raise self._refused
+        return table.prefetch(lookups)
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""
@@ -218,12 +227,22 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         return self._opened().table
 
     def _opened(self) -> TableHandle:
-        if self._held is None:
-            if self._closed:
-                raise ClosedError(f"embedding {self.name!r} was closed; create it again")
-            self._held = TableHandle(self.spec, self.store_options, self.row_optimizer)
-            weakref.finalize(self, self._held.close)
-        return self._held
+        if detect_fake_mode() is not None:
+            raise GraphError(
+                f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
+                "values; look rows up by calling the embedding, and use get, put, size and metrics outside the graph"
+            )
+        with self._opening:
+            if self._held is None:
+                if self._closed:
+                    raise ClosedError(f"embedding {self.name!r} was closed; create it again")
+                try:
+                    self._held = TableHandle(self.spec, self.store_options, self.row_optimizer)
+                except OptimizerError as error:
+                    self._refused = error  # its rows can still be read
+                    self._held = TableHandle(self.spec, self.store_options, None)
+                weakref.finalize(self, self._held.close)
+            return self._held
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):

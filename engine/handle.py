@@ -61,18 +61,23 @@ class TableHandle:
         table = self.table
         known = table.states == optimizer.states and table.rule in (None, optimizer.rule)
         as_before = table.optimizer is None or table.optimizer.initial == optimizer.initial
-        if table.rows and not (known and as_before):
+        stateless = table.rule is None and not table.states  # rows that were put
+        if table.rows and not stateless and not (known and as_before):
             raise OptimizerError(
                 f"embedding {self._name!r} has rows of optimizer {table.rule} with state {list(table.states)} that "
                 f"begins as {list(table.initial)}, not of {optimizer.rule} with {list(optimizer.states)} from "
-                f"{list(optimizer.initial)}; keep to one optimizer, add it before rows are put, or take another name"
+                f"{list(optimizer.initial)}; keep to one optimizer, or take another name"
             )
         if known and table.initial == tuple(optimizer.initial):
             table.optimizer, table.rule = optimizer, optimizer.rule
             return
-        self._home.close(table)
+        self._home.check_row(optimizer)
         self._table = None
-        self._table = self._home.open(optimizer)
+        try:
+            self._table = self._home.reopen(table, optimizer)
+        finally:
+            if self._table is None:
+                self._home.release()
 
     def release(self) -> None:
         """Drop the pin that a failed step left, if the table is open."""
@@ -83,7 +88,14 @@ class TableHandle:
         self._home.save_snapshot(self.table, name)
 
     def load_snapshot(self, name: str) -> None:
-        self._table = self._home.load_snapshot(self.table, name)
+        before = self.table
+        try:
+            self._table = self._home.load_snapshot(before, name)
+        except BaseException:
+            if before.stack is None:  # failed while the new rows took its place
+                self._table = None
+                self._home.release()
+            raise
 
     def close(self) -> None:
         """Bring the rows down and let the folder go. Where that fails, everything stays open, to be closed again.

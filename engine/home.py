@@ -9,28 +9,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..snapshots.format import check_description, check_name
+from ..snapshots.live import live_rows
 from ..snapshots.reader import Snapshot, latest_snapshot
 from ..snapshots.writer import write_snapshot
 from .errors import OptimizerError, SnapshotError, StoreError
+from .interrupts import uninterrupted
 from .optimizers import RowOptimizer
 from .options import CachedSsdOptions, StoreOptions
 from .spec import KEY_TYPES, TableSpec
 from .store.folder import StoreFolder
-from .store.rocksdb import SHARDS, RocksDB
+from .store.rocksdb import RocksDB
 from .store.stack import build_stack
-from .table import OpenTable, load_rows
+from .table import Chunks, OpenTable, load_rows, with_state
 
 log = logging.getLogger("tierbed")
-
-Chunks = Iterator[tuple[int, NDArray[np.void]]]
 
 
 class TableHome:
@@ -43,7 +40,6 @@ class TableHome:
         self.folder = None if path is None else StoreFolder(Path(path) / spec.name)
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._fresh = options.open == "fresh"
-        self._shards = SHARDS
         self._scratch = False  # whether the live rows in the folder differ from the table's
 
     def open(self, optimizer: RowOptimizer | None) -> OpenTable:
@@ -63,34 +59,56 @@ class TableHome:
         Where that fails, as on a full disk, the table stays open, to be closed again. One whose write failed is
         closed without a mark: the next run goes back to the last snapshot.
         """
-        if self.folder is not None and self._scratch and table.failure is None:
-            table.release()
-            if self._on_disk:
-                table.flush()
-            else:
-                shutil.rmtree(self.folder.incoming, ignore_errors=True)
-                write_snapshot(self.folder.incoming, table.describe(), table.scan())
-                self.folder.replace_live(self.folder.incoming)
-            self._set_mark(table)
-        table.close()
+        with table.lock:
+            if self.folder is not None and self._scratch and table.failure is None:
+                if self._on_disk:
+                    table.flush()
+                    self.folder.set_mark(self._mark_of(table))
+                else:
+                    shutil.rmtree(self.folder.incoming, ignore_errors=True)
+                    write_snapshot(self.folder.incoming, table.describe(), table.scan())
+                    self.folder.replace_live(self.folder.incoming, self._mark_of(table))
+                self._scratch = False
+            table.close()
 
     def release(self) -> None:
         """Let the folder go as it is."""
         if self.folder is not None:
             self.folder.release()
 
+    def check_row(self, optimizer: RowOptimizer) -> None:
+        """Raises OptionError where the options name another row size than the optimizer needs."""
+        self.options.check_row(self.spec.dim, self.spec.dim * (1 + len(optimizer.states)))
+
+    def reopen(self, table: OpenTable, optimizer: RowOptimizer) -> OpenTable:
+        """The same rows with room for the optimizer's state."""
+        if self.folder is not None:
+            self.close(table)
+            return self.open(optimizer)
+        wider = self._build(optimizer, {**table.describe(), "rows": table.rows, "shards": None}, None)
+        self._fill(wider, table.describe(), table.scan())
+        table.close()
+        return wider
+
     def save_snapshot(self, table: OpenTable, name: str) -> None:
         """Raises SnapshotError, StoreError."""
-        write_snapshot(self._snapshot_folder(name), table.describe(), table.scan())
+        folder = self._folder_of(name)
+        with table.lock:  # rows of one step
+            write_snapshot(folder.snapshots / name, table.describe(), table.scan())
+            folder.set_base(name)
 
     def load_snapshot(self, table: OpenTable, name: str) -> OpenTable:
-        """The table with the rows of a snapshot. Until this returns, `table` and its rows stay as they were."""
-        snapshot = Snapshot.open(self._snapshot_folder(name))
+        """The table with the rows of a snapshot. Until they are verified, `table` and its rows stay as they were."""
+        folder = self._folder_of(name)
+        snapshot = Snapshot.open(folder.snapshots / name)
         self._check(snapshot.description, table.optimizer, SnapshotError, f"snapshot {name!r}")
-        return self._restore(table.optimizer, snapshot, table)
+        return self._load(table.optimizer, snapshot, table)
 
     def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
         new = not folder.begun
+        if not new:
+            self._build(optimizer, None, folder.incoming).close()  # options that cannot work must not cost rows
+            shutil.rmtree(folder.incoming, ignore_errors=True)
         folder.discard_live()
         try:
             table = self._build(optimizer, None, folder.live)
@@ -98,6 +116,7 @@ class TableHome:
             if new:
                 folder.forget()
             raise
+        folder.set_base("")
         self._fresh, self._scratch = False, True
         return table
 
@@ -108,16 +127,11 @@ class TableHome:
         except ValueError as error:
             raise StoreError(f"{where} was written by another version of tierbed: its mark has {error}") from error
         self._check(mark, optimizer, StoreError, where)
+        same_lines = optimizer is None or list(optimizer.states) == mark["states"]
         try:
-            if mark["live"] == "rows":
-                return self._restore(optimizer, Snapshot.open(folder.live), None)
-            if self._on_disk:
+            if self._on_disk and mark["live"] == "rocksdb" and same_lines:
                 return self._build(optimizer, mark, folder.live)
-            table = self._build(optimizer, mark, None)
-            assert table.stack is not None
-            with contextlib.closing(RocksDB(folder.live, mark["width"], mark["shards"])) as source:
-                load_rows(table.stack, source.scan(), mark["width"])
-            return table
+            return self._restore(optimizer, {**mark, "shards": None}, live_rows(folder, mark), self._keep)
         except (SnapshotError, StoreError) as error:
             raise StoreError(
                 f"the live rows of {where} are marked clean and cannot be read: {error}. Go back to a snapshot with "
@@ -131,48 +145,81 @@ class TableHome:
                 f"store folder {str(folder.path)!r} was not closed by its last run, so its live rows cannot be used; "
                 'open="resume" restores the last snapshot or starts empty'
             )
-        snapshot = latest_snapshot(folder.snapshots)
+        base = folder.base
+        if base and (folder.snapshots / base).is_dir():
+            snapshot: Snapshot | None = Snapshot.open(folder.snapshots / base)
+        else:
+            snapshot = None if base == "" else latest_snapshot(folder.snapshots)
         if snapshot is None:
-            found = "started empty: it has no snapshot"
+            found = "started empty: it has no snapshot of its own"
             table = self._start_empty(optimizer, folder)
         else:
             found = f"restored its last snapshot {snapshot.name!r}"
             self._check(snapshot.description, optimizer, StoreError, f"store folder {str(folder.path)!r}")
-            table = self._restore(optimizer, snapshot, None)
+            table = self._load(optimizer, snapshot, None)
         log.warning(
             "embedding %r: store folder %s was not closed by its last run; %s", self.spec.name, folder.path, found
         )
         return table
 
-    def _restore(self, optimizer: RowOptimizer | None, snapshot: Snapshot, running: OpenTable | None) -> OpenTable:
-        """A table with a snapshot's rows, built aside; checksums are verified while they are read.
-
-        Closes `running` when it is built.
-        """
+    def _load(self, optimizer: RowOptimizer | None, snapshot: Snapshot, running: OpenTable | None) -> OpenTable:
+        """The table with a snapshot's rows; closes `running` when they are verified."""
         assert self.folder is not None
-        folder, stored = self.folder, {**snapshot.description, "rows": snapshot.manifest.rows, "shards": None}
+        stored = {**snapshot.description, "rows": snapshot.manifest.rows, "shards": None}
+
+        def take_over() -> None:
+            self._begin_writing()
+            if running is not None:
+                running.close()
+
+        with contextlib.nullcontext() if running is None else running.lock:
+            table = self._restore(optimizer, stored, contextlib.nullcontext(snapshot.chunks()), take_over)
+            self.folder.set_base(snapshot.name)
+        return table
+
+    def _restore(
+        self,
+        optimizer: RowOptimizer | None,
+        stored: dict[str, Any],
+        source: contextlib.AbstractContextManager[Chunks],
+        take_over: Callable[[], None],
+    ) -> OpenTable:
+        """A table with the rows of `source`, built aside. `take_over` is called when all are read."""
+        assert self.folder is not None
+        folder = self.folder
         place = folder.incoming if self._on_disk else None
         shutil.rmtree(folder.incoming, ignore_errors=True)
         table = self._build(optimizer, stored, place)
         try:
-            assert table.stack is not None
-            load_rows(table.stack, snapshot.chunks(), table.layout.width)
+            with source as chunks:
+                count = self._fill(table, stored, chunks)
+            if count != stored["rows"]:
+                raise StoreError(f"{count} rows were found where {stored['rows']} should be")
             if self._on_disk:
                 table.flush()
-            if snapshot.folder != folder.live:
-                self._begin_writing()
         except BaseException:
             table.close()
             shutil.rmtree(folder.incoming, ignore_errors=True)
             raise
-        if running is not None:
-            running.close()
-        if place is None:
-            return table
-        table.close()
-        folder.replace_live(place)
-        self._set_mark(table)
-        return self._build(optimizer, folder.read_mark(), folder.live)
+        with uninterrupted():
+            take_over()
+            if place is None:
+                return table
+            mark = self._mark_of(table)
+            table.close()
+            folder.replace_live(place, mark)
+            self._scratch = False
+            return self._build(optimizer, mark, folder.live)
+
+    def _keep(self) -> None:
+        """Live rows that are only kept in another way stay good."""
+
+    def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
+        """Load scanned rows, with room for the optimizer's state where they were put without one. Returns how many."""
+        assert table.stack is not None
+        if table.states and not stored["states"]:
+            chunks = with_state(chunks, table.initial)
+        return load_rows(table.stack, chunks, table.layout.width)
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
         """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
@@ -182,9 +229,8 @@ class TableHome:
             rule, states, initial = optimizer.rule, optimizer.states, optimizer.initial
         layout = self.spec.layout(initial)
         if optimizer is not None:
-            self.options.check_row(self.spec.dim, layout.width)
+            self.check_row(optimizer)
         shards = None if stored is None else stored["shards"]
-        self._shards = shards or SHARDS
         stack = build_stack(self.options, layout, place, shards)
         table = OpenTable(self.spec, layout, stack, rule, states, initial, self.options.capacity, self._begin_writing)
         table.optimizer = optimizer
@@ -196,29 +242,29 @@ class TableHome:
         """Before the first write: from here on the live rows in the folder are not the table's."""
         if self._scratch or self.folder is None:
             return
-        if self._on_disk:
+        with uninterrupted():
             self.folder.clear_mark()
-        else:
-            self.folder.discard_live()
-        self._scratch = True
+            self._scratch = True
+        if not self._on_disk:
+            self.folder.discard_live()  # makes room: rows in memory are written anew at the close
 
-    def _set_mark(self, table: OpenTable) -> None:
-        assert self.folder is not None
-        live: dict[str, Any] = {"live": "rocksdb", "shards": self._shards} if self._on_disk else {"live": "rows"}
-        self.folder.set_mark({**table.describe(), **live, "rows": table.rows})
-        self._scratch = False
+    def _mark_of(self, table: OpenTable) -> dict[str, Any]:
+        assert table.stack is not None
+        bottom = table.stack.bottom
+        live = {"live": "rocksdb", "shards": bottom.shards} if isinstance(bottom, RocksDB) else {"live": "rows"}
+        return {**table.describe(), **live, "rows": table.rows}
 
-    def _snapshot_folder(self, name: str) -> Path:
+    def _folder_of(self, name: str) -> StoreFolder:
         if self.folder is None:
             raise SnapshotError(
                 f"embedding {self.spec.name!r} has no persistent_path, so no place for snapshots; give one in its "
-                f"store options"
+                "store options"
             )
         check_name(name)
-        return self.folder.snapshots / name
+        return self.folder
 
     def _check(self, stored: dict[str, Any], optimizer: RowOptimizer | None, error: type[Exception], what: str) -> None:
-        """Raises where the stored rows are of another table, or have no state of the optimizer to train them."""
+        """Raises where the stored rows are of another table, or lack the state of the optimizer to train them."""
         for field, argument, mine in (
             ("columns", "embedding_dim", list(self.spec.columns)),
             ("key_type", "key_type", KEY_TYPES[self.spec.key_type]),
@@ -241,12 +287,10 @@ class TableHome:
             log.warning(
                 "%s began its rows with another seed or other initializers: rows not yet stored begin differently", what
             )
-        if optimizer is None or stored.get("rows") == 0:
+        if optimizer is None or stored.get("rows") == 0 or (stored["optimizer"] is None and not stored["states"]):
             return
-        same_rule = stored["optimizer"] in (None, optimizer.rule)
-        if not same_rule or tuple(stored["states"]) != tuple(optimizer.states):
+        if (stored["optimizer"], stored["states"]) != (optimizer.rule, list(optimizer.states)):
             raise OptimizerError(
                 f"{what} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, not of "
-                f"{optimizer.rule}; "
-                "train with that optimizer, or take another name or persistent_path"
+                f"{optimizer.rule}; train with that optimizer, or take another name or persistent_path"
             )

@@ -197,7 +197,9 @@ def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
     try:
         return _MAKERS[kind](**given)
     except TypeError as error:
-        raise OptionError(f"{kind} initializer: {given} are not its arguments ({error})") from None
+        raise OptionError(
+            f"{kind} initializer: {given} are not its arguments ({error}); see make_{kind}_initializer"
+        ) from None
 
 
 @dataclass(frozen=True, repr=False, eq=False)

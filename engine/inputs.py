@@ -25,11 +25,10 @@ def check_lookup(spec: TableSpec, ids: Tensor, table_ids: Tensor | None) -> Look
         )
     _check_place(where, "ids", ids)
     if table_ids is None:
-        columns = ids.shape[-1] if ids.dim() else 1
-        if spec.num_tables > 1 and columns != spec.num_tables:
+        if spec.num_tables > 1 and (ids.dim() < 2 or ids.shape[-1] != spec.num_tables):
             raise InputError(
-                f"{where}: shape {tuple(ids.shape)} has {columns} columns for {spec.num_tables} tables; "
-                "give one column for each table, or table_ids that say which table each id belongs to"
+                f"{where}: shape {tuple(ids.shape)} is not (..., {spec.num_tables}), one column for each table; give "
+                "that, or table_ids that say which table each id belongs to"
             )
         return ids, None
     where = f"table_ids of embedding {spec.name!r}"
@@ -74,7 +73,7 @@ def table_ids_from(spec: TableSpec, table_ids: Any) -> Tensor | None:
         return table_ids
     error = f"table_ids of embedding {spec.name!r}: give whole numbers"
     given = _array(table_ids, error)
-    if given.dtype.kind not in "iu":
+    if given.dtype.kind not in "iu" or (given.astype(np.int64) != given).any():
         raise InputError(error)
     return torch.from_numpy(given.astype(np.int64))
 
@@ -88,6 +87,7 @@ def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float
         given = rows.detach().cpu()
     else:
         array = _array(rows, f"{where}: give float32 {wanted}")
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
         # numbers of Python have no dtype of their own
         given = torch.from_numpy(array if isinstance(rows, np.ndarray) else array.astype(np.float32))
     if given.dtype != torch.float32 or tuple(given.shape) != wanted:

@@ -1,4 +1,4 @@
-"""Holds Ctrl-C back while native memory and what Python knows of it must change together."""
+"""Holds signal handlers back while native memory and what Python knows of it must change together."""
 
 from __future__ import annotations
 
@@ -8,19 +8,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+# what users handle: Ctrl-C raises, and a SIGTERM handler may save a checkpoint
+_HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """The handler of SIGINT waits until the block ends. Signals reach the main thread alone."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    """Handlers written in Python wait until the block ends. They run in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    came: list[tuple[int, FrameType | None]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append((number, frame))
+
+    handlers = {number: handler for number in _HELD if callable(handler := signal.getsignal(number))}
+    for held in handlers:
+        signal.signal(held, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(signal.SIGINT, came[0])
+        for held, handler in handlers.items():
+            signal.signal(held, handler)
+        for came_number, frame in came:
+            handlers[signal.Signals(came_number)](came_number, frame)

@@ -14,6 +14,7 @@ import torch
 from . import _core
 from .errors import OptionError
 from .initializers import AnyTableOptions, as_arrays
+from .store.durable import is_folder_name
 
 KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
 
@@ -65,17 +66,12 @@ class TableSpec:
 
 def check_name(name: Any) -> str:
     """Raises OptionError for a name that cannot be a folder's."""
-    if (
-        not isinstance(name, str)
-        or not name
-        or name != name.strip()
-        or name.startswith(".")
-        or set(name) & set("/\\\0\n")
-    ):
+    if not is_folder_name(name) or name != name.strip():
         raise OptionError(
-            f"name={name!r}: give a non-empty str that can name a folder: no slashes, no leading dot or spaces around"
+            f"name={name!r}: give 1 to 200 printable bytes that can name a folder: no slashes, no leading dot or "
+            "space around"
         )
-    return name
+    return str(name)
 
 
 def check_columns(embedding_dim: Any) -> tuple[int, ...]:

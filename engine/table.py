@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _core
-from .errors import ClosedError, GraphError, InputError, OptimizerError, StoreError
+from .errors import ClosedError, InputError, OptimizerError, StoreError
 from .interrupts import uninterrupted
 from .ops.step import Lookup
 from .store.contract import Store, row_dtype
@@ -27,6 +26,9 @@ from .store.stack import Stack
 if TYPE_CHECKING:
     from .optimizers import RowOptimizer
     from .spec import TableSpec
+
+
+Chunks = Iterator[tuple[int, NDArray[np.void]]]  # as Tier.scan yields them
 
 
 class OpenTable:
@@ -61,14 +63,14 @@ class OpenTable:
         self._capacity = capacity
         self._before_write = before_write
         self._pinned: PinnedBatch | None = None
-        self._lock = RLock()  # native loops let other threads of Python run
+        self.lock = RLock()  # native loops let other threads of Python run
 
     def describe(self) -> dict[str, Any]:
         return self.spec.describe(self.rule, self.states, self.initial, self.step)
 
     def read(self, lookup: Lookup) -> Tensor:
         """Rows of ids, ids.shape + (dim,), float32; unknown ones are initial values and stay unknown."""
-        with self._lock:
+        with self.lock:
             batch = self._batch([lookup])
             self._store().peek(batch)
             return self._gather(batch, 0, lookup[0].shape)
@@ -80,12 +82,12 @@ class OpenTable:
         """
         if self.optimizer is None:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
-        with self._lock, uninterrupted():
+        with self.lock, uninterrupted():
             return self._pin(lookups)
 
     def gather(self, pinned: PinnedBatch, begin: int, shape: torch.Size) -> Tensor:
         """The rows of the pinned batch from position `begin` on, shape + (dim,)."""
-        with self._lock:
+        with self.lock:
             self._check_pinned(pinned)
             return self._gather(pinned.core, begin, shape)
 
@@ -94,7 +96,7 @@ class OpenTable:
         assert self.optimizer is not None
         step = self.step + 1
         hyper = self.optimizer.hyper(step)
-        with self._lock, self._writing(pinned):
+        with self.lock, self._writing(pinned):
             self.rows += _core.update(pinned.core, self.layout, grads, self.optimizer.rule, hyper, step)
             self.step = step
 
@@ -105,24 +107,23 @@ class OpenTable:
                 f"embedding {self.spec.name!r} is open for reading: its rows carry the state of optimizer {self.rule}; "
                 "add that optimizer before put"
             )
-        with self._lock, uninterrupted():
+        with self.lock, uninterrupted():
             pinned = self._pin([lookup])
             with self._writing(pinned):
                 self.rows += _core.assign(pinned.core, self.layout, values, self.step)
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""
-        with self._lock, uninterrupted():
+        with self.lock, uninterrupted():
             pinned, self._pinned = self._pinned, None
             if pinned is not None:
                 self._store().unpin(pinned.core, dirty=False)
 
-    def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+    def scan(self) -> Chunks:
         """Every written row, as `Tier.scan`. Raises ClosedError if the table is closed or replaced on the way."""
-        self.release()
         chunks = self._store().scan()
         while True:
-            with self._lock:
+            with self.lock, uninterrupted():
                 self._store()
                 chunk = next(chunks, None)
             if chunk is None:
@@ -130,18 +131,18 @@ class OpenTable:
             yield chunk
 
     def flush(self) -> None:
-        with self._lock:
+        with self.lock, uninterrupted():
             self._store().flush()
 
     def close(self) -> None:
         """Release memory and files without flushing. May be called again."""
-        with self._lock:
+        with self.lock:
             stack, self.stack, self._pinned = self.stack, None, None
             if stack is not None:
                 stack.top.close()
 
     def metrics(self) -> dict[str, dict[str, int]]:
-        with self._lock:
+        with self.lock:
             return {"table": {"rows": self.rows, "step": self.step}, **self._store().metrics()}
 
     def _pin(self, lookups: list[Lookup]) -> PinnedBatch:
@@ -157,15 +158,15 @@ class OpenTable:
         self._check_pinned(pinned)
         with uninterrupted():
             self._before_write()
+            written = False
             try:
                 yield
-                self._pinned = None
+                written, self._pinned = True, None
                 self._store().unpin(pinned.core, dirty=True)
-            except (TypeError, ValueError):
-                raise  # refused before anything was written
             except BaseException as error:
-                # lines, counters and the tiers below may disagree: nothing here may be served or marked clean
-                self.failure, self._pinned = error, None
+                if written or not isinstance(error, (TypeError, ValueError)):  # those refuse before anything is written
+                    # lines, counters and the tiers below may disagree: nothing here may be served or marked clean
+                    self.failure, self._pinned = error, None
                 raise
 
     def _check_pinned(self, pinned: PinnedBatch) -> None:
@@ -177,17 +178,12 @@ class OpenTable:
             raise ClosedError(f"embedding {self.spec.name!r} was closed or its rows were replaced; use it anew")
         if self.failure is not None:
             raise StoreError(
-                f"embedding {self.spec.name!r} failed in the middle of a write ({self.failure!r}); create it again: it "
-                "goes back to its last snapshot"
+                f"embedding {self.spec.name!r} failed in the middle of a write ({self.failure!r}); create it again: "
+                "with a persistent_path it goes back to its last snapshot"
             ) from self.failure
         return self.stack.top
 
     def _batch(self, lookups: list[Lookup]) -> _core.Batch:
-        if any(isinstance(ids, FakeTensor) for ids, _ in lookups):
-            raise GraphError(
-                f"embedding {self.spec.name!r}: get and put need the values of keys, which build does not have while "
-                "it is traced; look them up by calling the embedding, or outside the graph"
-            )
         _core.set_threads(torch.get_num_threads())
         segments = [(_unsigned(ids), None if tables is None else self._u32(tables)) for ids, tables in lookups]
         padding = None if self.spec.padding_idx is None else self.spec.padding_idx % 2**64
@@ -231,7 +227,19 @@ class PinnedBatch:
         self._table.update(self, total.numpy())
 
 
-def load_rows(stack: Stack, chunks: Iterator[tuple[int, NDArray[np.void]]], width: int) -> int:
+def with_state(chunks: Chunks, initial: Sequence[float]) -> Chunks:
+    """Scanned rows that have no optimizer state, with room for states that begin as `initial`."""
+    for bucket, rows in chunks:
+        dim = rows["values"].shape[1]
+        wide = np.empty(len(rows), row_dtype(dim * (1 + len(initial))))
+        for field in ("table", "key", "updates", "step"):
+            wide[field] = rows[field]
+        wide["values"][:, :dim] = rows["values"]
+        wide["values"][:, dim:] = np.repeat(np.asarray(initial, np.float32), dim)
+        yield bucket, wide
+
+
+def load_rows(stack: Stack, chunks: Chunks, width: int) -> int:
     """Write scanned rows to the last tier of an empty stack. Returns how many."""
     # a packed row holds values and record as a line does, behind table and key: its line is an address within
     dtype = row_dtype(width)

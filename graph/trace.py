@@ -206,7 +206,8 @@ class _Guard(TorchDispatchMode):
 def _is_data_dependent(error: Exception) -> bool:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
-    return isinstance(error, RuntimeError) and "get value out of a tracing tensor" in str(error)
+    asked = ("get value out of a tracing tensor", ".numpy() is not supported for tensor subclasses")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in asked)
 
 
 def _data_dependent(error: Exception) -> str:

@@ -42,6 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
         app(arguments, prog_name="tierbed")
     except TierbedError as error:
         print(f"tierbed: {error}", file=sys.stderr)
+        if "--json" in (sys.argv if arguments is None else arguments):
+            _print_json({"error": str(error)})
         raise SystemExit(1) from None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import BUCKETS, row_dtype
-from ..engine.store.durable import seal, unseal
+from ..engine.store.durable import is_folder_name, seal, unseal
 
 FORMAT = 0
 MANIFEST = "manifest.msgpack"
@@ -142,8 +142,7 @@ def npy_header(width: int, rows: int) -> bytes:
 
 def check_name(name: str) -> None:
     """Raises SnapshotError unless a name is 1 to 200 printable bytes of UTF-8, without separators and a leading dot."""
-    plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not set(name) & set("/\\")
-    if not plain or not 1 <= len(name.encode()) <= 200:
+    if not is_folder_name(name):
         raise SnapshotError(
             f"snapshot name {name!r} cannot be used: give 1 to 200 printable bytes, "
             "without '/' and '\\' and without a leading '.'"

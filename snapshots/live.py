@@ -33,18 +33,21 @@ def save_live(store: StoreFolder, name: str, progress: Progress | None = None) -
     if mark is None:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are not consistent: the last process did not close the embedding. "
-            "Load a snapshot with `tierbed snapshot load`, or open and close the embedding, which goes back to the last"
+            "Load a snapshot with `tierbed snapshot load`, or open and close the embedding, which goes back to the "
+            "snapshot that it saved or loaded last"
         )
     description = {field: value for field, value in mark.items() if field not in OF_THE_MARK}
-    with _live_rows(store, mark) as chunks:
-        return write_snapshot(store.snapshots / name, description, chunks, progress)
+    with live_rows(store, mark) as chunks:
+        manifest = write_snapshot(store.snapshots / name, description, chunks, progress)
+    store.set_base(name)
+    return manifest
 
 
 def load_live(store: StoreFolder, snapshot: Snapshot, progress: Progress | None = None) -> None:
     """Make the rows of a snapshot the live rows, so that the next training run resumes from it; checked while copied.
 
     Raises SnapshotError, with the live rows as they were, if the snapshot is damaged or of another table.
-    A process killed here leaves the old live rows, or a store without a mark, to be loaded again.
+    A process killed here leaves the old live rows or the new ones.
     """
     mark = store.read_mark()
     for field in ("key_type", "dtype", "columns"):
@@ -54,12 +57,14 @@ def load_live(store: StoreFolder, snapshot: Snapshot, progress: Progress | None 
                 f"is {snapshot.description[field]!r}, theirs {mark.get(field)!r}. Load it in the store it came from"
             )
     write_snapshot(store.incoming, snapshot.description, snapshot.chunks(), progress)
-    store.replace_live(store.incoming)
-    store.set_mark({**snapshot.description, "live": "rows"})
+    description = {**snapshot.description, "live": "rows", "rows": snapshot.manifest.rows}
+    store.replace_live(store.incoming, description)
+    store.set_base(snapshot.name)
 
 
 @contextmanager
-def _live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
+def live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
+    """The live rows that a mark describes, as `Tier.scan` yields them. Raises SnapshotError, StoreError."""
     if mark.get("live") == "rows":
         yield Snapshot.open(store.live).chunks()
     elif mark.get("live") == "rocksdb":

@@ -302,14 +302,39 @@ def test_the_optimizer_of_rows_cannot_be_exchanged_for_one_whose_state_they_lack
         assert contents(embedding).tobytes() == before.tobytes()
 
 
-def test_rows_put_without_an_optimizer_have_no_state_for_one() -> None:
+def test_rows_put_without_an_optimizer_are_trained_from_its_initial_state() -> None:
     with make(options("device"), tables=1) as embedding:
         embedding.put([1, 2], torch.ones(2, DIM))
-        with pytest.raises(OptimizerError, match=r"rows of optimizer None.*add it before rows are put"):
-            attach(embedding, "adam")
-        attach(embedding, "sgd", weight_decay=0.0)  # it needs none
+        attach(embedding, "sgd", weight_decay=0.0)  # it needs no state
         train(embedding, [1], grad=1.0)
         assert held(embedding) == {(0, 1): [np.float32(0.9)] * DIM, (0, 2): [1.0] * DIM}
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_pretrained_rows_are_trained_on_every_store(store: str, tmp_path: Path) -> None:
+    put_first, put_last = make(options(store, tmp_path / "a"), tables=1), make(options("device"), "adagrad", tables=1)
+    rows = torch.randn(300, DIM)
+    for embedding in (put_first, put_last):
+        embedding.put(torch.arange(300), rows)
+    attach(put_first, "adagrad")
+    for embedding in (put_first, put_last):
+        train(embedding, list(range(0, 400, 7)))
+    assert contents(put_first).tobytes() == contents(put_last).tobytes()
+    put_first.close()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_pretrained_rows_of_a_closed_store_are_trained(store: str, tmp_path: Path) -> None:
+    with make(options(store, tmp_path), tables=1) as embedding:
+        embedding.put(torch.arange(300), torch.ones(300, DIM))
+        embedding.save_snapshot("pretrained")
+    with make(options(store, tmp_path), "adam", tables=1) as embedding:
+        assert torch.equal(embedding.get([299]), torch.ones(1, DIM))
+        train(embedding, list(range(300)))
+        trained = contents(embedding)
+        embedding.load_snapshot("pretrained")
+        train(embedding, list(range(300)))
+        assert contents(embedding)["values"].tobytes() == trained["values"].tobytes()
 
 
 def test_training_without_an_optimizer_and_one_that_rows_cannot_follow_are_refused() -> None:

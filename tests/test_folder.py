@@ -126,16 +126,15 @@ def test_mark_that_cannot_be_stored_leaves_the_old_one(tmp_path: Path) -> None:
         assert store.read_mark() == MARK
 
 
-def test_replacing_or_discarding_live_rows_clears_the_mark_first(tmp_path: Path) -> None:
+def test_live_rows_and_their_mark_are_replaced_together_and_discarded_together(tmp_path: Path) -> None:
     with StoreFolder(tmp_path) as store:
-        for content in ("old", "new"):
+        for step, content in enumerate(("old", "new", "newer")):
             store.incoming.mkdir()
             (store.incoming / content).touch()
-            store.replace_live(store.incoming)
+            store.replace_live(store.incoming, MARK | {"step": step})
             assert [file.name for file in store.live.iterdir()] == [content]
-            assert not store.incoming.exists()
-            assert store.read_mark() is None
-            store.set_mark(MARK)
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["LOCK", "MARK", store.live.name]
+            assert store.read_mark() == MARK | {"step": step}
         store.discard_live()
         store.discard_live()
         assert not store.live.exists()

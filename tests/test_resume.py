@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from embeddings import DIM, OPTIMIZERS, STORES, contents, held, make, options, train
+from embeddings import DIM, OPTIMIZERS, STORES, attach, contents, held, make, options, train
 from killed import embedding_at, holds, remarks, steps
 from stored import flip_bit
 
@@ -158,11 +158,13 @@ def test_a_snapshot_name_in_use_is_refused_and_the_snapshot_kept(tmp_path: Path)
         holds(embedding, 2)
 
 
-def foreign_snapshot(target: Path, tmp_path: Path, **changes: Any) -> None:
+def foreign_snapshot(target: Path, tmp_path: Path, optimizer: str | None = None, **changes: Any) -> None:
     """A snapshot of another embedding in `target`."""
     usual = {"name": "other", "embedding_dim": DIM, "dtype": torch.float32, "key_type": torch.int64, "tables": None}
     other = MultiTableEmbedding(**{**usual, "store_options": options("device", tmp_path), **changes})
     with other:
+        if optimizer is not None:
+            attach(other, optimizer)
         other.put([1], torch.ones(1, other.dim))
         other.save_snapshot("s")
     shutil.copytree(tmp_path / "other" / "snapshots" / "s", target)
@@ -184,7 +186,7 @@ def test_a_snapshot_that_cannot_be_loaded_leaves_the_running_table_as_it_was(tmp
         (place / "hollow").mkdir()
         foreign_snapshot(place / "wide", tmp_path / "a", embedding_dim=7)
         foreign_snapshot(place / "narrow", tmp_path / "b", key_type=torch.int32)
-        foreign_snapshot(place / "stateless", tmp_path / "c")
+        foreign_snapshot(place / "trained", tmp_path / "c", optimizer="adam")
         steps(embedding, 1)
         for name, message in {
             "missing": r"no snapshot 'missing' in .*; those there: 'flipped', 'headless'",
@@ -196,7 +198,7 @@ def test_a_snapshot_that_cannot_be_loaded_leaves_the_running_table_as_it_was(tmp
             "hollow": r"manifest\.msgpack' cannot be read",
             "wide": r"snapshot 'wide' holds rows of embedding_dim \[7\], not \[5\]",
             "narrow": r"snapshot 'narrow' holds rows of key_type int32, not int64",
-            "stateless": r"snapshot 'stateless' holds rows of optimizer None",
+            "trained": r"snapshot 'trained' holds rows of optimizer adam",
         }.items():
             with pytest.raises((SnapshotError, OptimizerError), match=message):
                 embedding.load_snapshot(name)

@@ -36,7 +36,7 @@ class CachedStore:
                 f"{option}={budget_mb} is {problem} rows of {layout.line_bytes} bytes: {error}; give another budget"
             ) from None
         self._pinned: tuple[_core.Batch, _core.Admission] | None = None
-        self._reads = {"hits": 0, "misses": 0}  # of the cache above, which `read` serves
+        self._reads = {"hits": 0, "misses": 0}  # that `peek` and `read` served
 
     def pin(self, batch: _core.Batch, room: int | None) -> None:
         if self._pinned is not None:
@@ -70,6 +70,7 @@ class CachedStore:
         lines = np.empty_like(batch.lines)
         self._cache.find(batch.tables, batch.keys, lines)
         absent = lines == 0
+        self._count(absent)
         if absent.any():
             lines[absent] = batch.allocate(int(absent.sum()), self._layout)
             self._fetch(batch.tables, batch.keys, lines, absent)
@@ -82,8 +83,7 @@ class CachedStore:
         found = here != 0
         _core.copy_lines(self._layout, here[found], lines[found])
         absent = ~found
-        self._reads["hits"] += int(found.sum())
-        self._reads["misses"] += int(absent.sum())
+        self._count(absent)
         found[absent] = self._below.read(tables[absent], keys[absent], lines[absent])
         return found
 
@@ -117,6 +117,11 @@ class CachedStore:
             counts[name] += count
         counts["evictions"] = counts["evictions_clean"] + counts["evictions_dirty"]
         return {self._tier: {**counts, **sizes}, **self._below.metrics()}
+
+    def _count(self, absent: NDArray[np.bool_]) -> None:
+        missed = int(absent.sum())
+        self._reads["hits"] += len(absent) - missed
+        self._reads["misses"] += missed
 
     def _make_room(self, tables: Tables, keys: Keys) -> _core.Admission:
         """Admit the rows and write the dirty ones that gave way down, before anything takes their lines."""

@@ -13,6 +13,12 @@ import msgpack  # type: ignore[import-untyped]
 MAX_SEALED = 1 << 24  # bytes; bounds what reading a foreign file may allocate
 
 
+def is_folder_name(name: Any) -> bool:
+    """Whether it is 1 to 200 printable bytes of UTF-8, without separators and a leading dot."""
+    plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not set(name) & set("/\\")
+    return plain and 1 <= len(name.encode()) <= 200
+
+
 def fsync_file(path: Path) -> None:
     """Make the content of a file durable."""
     _fsync(path, os.O_RDONLY)

@@ -16,6 +16,9 @@ from ..errors import StoreError
 from ..interrupts import uninterrupted
 from .durable import fsync_dir, make_folder, read_record, seal, unseal, write_atomically
 
+_PLACES = ("live", "live-2")
+_OWN = ("base", "place")  # what the folder itself keeps in the mark
+
 _held: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 
 
@@ -34,9 +37,9 @@ class StoreFolder:
     `path` is created, parents included. The folder holds:
 
     - `LOCK`: locked by the holder, with its process id inside;
-    - `MARK`: the mark, which describes the live rows while they are all of one step, and says nothing once a run has
-      begun to write them;
-    - `live`: the rows of the running table, scratch without the mark;
+    - `MARK`: the mark, which describes the live rows while they are all of one step, and once a run has begun to write
+      them names the snapshot to go back to;
+    - `live` or `live-2`, as the mark says: the rows of the running table, scratch without the mark;
     - `incoming`: live rows being prepared; what a killed process left there is removed here;
     - `snapshots`: a folder for each snapshot.
 
@@ -45,8 +48,7 @@ class StoreFolder:
 
     def __init__(self, path: Path) -> None:
         self._lock: int | None = None
-        self.path = Path(path)
-        self.live = self.path / "live"
+        self.path = Path(path).absolute()  # the working directory may change
         self.incoming = self.path / "incoming"
         self.snapshots = self.path / "snapshots"
         self._mark = self.path / "MARK"
@@ -65,6 +67,8 @@ class StoreFolder:
         descriptor = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
         except BlockingIOError:
             holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
             os.close(descriptor)
@@ -75,8 +79,6 @@ class StoreFolder:
         except OSError:
             os.close(descriptor)
             raise
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
         return descriptor
 
     def release(self) -> None:
@@ -102,28 +104,34 @@ class StoreFolder:
     ) -> None:
         self.release()
 
+    @property
+    def live(self) -> Path:
+        """Where the live rows are."""
+        place = self._read().get("place")
+        return self.path / (place if place in _PLACES else _PLACES[0])
+
     def read_mark(self) -> dict[str, Any] | None:
-        """What `set_mark` stored; None where the mark is absent, truncated or damaged. Raises StoreError."""
-        with self._errors("read the mark of"):
-            try:
-                mark = unseal(read_record(self._mark))
-            except (FileNotFoundError, ValueError):
-                return None
-        return mark if isinstance(mark, dict) else None
+        """What `set_mark` stored; None where live rows are scratch or absent, or the mark is damaged. StoreError."""
+        content = self._read()
+        return {field: value for field, value in content.items() if field not in _OWN} if "live" in content else None
 
     def set_mark(self, description: dict[str, Any]) -> None:
-        """Declare the live rows consistent. They must be durable already. Raises StoreError."""
-        try:
-            data = seal(description)
-        except ValueError as error:
-            raise StoreError(f"the mark of {str(self.path)!r} cannot hold the description: {error}") from error
-        with self._errors("mark"):
-            write_atomically(self._mark, data)
+        """Declare the live rows consistent. They must be durable already. `live` says how they are kept. StoreError."""
+        self._write({**description, **self._own()})
 
     def clear_mark(self) -> None:
         """Declare the live rows scratch, durably: to be called before any of them is written. Raises StoreError."""
-        with self._errors("clear the mark of"):
-            write_atomically(self._mark, seal(None))
+        self._write(self._own())
+
+    @property
+    def base(self) -> str | None:
+        """The snapshot that the live rows go back to: saved or loaded last. "" for none, None where it is unknown."""
+        base = self._read().get("base")
+        return base if isinstance(base, str) else None
+
+    def set_base(self, name: str) -> None:
+        """Let the live rows go back to snapshot `name` from here on, or to nothing for "". Raises StoreError."""
+        self._write({**self._read(), "base": name})
 
     @property
     def begun(self) -> bool:
@@ -133,23 +141,52 @@ class StoreFolder:
     def forget(self) -> None:
         """Make the folder new again: no mark, no live rows. Raises StoreError."""
         with self._errors("empty"):
-            _remove(self.live)
+            for place in _PLACES:
+                _remove(self.path / place)
             self._mark.unlink(missing_ok=True)
 
     def discard_live(self) -> None:
         """Clear the mark and remove the live rows. Raises StoreError."""
         self.clear_mark()
         with self._errors("remove the live rows of"):
-            _remove(self.live)
+            for place in _PLACES:
+                _remove(self.path / place)
             fsync_dir(self.path)
 
-    def replace_live(self, new: Path) -> None:
-        """Clear the mark and put a durable folder of the same filesystem in the place of `live`. Raises StoreError."""
-        self.discard_live()
+    def replace_live(self, new: Path, description: dict[str, Any]) -> None:
+        """Let a durable folder of the same filesystem be the live rows, and describe them as `set_mark`.
+
+        A kill at any instant leaves the old rows with their mark or the new ones with theirs. Raises StoreError.
+        """
+        old = self.live
+        place = next(place for place in _PLACES if place != old.name) if old.exists() else old.name
         with self._errors("replace the live rows of"):
-            new.rename(self.live)
-            fsync_dir(new.parent)
+            _remove(self.path / place)
+            new.rename(self.path / place)
             fsync_dir(self.path)
+        self._write({**description, **self._own(), "place": place})
+        if place != old.name:
+            with self._errors("remove the replaced rows of"):
+                _remove(old)
+
+    def _own(self) -> dict[str, Any]:
+        return {field: value for field, value in self._read().items() if field in _OWN}
+
+    def _read(self) -> dict[str, Any]:
+        with self._errors("read the mark of"):
+            try:
+                content = unseal(read_record(self._mark))
+            except (FileNotFoundError, ValueError):
+                return {}
+        return content if isinstance(content, dict) else {}
+
+    def _write(self, content: dict[str, Any]) -> None:
+        try:
+            data = seal(content)
+        except ValueError as error:
+            raise StoreError(f"the mark of {str(self.path)!r} cannot hold the description: {error}") from error
+        with self._errors("mark"):
+            write_atomically(self._mark, data)
 
     @contextlib.contextmanager
     def _errors(self, action: str) -> Iterator[None]:

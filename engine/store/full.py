@@ -32,8 +32,7 @@ class FullTable:
 
     def pin(self, batch: _core.Batch, room: int | None) -> None:
         missing = self._table.find(batch)
-        self._counts["hits"] += batch.unique - missing
-        self._counts["misses"] += missing
+        self._count(batch.unique, missing)
         if room is not None:
             # rows of a failed step are resident but were never written: they are new as well
             check_room(_core.count_new(batch, self._layout), room)
@@ -44,13 +43,14 @@ class FullTable:
         """Lines never move: there is nothing to end."""
 
     def peek(self, batch: _core.Batch) -> None:
-        if self._table.find(batch):
+        missing = self._table.find(batch)
+        self._count(batch.unique, missing)
+        if missing:
             _core.initialise_missing(batch, self._layout)
 
     def read(self, tables: Tables, keys: Keys, lines: Lines) -> Found:
         found = self._table.read(tables, keys, lines)
-        self._counts["hits"] += int(found.sum())
-        self._counts["misses"] += len(found) - int(found.sum())
+        self._count(len(found), len(found) - int(found.sum()))
         return found
 
     def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
@@ -69,6 +69,10 @@ class FullTable:
 
     def close(self) -> None:
         self._table = _core.FullTable(self._layout)
+
+    def _count(self, asked: int, missing: int) -> None:
+        self._counts["hits"] += asked - missing
+        self._counts["misses"] += missing
 
     def metrics(self) -> dict[str, dict[str, int]]:
         return {self._tier: {**self._counts, "resident_rows": self._table.rows, "bytes": self._table.bytes}}

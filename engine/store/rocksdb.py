@@ -37,6 +37,7 @@ class RocksDB:
 
     def __init__(self, folder: Path, width: int, shards: int | None = None, block_bytes: int = 4096) -> None:
         require_rocksdb()
+        self.shards = shards or SHARDS
         self._folder = folder
         self._width = width
         self._counts = {"hits": 0, "misses": 0, "rows_written": 0}
@@ -46,7 +47,7 @@ class RocksDB:
                 str(folder),
                 width,
                 create=shards is None,
-                shards=shards or SHARDS,
+                shards=self.shards,
                 block_bytes=block_bytes,
                 block_cache_bytes=BLOCK_CACHE_BYTES,
                 write_buffer_bytes=WRITE_BUFFER_BYTES,
@@ -91,7 +92,9 @@ class RocksDB:
     def close(self) -> None:
         for scan in self._scans:
             scan.close()
-        self._db = None  # the last reference closes the databases
+        if self._db is not None:
+            self._db.close()
+            self._db = None
 
     def metrics(self) -> dict[str, dict[str, int]]:
         db = self._open()

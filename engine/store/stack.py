@@ -24,13 +24,17 @@ def build_stack(options: StoreOptions, layout: _core.Layout, folder: Path | None
     """`folder`: where RocksDB lives, with the `shards` that it has or None for a new one. OptionError, StoreError."""
     if isinstance(options, CachedSsdOptions):
         assert folder is not None
-        bottom: Tier = RocksDB(folder, layout.width, shards, options.physical_block_size)
-        below = bottom
-        if options.host_cache_budget_mb:
-            below = CachedStore(layout, below, options.host_cache_budget_mb, "host", "host_cache_budget_mb")
-        return Stack(CachedStore(layout, below, options.cache_budget_mb, "device", "cache_budget_mb"), bottom)
+        rocksdb = RocksDB(folder, layout.width, shards, options.physical_block_size)
+        try:
+            below: Tier = rocksdb
+            if options.host_cache_budget_mb:
+                below = CachedStore(layout, below, options.host_cache_budget_mb, "host", "host_cache_budget_mb")
+            return Stack(CachedStore(layout, below, options.cache_budget_mb, "device", "cache_budget_mb"), rocksdb)
+        except BaseException:
+            rocksdb.close()
+            raise
     if isinstance(options, CachedHostMemOptions):
-        bottom = FullTable(layout, "host")
-        return Stack(CachedStore(layout, bottom, options.cache_budget_mb, "device", "cache_budget_mb"), bottom)
+        host = FullTable(layout, "host")
+        return Stack(CachedStore(layout, host, options.cache_budget_mb, "device", "cache_budget_mb"), host)
     table = FullTable(layout, "device" if isinstance(options, DeviceMemOptions) else "host")
     return Stack(table, table)

@@ -304,6 +304,7 @@ void bind_rocksdb(nb::module_& m) {
         .def("read", &read_rows<RocksTier>)
         .def("write", &write_rows<RocksTier>)
         .def("flush", &RocksTier::flush, nb::call_guard<nb::gil_scoped_release>())
+        .def("close", &RocksTier::close, nb::call_guard<nb::gil_scoped_release>())
         .def("property", &RocksTier::property)
         .def(
             "scan", [](const RocksTier& t) { return new RocksTier::Scan(t); }, nb::keep_alive<0, 1>(),

@@ -104,9 +104,12 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
 }
 
 // A forked child has the databases' memory but not their threads, which closing waits for: it leaves them alone.
-RocksTier::~RocksTier() {
+RocksTier::~RocksTier() { close(); }
+
+void RocksTier::close() {
     if (process_ != getpid())
         for (auto& shard : shards_) static_cast<void>(shard.release());
+    shards_.clear();
 }
 
 void RocksTier::read(const u32* tables, const u64* keys, const u64* lines, bool* found, std::size_t n) const {

@@ -35,6 +35,7 @@ public:
     void read(const u32* tables, const u64* keys, const u64* lines, bool* found, std::size_t n) const;
     void write(const u32* tables, const u64* keys, const u64* lines, std::size_t n);
     void flush();
+    void close();  // nothing may be read or written after it; scans must be closed before
     u64 property(const std::string& name) const;  // summed over shards
 
     // Walks a consistent view of all rows: buckets ascending, within one (table, key) ascending.
