@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..snapshots.format import check_description, check_name
-from ..snapshots.live import live_rows
+from ..snapshots.live import live_rows, write_based_snapshot
 from ..snapshots.reader import Snapshot, latest_snapshot
 from ..snapshots.writer import write_snapshot
 from .errors import OptimizerError, SnapshotError, StoreError
@@ -94,8 +94,7 @@ class TableHome:
         """Raises SnapshotError, StoreError."""
         folder = self._folder_of(name)
         with table.lock:  # rows of one step
-            write_snapshot(folder.snapshots / name, table.describe(), table.scan())
-            folder.set_base(name)
+            write_based_snapshot(folder, name, table.describe(), table.scan())
 
     def load_snapshot(self, table: OpenTable, name: str) -> OpenTable:
         """The table with the rows of a snapshot. Until they are verified, `table` and its rows stay as they were."""
@@ -146,7 +145,7 @@ class TableHome:
                 'open="resume" restores the last snapshot or starts empty'
             )
         base = folder.base
-        if base and (folder.snapshots / base).is_dir():
+        if base:
             snapshot: Snapshot | None = Snapshot.open(folder.snapshots / base)
         else:
             snapshot = None if base == "" else latest_snapshot(folder.snapshots)

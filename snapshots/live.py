@@ -38,9 +38,17 @@ def save_live(store: StoreFolder, name: str, progress: Progress | None = None) -
         )
     description = {field: value for field, value in mark.items() if field not in OF_THE_MARK}
     with live_rows(store, mark) as chunks:
-        manifest = write_snapshot(store.snapshots / name, description, chunks, progress)
-    store.set_base(name)
-    return manifest
+        return write_based_snapshot(store, name, description, chunks, progress)
+
+
+def write_based_snapshot(
+    store: StoreFolder, name: str, description: dict[str, Any], chunks: Chunks, progress: Progress | None = None
+) -> Manifest:
+    """`write_snapshot` of the live rows as `name`: once it is there, they go back to it after a kill."""
+    place = store.snapshots / name
+    if not os.path.lexists(place):
+        store.expect_base(name)
+    return write_snapshot(place, description, chunks, progress)
 
 
 def load_live(store: StoreFolder, snapshot: Snapshot, progress: Progress | None = None) -> None:

@@ -198,7 +198,7 @@ def test_keys_of_other_key_types_are_checked_against_them() -> None:
         (torch.zeros(2, DIM + 1), r"rows of embedding 'rows': torch\.float32 \(2, 6\); give float32 \(2, 5\)"),
         (torch.zeros(3, DIM), r"\(3, 5\); give float32 \(2, 5\)"),
         (torch.zeros(DIM), r"\(5,\)"),
-        (0.0, r"\(\)"),
+        (0.0, r"\(1,\)"),
         (torch.zeros(2, DIM, dtype=torch.float64), r"torch\.float64"),
         (np.zeros((2, DIM)), r"torch\.float64"),
         (torch.zeros(2, DIM, dtype=torch.int64), r"torch\.int64"),

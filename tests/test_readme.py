@@ -7,27 +7,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from tierbed.snapshots.cli import app
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_example_runs_twice_and_learns_and_the_shell_sees_its_snapshots(tmp_path: Path) -> None:
+def test_the_example_runs_twice_and_learns_and_the_shell_sees_its_snapshots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
     (tmp_path / "example.py").write_text(example)
     for _ in range(2):
-        losses = [float(line.split()[1]) for line in run(sys.executable, "example.py", cwd=tmp_path).splitlines()]
+        run = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr
+        losses = [float(line.split()[1]) for line in run.stdout.splitlines()]
         assert losses[0] > 0.6
         assert losses[-1] < 0.3
     (command,) = re.findall(r"`tierbed (snapshot list .*?)`", README)
-    listed = run(Path(sys.executable).with_name("tierbed"), *command.split(), cwd=tmp_path)
-    assert "step-100" in listed
-    assert "step-200" in listed
+    monkeypatch.chdir(tmp_path)
+    listed = CliRunner().invoke(app, command.split())
+    assert listed.exit_code == 0, listed.output
+    assert "step-100" in listed.output
+    assert "step-200" in listed.output
 
 
 def test_links_lead_to_files_and_headings() -> None:

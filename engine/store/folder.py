@@ -126,12 +126,20 @@ class StoreFolder:
     @property
     def base(self) -> str | None:
         """The snapshot that the live rows go back to: saved or loaded last. "" for none, None where it is unknown."""
-        base = self._read().get("base")
-        return base if isinstance(base, str) else None
+        return next((name for name in self._bases() if not name or (self.snapshots / name).is_dir()), None)
 
     def set_base(self, name: str) -> None:
         """Let the live rows go back to snapshot `name` from here on, or to nothing for "". Raises StoreError."""
-        self._write({**self._read(), "base": name})
+        self._write({**self._read(), "base": [name]})
+
+    def expect_base(self, name: str) -> None:
+        """Before snapshot `name` is written: the live rows go back to it once it is there. Raises StoreError."""
+        current = self.base
+        self._write({**self._read(), "base": [name] if current is None else [name, current]})
+
+    def _bases(self) -> list[str]:
+        bases = self._read().get("base")
+        return [name for name in bases if isinstance(name, str)] if isinstance(bases, list) else []
 
     @property
     def begun(self) -> bool:
