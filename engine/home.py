@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from .interrupts import uninterrupted
 from .optimizers import RowOptimizer
 from .options import CachedSsdOptions, StoreOptions
 from .spec import KEY_TYPES, TableSpec
+from .store.durable import remove_folder
 from .store.folder import StoreFolder
 from .store.rocksdb import RocksDB
 from .store.stack import build_stack
@@ -65,7 +65,7 @@ class TableHome:
                     table.flush()
                     self.folder.set_mark(self._mark_of(table))
                 else:
-                    shutil.rmtree(self.folder.incoming, ignore_errors=True)
+                    remove_folder(self.folder.incoming)
                     write_snapshot(self.folder.incoming, table.describe(), table.scan())
                     self.folder.replace_live(self.folder.incoming, self._mark_of(table))
                 self._scratch = False
@@ -107,7 +107,7 @@ class TableHome:
         new = not folder.begun
         if not new:
             self._build(optimizer, None, folder.incoming).close()  # options that cannot work must not cost rows
-            shutil.rmtree(folder.incoming, ignore_errors=True)
+            remove_folder(folder.incoming)
         folder.discard_live()
         try:
             table = self._build(optimizer, None, folder.live)
@@ -187,7 +187,7 @@ class TableHome:
         assert self.folder is not None
         folder = self.folder
         place = folder.incoming if self._on_disk else None
-        shutil.rmtree(folder.incoming, ignore_errors=True)
+        remove_folder(folder.incoming)
         table = self._build(optimizer, stored, place)
         try:
             with source as chunks:
@@ -198,7 +198,7 @@ class TableHome:
                 table.flush()
         except BaseException:
             table.close()
-            shutil.rmtree(folder.incoming, ignore_errors=True)
+            remove_folder(folder.incoming)
             raise
         with uninterrupted():
             take_over()

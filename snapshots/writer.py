@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import BUCKETS, row_dtype
-from ..engine.store.durable import fsync_dir, make_folder
+from ..engine.store.durable import fsync_dir, make_folder, remove_folder
 from .format import (
     HEADER_BYTES,
     MANIFEST,
@@ -60,7 +59,7 @@ def write_snapshot(
     try:
         make_folder(folder.parent)
         for leftover in folder.parent.glob(f"{TEMPORARY}*/"):
-            shutil.rmtree(leftover)
+            remove_folder(leftover)
         temporary.mkdir()
         files = _write_buckets(temporary, description["width"], chunks, progress)
         rows = sum(file.rows for file in files.values())
@@ -73,7 +72,7 @@ def write_snapshot(
     except OSError as error:
         raise SnapshotError(f"snapshot {folder.name!r} was not written to {str(folder.parent)!r}: {error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # gone already where the rename was reached
+        remove_folder(temporary)  # gone already where the rename was reached
     return manifest
 
 

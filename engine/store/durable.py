@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import stat
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgpack  # type: ignore[import-untyped]
+
+from ..interrupts import uninterrupted
 
 MAX_SEALED = 1 << 24  # bytes; bounds what reading a foreign file may allocate
 
@@ -39,6 +43,12 @@ def make_folder(path: Path) -> None:
     fsync_dir(path.parent)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder with all that is in it, if it is there."""
+    with uninterrupted(), contextlib.suppress(FileNotFoundError):  # shutil loses track of its descriptors otherwise
+        shutil.rmtree(path)
+
+
 def _fsync(path: Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:
@@ -50,7 +60,7 @@ def _fsync(path: Path, flags: int) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that at any instant it is the old one or the new one, whole. One writer at a time."""
     temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("wb") as file:
+    with uninterrupted(), temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from ..errors import StoreError
 from ..interrupts import uninterrupted
-from .durable import fsync_dir, make_folder, read_record, seal, unseal, write_atomically
+from .durable import fsync_dir, make_folder, read_record, remove_folder, seal, unseal, write_atomically
 
 _PLACES = ("live", "live-2")
 _OWN = ("base", "place")  # what the folder itself keeps in the mark
@@ -58,7 +57,7 @@ class StoreFolder:
         _held.add(self)
         try:
             with self._errors("prepare"):
-                _remove(self.incoming)
+                remove_folder(self.incoming)
         except StoreError:
             self.release()
             raise
@@ -150,7 +149,7 @@ class StoreFolder:
         """Make the folder new again: no mark, no live rows. Raises StoreError."""
         with self._errors("empty"):
             for place in _PLACES:
-                _remove(self.path / place)
+                remove_folder(self.path / place)
             self._mark.unlink(missing_ok=True)
 
     def discard_live(self) -> None:
@@ -158,7 +157,7 @@ class StoreFolder:
         self.clear_mark()
         with self._errors("remove the live rows of"):
             for place in _PLACES:
-                _remove(self.path / place)
+                remove_folder(self.path / place)
             fsync_dir(self.path)
 
     def replace_live(self, new: Path, description: dict[str, Any]) -> None:
@@ -169,13 +168,13 @@ class StoreFolder:
         old = self.live
         place = next(place for place in _PLACES if place != old.name) if old.exists() else old.name
         with self._errors("replace the live rows of"):
-            _remove(self.path / place)
+            remove_folder(self.path / place)
             new.rename(self.path / place)
             fsync_dir(self.path)
         self._write({**description, **self._own(), "place": place})
         if place != old.name:
             with self._errors("remove the replaced rows of"):
-                _remove(old)
+                remove_folder(old)
 
     def _own(self) -> dict[str, Any]:
         return {field: value for field, value in self._read().items() if field in _OWN}
@@ -205,8 +204,3 @@ class StoreFolder:
                 f"cannot {action} store folder {str(self.path)!r}: {error}: "
                 "persistent_path must be a folder that this user can write, with room on its device"
             ) from error
-
-
-def _remove(folder: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(folder)
