@@ -213,10 +213,10 @@ def run(args: argparse.Namespace, log: Log, folder: Path) -> None:
     else:
         options = STORES[args.store](str(folder), args.cache_mb)
     folder.mkdir(parents=True, exist_ok=True)
-    options = replace(options, open="fresh")  # a store resumes what its folder holds; this script starts over
     if args.evaluate:
         print(f"test AUC {evaluate_snapshot(args.evaluate, args, log, options, folder)!r}")
         return
+    options = replace(options, open="fresh")  # a store resumes what its folder holds; this script starts over
     print(log)
     name = time.strftime("run-%Y%m%d-%H%M%S")
     value = train(name, args, log, options, folder)
