@@ -11,8 +11,9 @@ NATIVE := $(wildcard engine/ops/native/* engine/ops/kernels/*)
 demo: install
 	$(BIN)/python examples/movielens.py $(if $(DATA),--data $(DATA)) --store ssd --out build/movielens
 
+# two processes of one thread each; tests of threads set their own number
 test: lint types
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
