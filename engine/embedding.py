@@ -16,9 +16,8 @@ from torch._guards import detect_fake_mode
 from .errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from .handle import TableHandle
 from .initializers import make_normal_initializer, make_table_options
-from .inputs import check_lookup, keys_from, rows_from, table_ids_from
+from .inputs import Lookup, check_lookup, keys_from, rows_from, table_ids_from
 from .ops.lookup import lookup, register
-from .ops.step import Lookup
 from .optimizers import RowOptimizer, row_optimizer
 from .options import store_options_from_dict
 from .spec import TableSpec, check_columns, check_dtype, check_key_type, check_name, check_padding, check_seed

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .errors import InputError
-from .ops.step import Lookup
 from .spec import KEY_TYPES, TableSpec
+
+Lookup = tuple[Tensor, Tensor | None]  # ids, and table ids of the same shape or None
 
 
 def check_lookup(spec: TableSpec, ids: Tensor, table_ids: Tensor | None) -> Lookup:

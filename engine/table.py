@@ -18,8 +18,8 @@ from torch import Tensor
 
 from . import _core
 from .errors import ClosedError, InputError, OptimizerError, StoreError
+from .inputs import Lookup
 from .interrupts import uninterrupted
-from .ops.step import Lookup
 from .store.contract import Store, row_dtype
 from .store.stack import Stack
 

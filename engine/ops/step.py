@@ -11,9 +11,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ..embedding import MultiTableMultiColumnEmbedding
+    from ..inputs import Lookup
     from ..table import PinnedBatch
-
-Lookup = tuple[Tensor, Tensor | None]
 
 
 def prefetch(embedding: MultiTableMultiColumnEmbedding, lookups: list[Lookup]) -> PinnedBatch:
