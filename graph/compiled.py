@@ -69,9 +69,11 @@ def compile_step(root: Graph, traced: Trace, optimizers: OptimizerSet, tensors: 
     graph = module.graph
     returned = traced.returned
     embeddings = {m: path for path, m in root.named_modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
-    names = identifiers([*(type(optimizer).__name__.lower() for optimizer in optimizers), *embeddings.values()])
-    optimizer_at = dict(zip(names, optimizers, strict=False))
-    embedding_at = {m.handle: name for m, name in zip(embeddings, names[len(optimizer_at) :], strict=True)}
+    reserved = dir(module)
+    optimizer_names = identifiers([type(optimizer).__name__.lower() for optimizer in optimizers], reserved)
+    embedding_names = identifiers(list(embeddings.values()), [*reserved, *optimizer_names])
+    optimizer_at = dict(zip(optimizer_names, optimizers, strict=True))
+    embedding_at = {m.handle: name for m, name in zip(embeddings, embedding_names, strict=True)}
 
     def label(handle: int) -> str:
         return embedding_at.get(handle) or embedding_of(handle).name

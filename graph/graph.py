@@ -16,7 +16,8 @@ from ..engine.errors import GraphError
 from .compiled import CompiledStep, compile_step
 from .optimizers import OptimizerSet
 from .signature import Structure, call_key, modes
-from .trace import one_trace, trace
+from .swap import one_trace
+from .trace import trace
 
 STEPS = 64
 

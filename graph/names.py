@@ -38,9 +38,12 @@ def _closure_name(function: Callable[..., Any], tensor: Tensor) -> str | None:
     return None
 
 
-def identifiers(wanted: list[str]) -> list[str]:
-    """Each name as an identifier, made unique: `model.emb` becomes model_emb, a second `adam` becomes adam_1."""
-    taken: list[str] = []
+def identifiers(wanted: list[str], reserved: list[str] | None = None) -> list[str]:
+    """Each name as an identifier, made unique: `model.emb` becomes model_emb, a second `adam` becomes adam_1.
+
+    None is one of the `reserved`.
+    """
+    taken, result = ["self", *(reserved or [])], []
     for name in wanted:
         base = "".join(c if c.isalnum() else "_" for c in name)
         candidate, count = base, 0
@@ -48,4 +51,5 @@ def identifiers(wanted: list[str]) -> list[str]:
             count += 1
             candidate = f"{base}_{count}"
         taken.append(candidate)
-    return taken
+        result.append(candidate)
+    return result

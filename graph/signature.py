@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..engine.errors import GraphError
 
 _TRAINING = attrgetter("training")
-_COUNTED = attrgetter("__dict__", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MODULE_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DESCRIBE = attrgetter("shape", "dtype", "device", "requires_grad")
 _HOOKS, _POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _STRIDE = methodcaller("stride")
@@ -44,16 +44,17 @@ class Structure:
         self._parameters = [module._parameters for module in modules]
         self._buffers = [module._buffers for module in modules]
         self._children = [module._modules for module in modules]
-        self._counted = [counted for module in modules for counted in _COUNTED(module)]
-        self._tensors = [(d, name) for d in map(vars, modules) for name, v in d.items() if isinstance(v, Tensor)]
+        self._attributes = list(map(vars, modules))
+        self._hooks = [hooks for module in modules for hooks in _MODULE_HOOKS(module)]
+        self._tensors = [(d, name) for d in self._attributes for name, v in d.items() if isinstance(v, Tensor | None)]
         self._shape = self._read_shape()
 
     def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
         """Parameters and buffers as they are now, tied ones repeated, and a key.
 
         None where modules, their hooks or the number of their attributes have changed. Parameters enter the key by
-        identity, because an optimizer holds the very object, as do tensors in plain attributes, which a step holds;
-        buffers by description alone.
+        identity, because an optimizer holds the very object; tensors in plain attributes by identity too, because a
+        step holds those that it uses; buffers by type and description alone.
         """
         if self._read_shape() != self._shape:
             return None
@@ -66,14 +67,21 @@ class Structure:
             tuple(map(_TRAINING, self._modules)),
             tuple(map(id, parameters)),
             distinct,
-            tuple(id(attributes.get(name)) for attributes, name in self._tensors),
+            tuple(_attribute_key(attributes.get(name)) for attributes, name in self._tensors),
+            tuple(map(type, buffers)),
             any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
             *map(_DESCRIBE, tensors),
             *map(_STRIDE, tensors),
         )
 
-    def _read_shape(self) -> tuple[list[Any], list[int]]:
-        return _values(self._children), list(map(len, self._counted))
+    def _read_shape(self) -> tuple[list[Any], list[int], list[int]]:
+        # the numbers of hooks are never given twice
+        return _values(self._children), list(map(len, self._attributes)), list(chain.from_iterable(self._hooks))
+
+
+def _attribute_key(value: Any) -> Hashable:
+    """A step that uses a tensor keeps it, so that its id stays its own; one that uses its shape alone does not."""
+    return (id(value), _DESCRIBE(value), _STRIDE(value)) if isinstance(value, Tensor) else id(value)
 
 
 def _values(dicts: list[Any]) -> list[Any]:

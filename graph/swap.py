@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from torch.optim import Optimizer
 
 from ..engine.errors import GraphError
 
+one_trace = RLock()  # a trace puts its tensors into modules and optimizers that a graph of another thread may share
+
 _MUTABLE = dict | list | set | deque
+_WALKED = nn.Module | _MUTABLE | tuple | FakeTensor
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -107,7 +111,11 @@ def _reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
         if isinstance(value, _MUTABLE | tuple) and id(value) not in seen:
             seen.add(id(value))
             items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
-            pending += ((where if key is None or key in _TABLES else f"{where}.{key}", item) for key, item in items)
+            pending += (
+                (where if key is None or key in _TABLES else f"{where}.{key}", item)
+                for key, item in items
+                if isinstance(item, _WALKED)  # a vocabulary may have millions of words
+            )
 
 
 def _restore(container: Any, copy: Any) -> None:

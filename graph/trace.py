@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, engine.__file__, __file__))
 _SEED = 0x7165_7262_6564
-one_trace = threading.RLock()  # a trace puts its tensors into modules that a graph of another thread may share
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def trace(
             swaps.setdefault(id(live), _leaf(fake, live))
         args, kwargs = pytree.tree_unflatten(arguments, spec)
         guard = _Guard(root, {**names, **{id(mark): f"{names[live]}.grad" for live, mark in marks.items()}})
-        with swapped(root, optimizers, swaps, names), guard:
+        with swapped(root, optimizers, swaps, names), guard, _NoData():
             result = root.build(*args, **kwargs)
         guard.check_seed()
         for i in where:
@@ -177,6 +176,11 @@ class _Guard(TorchDispatchMode):
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.requires_grad:
                 self._refuse(value)
+        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
+            raise GraphError(
+                f"build reads the value of the tensor {name_of(self._root, args[0])}, which would be frozen into the "
+                "step; compute with the tensor itself, or pass the number to the graph"
+            )
         if is_random(func, args):
             self.check_seed()
             self._seed += 1
@@ -201,6 +205,15 @@ class _Guard(TorchDispatchMode):
             f"build uses the tensor {name_of(self._root, value)}, which requires grad but is in no module "
             "of the graph; assign its module to self in __init__, or detach it"
         )
+
+
+class _NoData(TorchFunctionMode):
+    """GraphError for an assignment to `.data`, which a recording does not see."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise GraphError("build assigns to .data of a tensor; write to it in place under torch.no_grad(), by copy_")
+        return func(*args, **(kwargs or {}))
 
 
 def _is_data_dependent(error: Exception) -> bool:
