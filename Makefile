@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-DATA ?= $(TIERBED_DATA)
+DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 NATIVE := $(wildcard engine/ops/native/* engine/ops/kernels/*)
 
 .PHONY: demo test test-slow lint types install clean
