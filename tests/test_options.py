@@ -12,7 +12,7 @@ import torch
 from embeddings import DIM, attach, make
 
 from tierbed import engine
-from tierbed.engine import MultiTableEmbedding, OptionError, load_store_options
+from tierbed.engine import MultiTableEmbedding, OptionError, StoreError, _core, load_store_options
 
 COMMON = {
     "persistent_path": None,
@@ -224,3 +224,10 @@ def test_a_given_row_size_is_checked_when_the_optimizer_comes_after_reading() ->
     with pytest.raises(OptionError, match="size_factor=1"):  # noqa: PT012 either may be the first to know
         attach(late, "adam")
         late.size()
+
+
+def test_a_build_without_rocksdb_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "has_rocksdb", False)
+    with pytest.raises(StoreError, match=r"cached_ssd.*no RocksDB; install it \(apt install librocksdb-dev\)"):
+        engine.make_cached_ssd_store_options(1, "store")
+    engine.make_cached_host_mem_store_options(1, "store")
