@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,12 @@ from .interrupts import uninterrupted
 from .optimizers import RowOptimizer
 from .options import CachedSsdOptions, StoreOptions
 from .spec import KEY_TYPES, TableSpec
+from .store.contract import Chunks
 from .store.durable import remove_folder
 from .store.folder import StoreFolder
 from .store.rocksdb import RocksDB
 from .store.stack import build_stack
-from .table import Chunks, OpenTable, load_rows, with_state
+from .table import OpenTable, load_rows, with_state
 
 log = logging.getLogger("tierbed")
 
@@ -130,7 +130,7 @@ class TableHome:
         try:
             if self._on_disk and mark["live"] == "rocksdb" and same_lines:
                 return self._build(optimizer, mark, folder.live)
-            return self._restore(optimizer, {**mark, "shards": None}, live_rows(folder, mark), self._keep)
+            return self._restore(optimizer, mark, live_rows(folder, mark), same_rows=True)
         except (SnapshotError, StoreError) as error:
             raise StoreError(
                 f"the live rows of {where} are marked clean and cannot be read: {error}. Go back to a snapshot with "
@@ -164,15 +164,9 @@ class TableHome:
     def _load(self, optimizer: RowOptimizer | None, snapshot: Snapshot, running: OpenTable | None) -> OpenTable:
         """The table with a snapshot's rows; closes `running` when they are verified."""
         assert self.folder is not None
-        stored = {**snapshot.description, "rows": snapshot.manifest.rows, "shards": None}
-
-        def take_over() -> None:
-            self._begin_writing()
-            if running is not None:
-                running.close()
-
+        stored = {**snapshot.description, "rows": snapshot.manifest.rows}
         with contextlib.nullcontext() if running is None else running.lock:
-            table = self._restore(optimizer, stored, contextlib.nullcontext(snapshot.chunks()), take_over)
+            table = self._restore(optimizer, stored, contextlib.nullcontext(snapshot.chunks()), running)
             self.folder.set_base(snapshot.name)
         return table
 
@@ -181,14 +175,18 @@ class TableHome:
         optimizer: RowOptimizer | None,
         stored: dict[str, Any],
         source: contextlib.AbstractContextManager[Chunks],
-        take_over: Callable[[], None],
+        running: OpenTable | None = None,
+        same_rows: bool = False,
     ) -> OpenTable:
-        """A table with the rows of `source`, built aside. `take_over` is called when all are read."""
+        """A table with the rows of `source`, built aside; closes `running` when all are read.
+
+        With `same_rows` they are the live rows, only kept in another way.
+        """
         assert self.folder is not None
         folder = self.folder
         place = folder.incoming if self._on_disk else None
         remove_folder(folder.incoming)
-        table = self._build(optimizer, stored, place)
+        table = self._build(optimizer, {**stored, "shards": None}, place)
         try:
             with source as chunks:
                 count = self._fill(table, stored, chunks)
@@ -201,7 +199,10 @@ class TableHome:
             remove_folder(folder.incoming)
             raise
         with uninterrupted():
-            take_over()
+            if not same_rows:
+                self._begin_writing()
+            if running is not None:
+                running.close()
             if place is None:
                 return table
             mark = self._mark_of(table)
@@ -209,9 +210,6 @@ class TableHome:
             folder.replace_live(place, mark)
             self._scratch = False
             return self._build(optimizer, mark, folder.live)
-
-    def _keep(self) -> None:
-        """Live rows that are only kept in another way stay good."""
 
     def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
         """Load scanned rows, with room for the optimizer's state where they were put without one. Returns how many."""

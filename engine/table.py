@@ -20,15 +20,12 @@ from . import _core
 from .errors import ClosedError, InputError, OptimizerError, StoreError
 from .inputs import Lookup
 from .interrupts import uninterrupted
-from .store.contract import Store, row_dtype
+from .store.contract import Chunks, Store, row_dtype
 from .store.stack import Stack
 
 if TYPE_CHECKING:
     from .optimizers import RowOptimizer
     from .spec import TableSpec
-
-
-Chunks = Iterator[tuple[int, NDArray[np.void]]]  # as Tier.scan yields them
 
 
 class OpenTable:

@@ -17,7 +17,7 @@ from ..engine.ops.lookup import embedding_of
 from ..engine.optimizers import RowOptimizer
 from .lookups import expand_reads, expand_trained, refuse_used
 from .names import identifiers, tensor_names
-from .optimizers import OptimizerSet
+from .optimizers import OptimizerSet, embeddings_by_shadow
 from .passes import add_dense_steps, drop_dead, drop_detach, drop_double_transpose, keep_outputs, name_placeholders
 from .trace import Trace
 
@@ -82,7 +82,7 @@ def compile_step(root: Graph, traced: Trace, optimizers: OptimizerSet, tensors: 
     live = placeholders[len(traced.inputs) :]
     paths = tensor_names(root)
     name_placeholders(placeholders, [*traced.inputs, *(paths[id(tensor)] for tensor in tensors)])
-    by_shadow = {id(embedding.shadow): embedding for embedding in embeddings}
+    by_shadow = embeddings_by_shadow(root)
     drop_detach(graph)
     drop_double_transpose(graph)
     grads = keep_outputs(graph, sum(returned.is_tensor))

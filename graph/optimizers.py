@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
@@ -16,6 +16,11 @@ from .names import name_of
 
 if TYPE_CHECKING:
     from .graph import Graph
+
+
+def embeddings_by_shadow(root: nn.Module) -> dict[int, MultiTableMultiColumnEmbedding]:
+    """The embeddings under `root`, by the id of the parameter that optimizers know them by."""
+    return {id(m.shadow): m for m in root.modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
 
 
 class OptimizerSet:
@@ -56,7 +61,7 @@ class OptimizerSet:
 
         OptimizerError for a parameter in two optimizers.
         """
-        by_shadow = {id(m.shadow): m for m in root.modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
+        by_shadow = embeddings_by_shadow(root)
         holders: dict[int, Optimizer] = {}
         rows: dict[int, RowOptimizer] = {}
         for optimizer, group, parameter in self._held():

@@ -8,17 +8,14 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..engine.errors import SnapshotError, StoreError
+from ..engine.store.contract import Chunks
 from ..engine.store.folder import StoreFolder
 from .format import Manifest, check_name
 from .reader import Snapshot
 from .writer import write_snapshot
 
 Progress = Callable[[int], None]
-Chunks = Iterator[tuple[int, NDArray[np.void]]]
 
 OF_THE_MARK = ("live", "rows", "shards")  # what a mark says beside the description of a snapshot
 

@@ -8,7 +8,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,19 @@ class Interrupts:
         self._sender.join()
         signal.signal(signal.SIGINT, self._before)
 
+    def cut(self, action: Callable[[], object]) -> bool:
+        """Run it with interrupts armed; whether one cut it."""
+        try:
+            self.armed = True
+            action()
+            self.armed = False  # here, where one that still arrives is caught
+        except KeyboardInterrupt:
+            return True
+        except BaseException:
+            self.armed = False
+            raise
+        return False
+
     def _send(self) -> None:
         while not self._done.wait(0.0007):
             os.kill(os.getpid(), signal.SIGINT)
@@ -82,12 +96,7 @@ def test_ctrl_c_at_any_instant_leaves_whole_puts(tmp_path: Path, store: str) -> 
             end = time.monotonic() + 1.5
             while time.monotonic() < end:
                 value += 1
-                try:
-                    interrupts.armed = True
-                    put(embedding, range(value % 7, 300), float(value))
-                    interrupts.armed = False
-                except KeyboardInterrupt:
-                    came += 1
+                came += interrupts.cut(partial(put, embedding, range(value % 7, 300), float(value)))
         assert came > 20
         rows = held(embedding)
         assert len(rows) == embedding.size()
@@ -155,13 +164,8 @@ def test_ctrl_c_in_any_action_loses_no_row(tmp_path: Path, store: str, action: s
         while time.monotonic() < end:
             count += 1
             try:
-                interrupts.armed = True
-                ACTIONS[action](embedding, f"s{count}")
-                interrupts.armed = False
-            except KeyboardInterrupt:
-                came += 1
+                came += interrupts.cut(partial(ACTIONS[action], embedding, f"s{count}"))
             except StoreError:  # a load that was cut between two tables closes the embedding, and says so
-                interrupts.armed = False
                 assert action == "load"
                 embedding = make_it()
     assert came > 5

@@ -6,14 +6,12 @@ has room for are served from memory of the batch (the overflow) and go straight 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
 from ..errors import OptionError, StoreError
-from ..store.contract import Found, Keys, Lines, Tables, Tier
+from ..store.contract import Chunks, Found, Keys, Lines, Tables, Tier
 from ..store.full import check_room
 
 MB = 1 << 20
@@ -98,7 +96,7 @@ class CachedStore:
             raise
         self._cache.release(admission, dirty=True)
 
-    def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+    def scan(self) -> Chunks:
         self.flush()
         yield from self._below.scan()
 

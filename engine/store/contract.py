@@ -15,6 +15,8 @@ Keys = NDArray[np.uint64]  # [n]
 Lines = NDArray[np.uint64]  # [n], the address of a line each
 Found = NDArray[np.bool_]  # [n]
 
+Chunks = Iterator[tuple[int, NDArray[np.void]]]  # (bucket, rows of `row_dtype`), as `Tier.scan` yields them
+
 BUCKETS = 64
 
 
@@ -40,7 +42,7 @@ class Tier(Protocol):
     def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
         """Copy each line to its row, inserting it where it is new."""
 
-    def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+    def scan(self) -> Chunks:
         """Every held row as (bucket, rows of `row_dtype`).
 
         Buckets ascending, within one (table, key) ascending, in bounded chunks.

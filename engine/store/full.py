@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-from numpy.typing import NDArray
 
 from .. import _core
 from ..errors import CapacityError
-from .contract import BUCKETS, Found, Keys, Lines, Tables, row_dtype
+from .contract import BUCKETS, Chunks, Found, Keys, Lines, Tables, row_dtype
 
 
 def check_room(new: int, room: int | None) -> None:
@@ -56,7 +53,7 @@ class FullTable:
     def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
         self._table.write(tables, keys, lines)
 
-    def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+    def scan(self) -> Chunks:
         dtype = row_dtype(self._layout.width)
         for bucket in range(BUCKETS):
             rows = np.empty(self._table.held(bucket), dtype)

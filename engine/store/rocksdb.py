@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .. import _core
 from ..errors import StoreError
-from .contract import Found, Keys, Lines, Tables, row_dtype
+from .contract import Chunks, Found, Keys, Lines, Tables, row_dtype
 from .durable import fsync_dir, make_folder
 
 SHARDS = 4
@@ -67,7 +66,7 @@ class RocksDB:
             self._open().write(tables, keys, lines)
         self._counts["rows_written"] += len(keys)
 
-    def scan(self) -> Iterator[tuple[int, NDArray[np.void]]]:
+    def scan(self) -> Chunks:
         dtype = row_dtype(self._width)
         most = max(1, SCAN_BYTES // dtype.itemsize)
         with self._errors():

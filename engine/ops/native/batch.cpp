@@ -123,12 +123,12 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
     });
 }
 
-u64* Batch::allocate(std::size_t n, const LineShape& shape, std::vector<u64>& addresses) {
+std::vector<u64> Batch::allocate(std::size_t n, const LineShape& shape) {
     owned_.emplace_back(new char[n * shape.line_bytes + 16]);
     const u64 start = (reinterpret_cast<u64>(owned_.back().get()) + 15) / 16 * 16;
-    addresses.resize(n);
+    std::vector<u64> addresses(n);
     for (std::size_t i = 0; i < n; ++i) addresses[i] = start + i * shape.line_bytes;
-    return addresses.data();
+    return addresses;
 }
 
 }  // namespace tierbed

@@ -33,7 +33,7 @@ public:
     Batch(const Batch&) = delete;
 
     // Memory for `n` lines that lives as long as the batch.
-    u64* allocate(std::size_t n, const LineShape& shape, std::vector<u64>& addresses);
+    std::vector<u64> allocate(std::size_t n, const LineShape& shape);
 
     std::size_t size = 0;
     std::vector<u64> keys;                  // [unique]

@@ -1,11 +1,8 @@
 #include "cache.h"
 
 #include <algorithm>
-#include <new>
 #include <stdexcept>
 #include <string>
-
-#include <sys/mman.h>
 
 #include "pool.h"
 
@@ -18,11 +15,7 @@ Cache::Cache(const Layout& layout, std::size_t budget_bytes) : shape_(layout.sha
     if (sets > BUCKETS) sets = sets / BUCKETS * BUCKETS;  // a bucket owns whole sets, so that threads do not share one
     sets_ = static_cast<u32>(sets);
     ways_.assign(sets * WAYS, Way{0, 0, 0, 0, FREE});
-    constexpr std::size_t huge_page = std::size_t{2} << 20;
-    const std::size_t bytes = (ways_.size() * shape_.line_bytes + huge_page - 1) / huge_page * huge_page;
-    memory_.reset(static_cast<char*>(std::aligned_alloc(huge_page, bytes)));
-    if (!memory_) throw std::bad_alloc();
-    madvise(memory_.get(), bytes, MADV_HUGEPAGE);
+    memory_ = allocate_lines(ways_.size() * shape_.line_bytes);
     start_ = reinterpret_cast<u64>(memory_.get());
 }
 

@@ -3,12 +3,11 @@
 // It moves nothing itself. `admit` makes room and says what must happen: write the dirty victims down, then fetch the
 // misses. Until then the victims' lines are intact, so a failed write-back can be cancelled without loss.
 #pragma once
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
 #include "../kernels/cache.h"
 #include "batch.h"
+#include "line_memory.h"
 
 namespace tierbed {
 
@@ -61,7 +60,7 @@ private:
 
     LineShape shape_;
     std::vector<Way> ways_;
-    std::unique_ptr<char, decltype(&std::free)> memory_;
+    LineMemory memory_;
     u64 start_;
     u32 sets_, tick_ = 0;
 };

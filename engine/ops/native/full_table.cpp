@@ -2,9 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
-
-#include <sys/mman.h>
 
 #include "packed_row.h"
 #include "pool.h"
@@ -12,7 +9,6 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t HUGE_PAGE = std::size_t{2} << 20;
 constexpr std::size_t AHEAD = 8;  // rows whose slots are fetched before they are probed
 
 }  // namespace
@@ -21,13 +17,7 @@ u32 Lines::append() {
     const u64 r = static_cast<u64>(size_) + BASE;
     const u32 segment = 63 - static_cast<u32>(__builtin_clzll(r)) - BASE_BITS;
     if (segment == segments_.size()) {
-        const std::size_t bytes = (static_cast<std::size_t>(BASE) << segment) * line_bytes_;
-        const std::size_t alignment = bytes >= 4 * HUGE_PAGE ? HUGE_PAGE : 64;
-        std::unique_ptr<char, decltype(&std::free)> memory(
-            static_cast<char*>(std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment)),
-            &std::free);
-        if (!memory) throw std::bad_alloc();
-        if (alignment == HUGE_PAGE) madvise(memory.get(), bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
+        LineMemory memory = allocate_lines((static_cast<std::size_t>(BASE) << segment) * line_bytes_);
         const u64 start = reinterpret_cast<u64>(memory.get());
         segments_.push_back({std::move(memory), start});
     }

@@ -1,12 +1,11 @@
 // Every row in memory: an index per bucket, lines in segments that double in size and never move.
 #pragma once
 #include <array>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
 #include "../kernels/table.h"
 #include "batch.h"
+#include "line_memory.h"
 
 namespace tierbed {
 
@@ -27,7 +26,7 @@ public:
 private:
     static constexpr u32 BASE_BITS = 8, BASE = 1u << BASE_BITS;
     struct Segment {
-        std::unique_ptr<char, decltype(&std::free)> memory;
+        LineMemory memory;
         u64 start;
     };
     u32 line_bytes_;

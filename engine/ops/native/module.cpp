@@ -109,11 +109,8 @@ void bind_batch(nb::module_& m) {
         .def_prop_ro("occurrences",
                      [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).occurrences, self); })
         .def_prop_ro("offsets", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).offsets, self); })
-        .def("allocate", [](Batch& b, std::size_t n, const Layout& layout) {
-            std::vector<u64> addresses;
-            b.allocate(n, layout.shape, addresses);
-            return own(std::move(addresses));
-        });
+        .def("allocate",
+             [](Batch& b, std::size_t n, const Layout& layout) { return own(b.allocate(n, layout.shape)); });
 }
 
 void bind_layout(nb::module_& m) {
@@ -173,22 +170,7 @@ void bind_step(nb::module_& m) {
             for (std::size_t i = begin; i < end; ++i) copy_line(THREAD, to.data()[i], from.data()[i], layout.shape);
         });
     });
-    m.def("initialise_missing", [](Batch& batch, const Layout& layout) {
-        nb::gil_scoped_release unlocked;
-        std::vector<u32> tables;
-        std::vector<u64> keys, lines;
-        std::vector<std::size_t> rows;
-        for (std::size_t i = 0; i < batch.lines.size(); ++i)
-            if (!batch.lines[i]) {
-                rows.push_back(i);
-                tables.push_back(batch.tables[i]);
-                keys.push_back(batch.keys[i]);
-            }
-        if (rows.empty()) return;
-        batch.allocate(rows.size(), layout.shape, lines);
-        initialise_lines(layout, tables.data(), keys.data(), lines.data(), rows.size());
-        for (std::size_t i = 0; i < rows.size(); ++i) batch.lines[rows[i]] = lines[i];
-    });
+    m.def("initialise_missing", &initialise_missing, nb::call_guard<nb::gil_scoped_release>());
     m.def("gather", [](const Batch& batch, const Layout& layout, std::size_t begin, Out<float, nb::ndim<2>> out) {
         require(begin + out.shape(0) <= batch.size && out.shape(1) == layout.shape.dim,
                 "out must be [n, dim] within the batch");

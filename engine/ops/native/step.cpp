@@ -91,4 +91,17 @@ void initialise_lines(const Layout& layout, const u32* tables, const u64* keys, 
     });
 }
 
+void initialise_missing(Batch& batch, const Layout& layout) {
+    std::vector<std::size_t> missing;
+    for (std::size_t row = 0; row < batch.lines.size(); ++row)
+        if (!batch.lines[row]) missing.push_back(row);
+    const std::vector<u64> lines = batch.allocate(missing.size(), layout.shape);
+    parallel_ranges(missing.size(), ROWS, [&](std::size_t begin, std::size_t end) {
+        for (std::size_t i = begin; i < end; ++i) {
+            layout.initialise(lines[i], batch.tables[missing[i]], batch.keys[missing[i]]);
+            batch.lines[missing[i]] = lines[i];
+        }
+    });
+}
+
 }  // namespace tierbed

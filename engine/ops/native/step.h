@@ -12,6 +12,7 @@ std::size_t update(Batch& batch, const Layout& layout, const float* grads, const
                    const std::vector<float>& hyper, u32 step);
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step);
 std::size_t count_new(const Batch& batch, const Layout& layout);
+void initialise_missing(Batch& batch, const Layout& layout);
 void initialise_lines(const Layout& layout, const u32* tables, const u64* keys, const u64* lines, std::size_t n);
 
 }  // namespace tierbed
