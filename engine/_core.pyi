@@ -1,6 +1,5 @@
 """The native core. Arrays are C-contiguous NumPy arrays; every loop releases the interpreter lock.
 
-`threads` is how many threads may work (1 or more); results do not depend on it.
 Wrong sizes and dtypes raise `TypeError`/`ValueError`: callers inside the package validate what users pass.
 """
 
@@ -12,7 +11,9 @@ from numpy.typing import NDArray
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
+I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
+U16 = NDArray[np.uint16]
 Bools = NDArray[np.bool_]
 
 has_rocksdb: bool
@@ -20,11 +21,19 @@ has_rocksdb: bool
 def set_threads(threads: int) -> None:
     """How many threads the native loops use from now on, the caller's included."""
 
+def instruction_sets() -> list[str]:
+    """Those that this processor has of the ones that the loops were built for, the best, which is used, first."""
+
+def use_instruction_set(name: str) -> None:
+    """For tests: all give the same bits. ValueError for one that is not there."""
+
 def buckets(tables: U32, keys: U64) -> U8:
     """[n] -> [n], the bucket 0..63 of each row: the top 6 bits of its hash."""
 
 def normal_quantile(p: float) -> float:
     """The inverse of the standard normal distribution function, 0 < p < 1: Wichura's AS 241 in IEEE operations."""
+
+Segment = tuple[U64, U32 | None, int | I64 | None]
 
 class Batch:
     """The unique rows of one or several lookups.
@@ -33,18 +42,23 @@ class Batch:
     occurrence.
     """
 
-    def __init__(self, segments: Sequence[tuple[U64, U32 | None]], num_tables: int, padding: int | None) -> None:
-        """Each segment: keys [n] and table ids [n], or None where its position i belongs to table i % num_tables.
+    def __init__(self, segments: Sequence[Segment], num_tables: int, padding: int | None) -> None:
+        """Each segment is the ids of one lookup: (keys [n], table ids, bags).
+
+        `bags`: None where each id is a bag of its own, the length of every bag, or offsets [bags + 1] that ascend from
+        0 to n. Table ids [bags], or None where bag i is of table i % num_tables.
 
         Keys equal to `padding` (as unsigned 64 bits) are no rows. A table id >= num_tables raises IndexError naming
         its position.
         """
     size: int  # positions, padding included
+    sources: int  # bags of all segments: the rows of their outputs
     unique: int  # unique rows
     keys: U64  # [unique]
     tables: U32  # [unique]
     inverse: NDArray[np.int32]  # [size], the unique row of each position, -1 for padding
     lines: U64  # [unique], addresses, writable; zero until pinned or peeked
+    views: U64  # [unique], where `gather` reads: the lines, or copies of rows that `settle` brought up to date
     occurrences: U32  # [size - padding], positions grouped by unique row, ascending within one
     offsets: U32  # [unique + 1], where each row's occurrences start
 
@@ -58,13 +72,14 @@ class Layout:
         self,
         dim: int,
         states: Sequence[float],
+        state_widths: Sequence[int],
         seed: int,
         columns: Sequence[int],
         kinds: Sequence[int],
         parameters: F32,
         quantiles: NDArray[np.float64],
     ) -> None:
-        """`states`: the initial value of each optimizer state, each `dim` floats wide.
+        """`states`: the initial value of each optimizer state; `state_widths`: its floats in a row, `dim` or, last, 1.
 
         `columns`: widths of the column groups, summing to `dim`.
 
@@ -81,14 +96,51 @@ class Layout:
 def initialise(layout: Layout, tables: U32, keys: U64, out: F32) -> None:
     """out [n, layout.width]: the initial values of rows, state included."""
 
-def gather(batch: Batch, layout: Layout, begin: int, out: F32) -> None:
-    """out [n, dim]: the embedding of positions begin .. begin + n; padding is zeros. Needs `batch.lines`."""
+def gather(
+    batch: Batch,
+    layout: Layout,
+    lookup: int,
+    out: F32 | U16,
+    mean: bool = False,
+    weights: F32 | None = None,
+    dtype: str = "float32",
+) -> None:
+    """out [bags, dim]: the sum or mean of each bag's rows, each times its weight [n]; zeros for padding and no rows.
 
-def update(batch: Batch, layout: Layout, grads: F32, rule: str, hyper: Sequence[float], step: int) -> int:
-    """Reduce grads [size, dim] over each row's occurrences, ascending, and apply the rule to each unique line.
+    Needs `batch.lines`. `dtype` "float16" or "bfloat16": rounded to nearest even, `out` holds the bits.
+    """
 
+def weights_grad(
+    batch: Batch, layout: Layout, lookup: int, grads: F32 | U16, out: F32, mean: bool = False, dtype: str = "float32"
+) -> None:
+    """out [n]: the gradient of each weight, <grads [bags, dim] of its bag, row>, divided by the bag's rows for a mean."""
+
+def update(
+    batch: Batch,
+    layout: Layout,
+    grads: list[F32] | list[U16] | list[F32 | U16],
+    means: Sequence[bool],
+    weights: list[F32 | None],
+    rule: str,
+    hyper: Sequence[float],
+    step: int,
+    dtype: str = "float32",
+) -> int:
+    """Reduce the gradients of each row's occurrences and apply the rule to each unique line.
+
+    grads, means, weights: one for each lookup, as in `gather`. An occurrence's gradient is its bag's times
+    weight * (1 / rows of the bag); their order is that of positions, in blocks of 256 (kernels/gradients.h).
     Returns how many rows were written for the first time.
     """
+
+def settle(batch: Batch, layout: Layout, rule: str, hyper: Sequence[float], step: int) -> None:
+    """Give rows that missed steps before `step` an address in `batch.views` that holds them as of then.
+
+    Of rules that catch up; others are left alone. No line changes.
+    """
+
+def catch_up(layout: Layout, lines: U64, rule: str, hyper: Sequence[float], step: int) -> None:
+    """Bring lines [n] of rows that missed steps before `step` up to date, in place."""
 
 def assign(batch: Batch, layout: Layout, values: F32, step: int) -> int:
     """Write values [size, dim] to the lines' embeddings, the last occurrence winning.

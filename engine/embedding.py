@@ -16,10 +16,19 @@ from torch._guards import detect_fake_mode
 from .errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from .handle import TableHandle
 from .initializers import make_normal_initializer, make_table_options
-from .inputs import Lookup, check_lookup, keys_from, rows_from, table_ids_from
-from .ops.lookup import lookup, register
+from .inputs import (
+    Lookup,
+    check_lookup,
+    check_output_dtype,
+    check_weights,
+    keys_from,
+    rows_from,
+    table_ids_from,
+)
+from .ops import lookup as ops
 from .optimizers import RowOptimizer, row_optimizer
 from .options import store_options_from_dict
+from .row_state import RowState
 from .spec import TableSpec, check_columns, check_dtype, check_key_type, check_name, check_padding, check_seed
 from .table import OpenTable, PinnedBatch
 
@@ -36,6 +45,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     store_options: from a `make_*_store_options`, or the dict that it prints.
     padding_idx: an id that is no row: zeros, no gradient.
     seed: initial rows are a pure function of (seed, table, key, column).
+    output_dtype: what a lookup returns, and its gradient has: torch.float32, float16 or bfloat16. Rows stay float32.
 
     A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use. Raises
     OptionError.
@@ -52,6 +62,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         default_initializer: Mapping[str, Any] | None = None,
         padding_idx: int | None = None,
         seed: int = 0,
+        output_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         check_dtype(dtype)
@@ -70,12 +81,13 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             check_padding(padding_idx, key_type),
             check_seed(seed),
         )
-        self.spec.layout([])  # reports a table whose columns do not fit now, not at the first use
+        self.spec.layout(RowState())  # reports a table whose columns do not fit now, not at the first use
+        self.output_dtype = check_output_dtype(output_dtype)
         self.store_options = store_options_from_dict(store_options)
         self.row_optimizer: RowOptimizer | None = None
         # what an optimizer holds and autograd follows; the rows themselves are no parameter
         self.shadow = nn.Parameter(torch.zeros(1, dtype=torch.float32))
-        self.handle = register(self)
+        self.handle = ops.register(self)
         self._held: TableHandle | None = None
         self._opening = Lock()
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
@@ -90,21 +102,34 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         """Floats of a row that a lookup returns, all columns together."""
         return self.spec.dim
 
-    def forward(self, ids: Tensor, table_ids: Tensor | int | None = None) -> Tensor:
-        """Rows of ids: shape ids.shape + (dim,), float32.
+    def forward(
+        self,
+        ids: Tensor,
+        table_ids: Tensor | int | None = None,
+        offsets: Tensor | None = None,
+        pooling: str | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Rows of ids, ids.shape + (dim,), or bags of them pooled, shape of the bags + (dim,), of `output_dtype`.
 
-        ids: `key_type`, any shape. table_ids: integers that broadcast to the shape of ids; without them and with
-        several tables, the last dimension of ids is the tables, in order. Unknown ids have their initial rows; only
-        training inserts them.
+        ids: `key_type`, any shape. Unknown ids have their initial rows; only training inserts them.
+        pooling: "sum" or "mean" of the rows of a bag, those of padding_idx left out; a bag of none is zeros. The bags
+        are the last dimension of ids [..., L]; or with offsets, int64 or int32 [bags + 1] from 0 to n and ascending,
+        bag b is ids[offsets[b]:offsets[b + 1]] of ids [n].
+        weights: float32 of the shape of ids, for pooling: sum(w * row), or that divided by the number of ids.
+        table_ids: integers that broadcast to ids.shape, or to the shape of the bags; without them and with several
+        tables, the last dimension of that shape is the tables, in order.
+
         Outside a `Graph` it reads. Raises InputError, StoreError.
         """
-        ids, table_ids = check_lookup(self.spec, ids, table_ids_from(self.spec, table_ids))
+        lookup = check_lookup(self.spec, ids, table_ids_from(self.spec, table_ids), offsets, pooling)
+        check_weights(self.spec, lookup, weights)
         if self.shadow.device != ids.device:
             raise InputError(
                 f"embedding {self.name!r} was moved to {self.shadow.device}; tables run on the CPU in this version: "
                 "move it back by .cpu(), and move the rows that it returns"
             )
-        output: Tensor = lookup(self.shadow, ids, table_ids, self.handle)
+        output: Tensor = ops.lookup(self.shadow, *lookup, weights, self.handle)
         return output
 
     def size(self) -> int:
@@ -113,7 +138,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
         """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
-        return self.read(*self._lookup(keys, table_ids))
+        return self._table().read(self._lookup(keys, table_ids))
 
     def put(self, keys: Any, rows: Any, table_ids: Any = None) -> None:
         """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last stands.
@@ -121,8 +146,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         Optimizer state stays as it is.
         """
         wanted = self._lookup(keys, table_ids)
-        values = rows_from(self.spec, rows, wanted[0].shape)
-        if self.spec.padding_idx is not None and (wanted[0] == self.spec.padding_idx).any():
+        values = rows_from(self.spec, rows, wanted.ids.shape)
+        if self.spec.padding_idx is not None and (wanted.ids == self.spec.padding_idx).any():
             raise InputError(
                 f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row"
             )
@@ -133,7 +158,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
         A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
         """
-        for _, rows in self._table().scan():
+        for _, rows in self._table().settled():
             keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
             values = rows["values"][:, : self.dim].copy()
             tables = torch.from_numpy(rows["table"].astype(np.int64))
@@ -202,16 +227,20 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             self._held.follow(rows_optimizer)
         self.row_optimizer = rows_optimizer
 
-    def read(self, ids: Tensor, table_ids: Tensor | None) -> Tensor:
+    def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
         """What a lookup returns, for checked arguments."""
-        return self._table().read((ids, table_ids))
+        return self._table().read(lookup, weights, self.output_dtype)
+
+    def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
+        """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
+        return self._table().read_weights_grad(lookup, grad)
 
     def prefetch(self, lookups: list[Lookup]) -> PinnedBatch:
         """The rows of all lookups of a step, pinned until they are updated. See `ops/step.py`."""
         table = self._table()
         if table.optimizer is None and self._refused is not None:
             raise self._refused
-        return table.prefetch(lookups)
+        return table.prefetch(lookups, self.output_dtype)
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""
@@ -258,11 +287,21 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         default_initializer: Mapping[str, Any] | None = None,
         padding_idx: int | None = None,
         seed: int = 0,
+        output_dtype: torch.dtype = torch.float32,
     ) -> None:
         if not isinstance(embedding_dim, int):
             raise OptionError(
                 f"embedding_dim={embedding_dim!r}: give a whole number, or use MultiTableMultiColumnEmbedding"
             )
         super().__init__(
-            name, embedding_dim, dtype, key_type, tables, store_options, default_initializer, padding_idx, seed
+            name,
+            embedding_dim,
+            dtype,
+            key_type,
+            tables,
+            store_options,
+            default_initializer,
+            padding_idx,
+            seed,
+            output_dtype,
         )

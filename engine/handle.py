@@ -59,17 +59,18 @@ class TableHandle:
         Raises OptimizerError where the rows carry the state of another.
         """
         table = self.table
-        known = table.states == optimizer.states and table.rule in (None, optimizer.rule)
+        held, wanted = table.state, optimizer.row_state(table.spec.dim)
+        known = held.names == wanted.names and held.rule in (None, wanted.rule)
         as_before = table.optimizer is None or table.optimizer.initial == optimizer.initial
-        stateless = table.rule is None and not table.states  # rows that were put
+        stateless = held.rule is None and not held.names  # rows that were put
         if table.rows and not stateless and not (known and as_before):
             raise OptimizerError(
-                f"embedding {self._name!r} has rows of optimizer {table.rule} with state {list(table.states)} that "
-                f"begins as {list(table.initial)}, not of {optimizer.rule} with {list(optimizer.states)} from "
-                f"{list(optimizer.initial)}; keep to one optimizer, or take another name"
+                f"embedding {self._name!r} has rows of optimizer {held.rule} with state {list(held.names)} that "
+                f"begins as {list(held.initial)}, not of {wanted.rule} with {list(wanted.names)} from "
+                f"{list(wanted.initial)}; keep to one optimizer, or take another name"
             )
-        if known and table.initial == tuple(optimizer.initial):
-            table.optimizer, table.rule = optimizer, optimizer.rule
+        if known and (held.widths, held.initial) == (wanted.widths, wanted.initial):
+            table.optimizer, table.state = optimizer, wanted
             return
         self._home.check_row(optimizer)
         self._table = None

@@ -19,6 +19,7 @@ from .errors import OptimizerError, SnapshotError, StoreError
 from .interrupts import uninterrupted
 from .optimizers import RowOptimizer
 from .options import CachedSsdOptions, StoreOptions
+from .row_state import RowState
 from .spec import KEY_TYPES, TableSpec
 from .store.contract import Chunks
 from .store.durable import remove_folder
@@ -78,7 +79,7 @@ class TableHome:
 
     def check_row(self, optimizer: RowOptimizer) -> None:
         """Raises OptionError where the options name another row size than the optimizer needs."""
-        self.options.check_row(self.spec.dim, self.spec.dim * (1 + len(optimizer.states)))
+        self.options.check_row(self.spec.dim, self.spec.dim + optimizer.row_state(self.spec.dim).width)
 
     def reopen(self, table: OpenTable, optimizer: RowOptimizer) -> OpenTable:
         """The same rows with room for the optimizer's state."""
@@ -126,7 +127,7 @@ class TableHome:
         except ValueError as error:
             raise StoreError(f"{where} was written by another version of tierbed: its mark has {error}") from error
         self._check(mark, optimizer, StoreError, where)
-        same_lines = optimizer is None or list(optimizer.states) == mark["states"]
+        same_lines = optimizer is None or list(optimizer.row_state(self.spec.dim).widths) == mark["state_widths"]
         try:
             if self._on_disk and mark["live"] == "rocksdb" and same_lines:
                 return self._build(optimizer, mark, folder.live)
@@ -214,25 +215,23 @@ class TableHome:
     def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
         """Load scanned rows, with room for the optimizer's state where they were put without one. Returns how many."""
         assert table.stack is not None
-        if table.states and not stored["states"]:
-            chunks = with_state(chunks, table.initial)
+        if table.state.names and not stored["states"]:
+            chunks = with_state(chunks, table.state)
         return load_rows(table.stack, chunks, table.layout.width)
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
         """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
-        source = {"optimizer": None, "states": [], "initial": []} if stored is None else stored
-        rule, states, initial = source["optimizer"], source["states"], source["initial"]
-        if optimizer is not None:
-            rule, states, initial = optimizer.rule, optimizer.states, optimizer.initial
-        layout = self.spec.layout(initial)
+        state = RowState() if stored is None else RowState.described(stored)
         if optimizer is not None:
             self.check_row(optimizer)
+            state = optimizer.row_state(self.spec.dim)
+        layout = self.spec.layout(state)
         shards = None if stored is None else stored["shards"]
         stack = build_stack(self.options, layout, place, shards)
-        table = OpenTable(self.spec, layout, stack, rule, states, initial, self.options.capacity, self._begin_writing)
+        table = OpenTable(self.spec, layout, stack, state, self.options.capacity, self._begin_writing)
         table.optimizer = optimizer
         if stored is not None:
-            table.rows, table.step = stored["rows"], stored["step"]
+            table.rows, table.step, table.hyper = stored["rows"], stored["step"], stored["hyper"]
         return table
 
     def _begin_writing(self) -> None:

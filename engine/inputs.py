@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .errors import InputError
+from .errors import InputError, OptionError
 from .spec import KEY_TYPES, TableSpec
 
-Lookup = tuple[Tensor, Tensor | None]  # ids, and table ids of the same shape or None
+OUTPUT_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-def check_lookup(spec: TableSpec, ids: Tensor, table_ids: Tensor | None) -> Lookup:
-    """Ids as they are, table ids broadcast to their shape (None: column j is of table j). Raises InputError."""
+class Lookup(NamedTuple):
+    """The checked arguments of a lookup. A bag is the ids whose rows are pooled into one."""
+
+    ids: Tensor  # [...]; pooled [..., L], or [n] with offsets
+    table_ids: Tensor | None = None  # integers, of the shape of the result; None: its last dimension is the tables
+    offsets: Tensor | None = None  # [bags + 1], where each bag of ids begins and the last one ends
+    pooling: str | None = None  # "sum" or "mean"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What a lookup returns, without the last dimension: that of ids, or of the bags."""
+        if self.offsets is not None:
+            return (self.offsets.shape[0] - 1,)
+        return tuple(self.ids.shape if self.pooling is None else self.ids.shape[:-1])
+
+
+def check_lookup(spec: TableSpec, ids: Any, table_ids: Any = None, offsets: Any = None, pooling: Any = None) -> Lookup:
+    """Table ids broadcast to the shape of the result, the rest as it is. Raises InputError."""
     where = f"ids of embedding {spec.name!r}"
     if not isinstance(ids, Tensor):
         raise InputError(f"{where}: got {type(ids).__name__}; give a torch.Tensor of {spec.key_type}")
@@ -25,13 +41,11 @@ def check_lookup(spec: TableSpec, ids: Tensor, table_ids: Tensor | None) -> Look
             f"{where}: dtype {ids.dtype}, but key_type is {spec.key_type}; convert them by ids.to({spec.key_type})"
         )
     _check_place(where, "ids", ids)
+    _check_bags(spec, ids, offsets, pooling)
+    lookup = Lookup(ids, None, offsets, pooling)
     if table_ids is None:
-        if spec.num_tables > 1 and (ids.dim() < 2 or ids.shape[-1] != spec.num_tables):
-            raise InputError(
-                f"{where}: shape {tuple(ids.shape)} is not (..., {spec.num_tables}), one column for each table; give "
-                "that, or table_ids that say which table each id belongs to"
-            )
-        return ids, None
+        _check_tables_in_order(spec, lookup)
+        return lookup
     where = f"table_ids of embedding {spec.name!r}"
     if (
         not isinstance(table_ids, Tensor)
@@ -43,12 +57,80 @@ def check_lookup(spec: TableSpec, ids: Tensor, table_ids: Tensor | None) -> Look
         raise InputError(f"{where}: got {kind}; give a torch.Tensor of an integer dtype")
     _check_place(where, "table_ids", table_ids)
     try:
-        return ids, table_ids.broadcast_to(ids.shape)
+        return lookup._replace(table_ids=table_ids.broadcast_to(lookup.shape))
     except RuntimeError:
+        what, one = ("ids", "id, or for each column") if pooling is None else ("the bags", "bag")
         raise InputError(
-            f"{where}: shape {tuple(table_ids.shape)} does not broadcast to that of ids, {tuple(ids.shape)}; "
-            "give one table id for each id, or for each column"
+            f"{where}: shape {tuple(table_ids.shape)} does not broadcast to that of {what}, {lookup.shape}; "
+            f"give one table id for each {one}"
         ) from None
+
+
+def _check_bags(spec: TableSpec, ids: Tensor, offsets: Any, pooling: Any) -> None:
+    if pooling is not None and not (isinstance(pooling, str) and pooling in ("sum", "mean")):
+        raise InputError(
+            f"pooling of embedding {spec.name!r}: got {pooling!r}; give 'sum' or 'mean', or None for the row of each id"
+        )
+    if offsets is None:
+        if pooling is not None and ids.dim() == 0:
+            raise InputError(
+                f"ids of embedding {spec.name!r}: pooling={pooling!r} pools over their last dimension, and they have "
+                "none; give (..., L), or 1-D ids with offsets"
+            )
+        return
+    where = f"offsets of embedding {spec.name!r}"
+    if pooling is None:
+        raise InputError(f"{where}: they make bags, and pooling=None pools none; give pooling='sum' or 'mean'")
+    if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1:
+        got = f"{offsets.dtype} {tuple(offsets.shape)}" if isinstance(offsets, Tensor) else type(offsets).__name__
+        raise InputError(f"{where}: got {got}; give a 1-D torch.Tensor of int64 or int32")
+    if offsets.shape[0] == 0:
+        raise InputError(f"{where}: shape (0,); give (bags + 1,) of them, [0] for no bag")
+    _check_place(where, "offsets", offsets)
+    if ids.dim() != 1:
+        raise InputError(
+            f"ids of embedding {spec.name!r}: shape {tuple(ids.shape)} with offsets; give the ids of all bags one "
+            "after another, by ids.flatten(), or leave offsets out to pool over the last dimension"
+        )
+
+
+def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
+    if spec.num_tables == 1:
+        return
+    where = f"ids of embedding {spec.name!r}"
+    if lookup.offsets is not None:
+        raise InputError(
+            f"{where}: with offsets nothing tells which of {spec.num_tables} tables a bag belongs to; give table_ids, "
+            "one for each bag"
+        )
+    last = [] if lookup.pooling is None else ["L"]
+    if lookup.ids.dim() < 2 + len(last) or lookup.shape[-1] != spec.num_tables:
+        wanted = ", ".join(["...", str(spec.num_tables), *last])
+        raise InputError(
+            f"{where}: shape {tuple(lookup.ids.shape)} is not ({wanted}), one column for each table; give that, or "
+            f"table_ids that say which table each {'bag' if last else 'id'} belongs to"
+        )
+
+
+def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
+    """Raises InputError for weights that are not float32 of the shape of ids."""
+    if weights is None:
+        return
+    where = f"weights of embedding {spec.name!r}"
+    if lookup.pooling is None:
+        raise InputError(f"{where}: they weigh the rows of a bag, and pooling=None makes none; give pooling='sum'")
+    wanted = tuple(lookup.ids.shape)
+    if not isinstance(weights, Tensor) or weights.dtype != torch.float32 or tuple(weights.shape) != wanted:
+        got = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+        raise InputError(f"{where}: got {got}; give torch.float32 of the shape of ids, {wanted}")
+    _check_place(where, "weights", weights)
+
+
+def check_output_dtype(dtype: Any) -> torch.dtype:
+    """Raises OptionError for a dtype that lookups cannot return."""
+    if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_DTYPES:
+        raise OptionError(f"output_dtype={dtype!r}: give torch.float32, torch.float16 or torch.bfloat16")
+    return dtype
 
 
 def _check_place(where: str, name: str, values: Tensor) -> None:

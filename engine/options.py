@@ -66,8 +66,8 @@ class StoreOptions(PlainDict):
             )
         if self.storage_dim is None and self.size_factor is not None and self.size_factor * dim != width:
             raise OptionError(
-                f"size_factor={self.size_factor}: with this optimizer a row takes {width // dim} times its {dim} "
-                f"columns; leave size_factor out"
+                f"size_factor={self.size_factor}: with this optimizer a row takes {width} floats for {dim} columns; "
+                "leave size_factor out"
             )
 
 

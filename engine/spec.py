@@ -14,6 +14,7 @@ import torch
 from . import _core
 from .errors import OptionError
 from .initializers import AnyTableOptions, as_arrays
+from .row_state import RowState
 from .store.durable import is_folder_name
 
 KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
@@ -38,25 +39,25 @@ class TableSpec:
     def num_tables(self) -> int:
         return len(self.tables)
 
-    def layout(self, states: Sequence[float]) -> _core.Layout:
-        """`states`: the initial value of each optimizer state."""
+    def layout(self, state: RowState) -> _core.Layout:
         kinds, parameters, quantiles = as_arrays(self.tables, self.columns)
-        return _core.Layout(self.dim, list(states), self.seed % 2**64, self.columns, kinds, parameters, quantiles)
+        return _core.Layout(
+            self.dim, state.initial, state.widths, self.seed % 2**64, self.columns, kinds, parameters, quantiles
+        )
 
     def plain_tables(self) -> list[dict[str, Any]]:
         return [table.as_dict() for table in self.tables]
 
-    def describe(self, rule: str | None, states: Sequence[str], initial: Sequence[float], step: int) -> dict[str, Any]:
-        """What marks and snapshots keep of the table, as plain values."""
+    def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
+        """What marks and snapshots keep of the table, as plain values. `hyper`: the rule's numbers at that step."""
         return {
             "name": self.name,
             "key_type": KEY_TYPES[self.key_type],
             "dtype": "float32",
             "columns": list(self.columns),
-            "width": self.dim * (1 + len(states)),
-            "optimizer": rule,
-            "states": list(states),
-            "initial": list(initial),
+            "width": self.dim + state.width,
+            **state.describe(),
+            "hyper": list(hyper),
             "seed": self.seed,
             "tables": self.plain_tables(),
             "padding_idx": self.padding_idx,

@@ -5,8 +5,7 @@ A stack of tiers, the rows' layout, the step count, and the way of one batch thr
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -17,22 +16,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _core
-from .errors import ClosedError, InputError, OptimizerError, StoreError
-from .inputs import Lookup
+from .errors import ClosedError, OptimizerError, StoreError
+from .inputs import OUTPUT_DTYPES, Lookup
 from .interrupts import uninterrupted
+from .optim.rule import catches_up
+from .segments import array_of, flat, gather, segment, weights_grad
 from .store.contract import Chunks, Store, row_dtype
 from .store.stack import Stack
 
 if TYPE_CHECKING:
     from .optimizers import RowOptimizer
+    from .row_state import RowState
     from .spec import TableSpec
 
 
 class OpenTable:
     """Rows in a stack of tiers.
 
-    `rows` counts those written so far, `step` the updates of the whole table. `rule` and `states` name the optimizer
-    that the rows carry state of; `optimizer` is None where the table is open for reading and `put` alone.
+    `rows` counts those written so far, `step` the updates of the whole table. `state` is what rows carry beside the
+    embedding; `optimizer` is None where the table is open for reading and `put` alone.
     `before_write` is called before each write.
     """
 
@@ -41,18 +43,15 @@ class OpenTable:
         spec: TableSpec,
         layout: _core.Layout,
         stack: Stack,
-        rule: str | None,
-        states: Sequence[str],
-        initial: Sequence[float],
+        state: RowState,
         capacity: int | None,
         before_write: Callable[[], None],
     ) -> None:
         self.spec = spec
         self.layout = layout
         self.stack: Stack | None = stack
-        self.rule = rule
-        self.states = tuple(states)
-        self.initial = tuple(initial)  # the value of each state of a new row
+        self.state = state
+        self.hyper: list[float] = []  # the rule's numbers at the last update
         self.optimizer: RowOptimizer | None = None
         self.rows = 0
         self.step = 0
@@ -63,50 +62,63 @@ class OpenTable:
         self.lock = RLock()  # native loops let other threads of Python run
 
     def describe(self) -> dict[str, Any]:
-        return self.spec.describe(self.rule, self.states, self.initial, self.step)
+        return self.spec.describe(self.state, self.hyper, self.step)
 
-    def read(self, lookup: Lookup) -> Tensor:
-        """Rows of ids, ids.shape + (dim,), float32; unknown ones are initial values and stay unknown."""
+    def read(self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Rows of ids, or pooled bags of them: lookup.shape + (dim,). Unknown rows are initial and stay unknown."""
         with self.lock:
-            batch = self._batch([lookup])
-            self._store().peek(batch)
-            return self._gather(batch, 0, lookup[0].shape)
+            batch = self._peek(lookup)
+            return gather(batch, self.layout, 0, lookup, weights, dtype)
 
-    def prefetch(self, lookups: list[Lookup]) -> PinnedBatch:
-        """Deduplicate the ids, bring their rows up and pin them.
+    def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
+        """The gradient of the weights of a lookup that only reads; grad is lookup.shape + (dim,)."""
+        with self.lock:
+            batch = self._peek(lookup)
+            return weights_grad(batch, self.layout, 0, lookup, grad)
+
+    def prefetch(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32) -> PinnedBatch:
+        """Deduplicate the ids, bring their rows up and pin them. `dtype`: of what is gathered, and of gradients.
 
         Raises CapacityError and pins nothing where they do not fit.
         """
         if self.optimizer is None:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
         with self.lock, uninterrupted():
-            return self._pin(lookups)
+            return self._pin(lookups, dtype)
 
-    def gather(self, pinned: PinnedBatch, begin: int, shape: torch.Size) -> Tensor:
-        """The rows of the pinned batch from position `begin` on, shape + (dim,)."""
+    def gather(self, pinned: PinnedBatch, index: int, weights: Tensor | None) -> Tensor:
         with self.lock:
             self._check_pinned(pinned)
-            return self._gather(pinned.core, begin, shape)
+            return gather(pinned.core, self.layout, index, pinned.lookups[index], weights, pinned.dtype)
 
-    def update(self, pinned: PinnedBatch, grads: NDArray[np.float32]) -> None:
-        """Apply the optimizer to a pinned batch, grads [size, dim], and end the pin."""
+    def weights_grad(self, pinned: PinnedBatch, index: int, grad: Tensor) -> Tensor:
+        with self.lock:
+            self._check_pinned(pinned)
+            return weights_grad(pinned.core, self.layout, index, pinned.lookups[index], grad)
+
+    def update(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> None:
         assert self.optimizer is not None
         step = self.step + 1
         hyper = self.optimizer.hyper(step)
+        arrays = [array_of(grad) for grad in grads]
+        means = [lookup.pooling == "mean" for lookup in pinned.lookups]
+        scales = [None if given is None else flat(given) for given in weights]
+        rule, dtype = self.optimizer.rule, OUTPUT_DTYPES[pinned.dtype]
         with self.lock, self._writing(pinned):
-            self.rows += _core.update(pinned.core, self.layout, grads, self.optimizer.rule, hyper, step)
-            self.step = step
+            self.rows += _core.update(pinned.core, self.layout, arrays, means, scales, rule, hyper, step, dtype)
+            self.step, self.hyper = step, hyper
 
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
         """Write values [n, dim] to the rows of n ids; of a repeated id the last stands. Optimizer state stays."""
-        if self.states and self.optimizer is None:
+        if self.state.names and self.optimizer is None:
             raise OptimizerError(
-                f"embedding {self.spec.name!r} is open for reading: its rows carry the state of optimizer {self.rule}; "
-                "add that optimizer before put"
+                f"embedding {self.spec.name!r} is open for reading: its rows carry the state of optimizer "
+                f"{self.state.rule}; add that optimizer before put"
             )
         with self.lock, uninterrupted():
-            pinned = self._pin([lookup])
+            pinned = self._pin([lookup], torch.float32)
             with self._writing(pinned):
+                self._catch_up(pinned.core.lines)
                 self.rows += _core.assign(pinned.core, self.layout, values, self.step)
 
     def release(self) -> None:
@@ -127,6 +139,15 @@ class OpenTable:
                 return
             yield chunk
 
+    def settled(self) -> Chunks:
+        """`scan`, with every row as it is after the last step, where rows catch up late."""
+        for bucket, rows in self.scan():
+            if catches_up(self.state.rule):
+                rows = rows.copy()
+                with self.lock:
+                    self._catch_up(line_addresses(rows))
+            yield bucket, rows
+
     def flush(self) -> None:
         with self.lock, uninterrupted():
             self._store().flush()
@@ -142,12 +163,32 @@ class OpenTable:
         with self.lock:
             return {"table": {"rows": self.rows, "step": self.step}, **self._store().metrics()}
 
-    def _pin(self, lookups: list[Lookup]) -> PinnedBatch:
+    def _pin(self, lookups: list[Lookup], dtype: torch.dtype) -> PinnedBatch:
         self.release()
         batch = self._batch(lookups)
         self._store().pin(batch, None if self._capacity is None else self._capacity - self.rows)
-        self._pinned = PinnedBatch(self, batch, [ids.shape for ids, _ in lookups])
+        self._settle(batch)
+        self._pinned = PinnedBatch(self, batch, lookups, dtype)
         return self._pinned
+
+    def _peek(self, lookup: Lookup) -> _core.Batch:
+        batch = self._batch([lookup])
+        self._store().peek(batch)
+        self._settle(batch)
+        return batch
+
+    def _settle(self, batch: _core.Batch) -> None:
+        """Let lookups of the batch see rows as they are after the last step, where rows catch up late."""
+        if self.step and self.state.rule is not None and catches_up(self.state.rule):
+            _core.settle(batch, self.layout, self.state.rule, self._hyper_now(), self.step + 1)
+
+    def _catch_up(self, lines: NDArray[np.uint64]) -> None:
+        """Bring lines to the state after the last step, where rows catch up late."""
+        if self.step and self.state.rule is not None and catches_up(self.state.rule):
+            _core.catch_up(self.layout, lines, self.state.rule, self._hyper_now(), self.step + 1)
+
+    def _hyper_now(self) -> list[float]:
+        return self.hyper if self.optimizer is None else self.optimizer.hyper(self.step + 1)
 
     @contextmanager
     def _writing(self, pinned: PinnedBatch) -> Iterator[None]:
@@ -182,79 +223,60 @@ class OpenTable:
 
     def _batch(self, lookups: list[Lookup]) -> _core.Batch:
         _core.set_threads(torch.get_num_threads())
-        segments = [(_unsigned(ids), None if tables is None else self._u32(tables)) for ids, tables in lookups]
         padding = None if self.spec.padding_idx is None else self.spec.padding_idx % 2**64
-        return _core.Batch(segments, self.spec.num_tables, padding)
-
-    def _u32(self, tables: Tensor) -> NDArray[np.uint32]:
-        flat = tables.detach().reshape(-1).to(torch.int64)
-        outside = (flat < 0) | (flat >= self.spec.num_tables)
-        if outside.any():
-            position = int(outside.nonzero()[0])
-            raise InputError(
-                f"table_ids of embedding {self.spec.name!r}: table id {int(flat[position])} at position {position}; "
-                f"they run from 0 to {self.spec.num_tables - 1}"
-            )
-        return flat.to(torch.int32).numpy().view(np.uint32)
-
-    def _gather(self, batch: _core.Batch, begin: int, shape: torch.Size) -> Tensor:
-        out = torch.empty((*shape, self.layout.dim), dtype=torch.float32)
-        _core.gather(batch, self.layout, begin, out.view(-1, self.layout.dim).numpy())
-        return out
+        return _core.Batch([segment(self.spec, lookup) for lookup in lookups], self.spec.num_tables, padding)
 
 
 class PinnedBatch:
     """The unique rows of all lookups of a step, pinned in the top tier until `update` or the table's `release`."""
 
-    def __init__(self, table: OpenTable, core: _core.Batch, shapes: list[torch.Size]) -> None:
+    def __init__(self, table: OpenTable, core: _core.Batch, lookups: list[Lookup], dtype: torch.dtype) -> None:
         self.core = core
+        self.lookups = lookups
+        self.dtype = dtype
         self._table = table
-        self._shapes = shapes
 
-    def gather(self, index: int) -> Tensor:
-        """The rows of lookup number `index`: ids.shape + (dim,), float32."""
-        begin = sum(math.prod(shape) for shape in self._shapes[:index])
-        return self._table.gather(self, begin, self._shapes[index])
+    def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
+        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
 
-    def update(self, grads: list[Tensor]) -> None:
-        """Apply the optimizer. grads: for each lookup ids.shape + (dim,), float32."""
-        dim = self._table.layout.dim
-        flat = [grad.detach().reshape(-1, dim) for grad in grads]
-        total = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
-        self._table.update(self, total.numpy())
+        weights: float32 of the shape of its ids, or None.
+        """
+        return self._table.gather(self, index, weights)
+
+    def weights_grad(self, index: int, grad: Tensor) -> Tensor:
+        """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is as its result."""
+        return self._table.weights_grad(self, index, grad)
+
+    def update(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+        """Apply the optimizer. For each lookup: the gradient of its result, and the weights that it was pooled with."""
+        self._table.update(self, grads, weights if weights is not None else [None] * len(self.lookups))
 
 
-def with_state(chunks: Chunks, initial: Sequence[float]) -> Chunks:
-    """Scanned rows that have no optimizer state, with room for states that begin as `initial`."""
+def with_state(chunks: Chunks, state: RowState) -> Chunks:
+    """Scanned rows that have no optimizer state, with room for `state` as a new row has it."""
     for bucket, rows in chunks:
         dim = rows["values"].shape[1]
-        wide = np.empty(len(rows), row_dtype(dim * (1 + len(initial))))
+        wide = np.empty(len(rows), row_dtype(dim + state.width))
         for field in ("table", "key", "updates", "step"):
             wide[field] = rows[field]
         wide["values"][:, :dim] = rows["values"]
-        wide["values"][:, dim:] = np.repeat(np.asarray(initial, np.float32), dim)
+        wide["values"][:, dim:] = np.repeat(np.asarray(state.initial, np.float32), state.widths)
         yield bucket, wide
 
 
 def load_rows(stack: Stack, chunks: Chunks, width: int) -> int:
     """Write scanned rows to the last tier of an empty stack. Returns how many."""
-    # a packed row holds values and record as a line does, behind table and key: its line is an address within
-    dtype = row_dtype(width)
-    assert dtype.fields is not None
-    offset = dtype.fields["values"][1]
     count = 0
     for _, rows in chunks:
-        if rows.dtype != dtype or not rows.flags.c_contiguous:
+        if rows.dtype != row_dtype(width) or not rows.flags.c_contiguous:
             raise StoreError(f"rows of {rows.dtype} cannot be loaded into lines of {width} floats")
-        lines = np.arange(len(rows), dtype=np.uint64) * np.uint64(dtype.itemsize) + np.uint64(rows.ctypes.data + offset)
-        stack.bottom.write(rows["table"].copy(), rows["key"].copy(), lines)
+        stack.bottom.write(rows["table"].copy(), rows["key"].copy(), line_addresses(rows))
         count += len(rows)
     return count
 
 
-def _unsigned(ids: Tensor) -> NDArray[np.uint64]:
-    """Ids as the 64 bits that identify a row; int32 is sign-extended, so -1 is the same row in either type."""
-    flat = ids.detach().reshape(-1)
-    if flat.dtype == torch.int32:
-        flat = flat.to(torch.int64)
-    return flat.contiguous().numpy().view(np.uint64)
+def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:
+    """The lines within scanned rows [n]: values and record lie in them as in a line, behind table and key."""
+    assert rows.dtype.fields is not None
+    start = rows.ctypes.data + rows.dtype.fields["values"][1]
+    return np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.dtype.itemsize) + np.uint64(start)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
@@ -56,7 +55,7 @@ class CompiledStep:
 
     def code(self) -> str:
         """The step as Python, one op a line."""
-        code = re.sub("tierbed_(engine_ops_step|graph_dense)_", "", self.module.code)
+        code = re.sub("tierbed_(engine_(inputs|ops_step)|graph_dense)_", "", self.module.code)
         return "\n".join(line.partition(";  ")[0] for line in code.splitlines() if line.strip())
 
 
@@ -85,12 +84,13 @@ def compile_step(root: Graph, traced: Trace, optimizers: OptimizerSet, tensors: 
     by_shadow = embeddings_by_shadow(root)
     drop_detach(graph)
     drop_double_transpose(graph)
-    grads = keep_outputs(graph, sum(returned.is_tensor))
+    count = sum(returned.is_tensor)
+    with_grad = returned.with_grad if root.training else []
+    values: Any = graph.output_node().args[0]
     trained: list[tuple[MultiTableMultiColumnEmbedding, RowOptimizer]] = []
-    if root.training and returned.with_grad:
+    if with_grad:
         holders = optimizers.holders()
-        dense: list[tuple[Optimizer, fx.Node, fx.Node]] = []
-        for index, grad in zip(returned.with_grad, grads, strict=True):
+        for index, grad in zip(with_grad, values[count:], strict=True):
             parameter = tensors[index]
             embedding = by_shadow.get(id(parameter))
             if id(parameter) not in holders:
@@ -99,11 +99,16 @@ def compile_step(root: Graph, traced: Trace, optimizers: OptimizerSet, tensors: 
                     f"backward() reaches {what}, which no optimizer of this graph holds; call self.add_optimizer(...) "
                     "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
                 )
-            if embedding is None:
-                dense.append((holders[id(parameter)], live[index], grad))
-            else:
+            if embedding is not None:
                 expand_trained(module, embedding.handle, grad, label)
                 trained.append((embedding, optimizers.rows(embedding)))
+    grads = keep_outputs(graph, count)  # not before: a gradient of weights may be a dense one, and was replaced
+    if with_grad:
+        dense = [
+            (holders[id(tensors[index])], live[index], grad)
+            for index, grad in zip(with_grad, grads, strict=True)
+            if id(tensors[index]) not in by_shadow
+        ]
         add_dense_steps(module, optimizer_at, dense)
     expand_reads(module, label)
     drop_dead(graph)

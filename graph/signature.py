@@ -80,8 +80,11 @@ class Structure:
 
 
 def _attribute_key(value: Any) -> Hashable:
-    """A step that uses a tensor keeps it, so that its id stays its own; one that uses its shape alone does not."""
-    return (id(value), _DESCRIBE(value), _STRIDE(value)) if isinstance(value, Tensor) else id(value)
+    """A step that uses a tensor keeps it, so that its id stays its own; one that uses its shape alone does not.
+
+    What is no tensor is frozen, like other values that build reads.
+    """
+    return (id(value), _DESCRIBE(value), _STRIDE(value)) if isinstance(value, Tensor) else None
 
 
 def _values(dicts: list[Any]) -> list[Any]:

@@ -100,7 +100,9 @@ def check_description(value: Any) -> None:
         "width": lambda x: _is_count(x) and 0 < x <= _MAX_WIDTH,
         "optimizer": lambda x: x is None or type(x) is str,
         "states": lambda x: type(x) is list and all(type(s) is str for s in x),
+        "state_widths": lambda x: type(x) is list and all(_is_count(w) and 0 < w <= _MAX_WIDTH for w in x),
         "initial": lambda x: type(x) is list and all(type(i) is float for i in x),
+        "hyper": lambda x: type(x) is list and all(type(h) is float for h in x),
         "seed": lambda x: type(x) is int,
         "tables": lambda x: type(x) is list,
         "padding_idx": lambda x: x is None or type(x) is int,
@@ -108,8 +110,11 @@ def check_description(value: Any) -> None:
     }
     for field, check in valid.items():
         _require(field in value and check(value[field]), f"description has no valid {field!r}")
-    width = sum(value["columns"]) * (1 + len(value["states"]))
-    _require(len(value["initial"]) == len(value["states"]), "description has no 'initial' value for each of its states")
+    dim, widths = sum(value["columns"]), value["state_widths"]
+    for field in ("state_widths", "initial"):
+        _require(len(value[field]) == len(value["states"]), f"description has no {field!r} for each of its states")
+    _require(all(w in (1, dim) for w in widths), "description has 'state_widths' that are neither 1 nor the columns'")
+    width = dim + sum(widths)
     _require(width == value["width"], "description has a 'width' that is not that of its columns and states")
 
 

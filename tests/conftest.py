@@ -1,6 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -9,7 +15,31 @@ import torch
 from hypothesis import settings
 
 settings.register_profile("suite", max_examples=60, deadline=None)
+settings.register_profile("sanitize", max_examples=10, deadline=None)  # by --hypothesis-profile
 settings.load_profile("suite")
+
+
+class _OtherCore(MetaPathFinder):
+    """Finds the native core in a file of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return spec_from_file_location(name, self.path) if name == "tierbed.engine._core" else None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--core", type=Path, help="another build of the native core to test, an extension module's file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if core := config.getoption("core"):
+        assert core.is_file(), f"--core {core}: no such file"
+        assert "tierbed.engine" not in sys.modules
+        sys.meta_path.insert(0, _OtherCore(core))
 
 
 def _poisoned(allocate: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,3 +76,17 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     _core.set_threads(request.param)
     yield request.param
     _core.set_threads(torch.get_num_threads())
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Any:
+    """A device of `cuda_tables.on_devices`, made when the test runs."""
+    return request.param()
+
+
+@pytest.fixture
+def native_threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's number of threads, which the native loops follow, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

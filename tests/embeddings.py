@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tierbed import engine
 from tierbed.engine import MultiTableEmbedding
+from tierbed.engine.inputs import Lookup
+from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad
 from tierbed.engine.store.contract import row_dtype
 
 DIM = 5
@@ -29,6 +31,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "rowwise": (RowWiseAdagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    "catch-up": (CatchUpAdam, {"lr": 0.01}),
 }
 
 
@@ -75,7 +79,7 @@ def train(
     """One step; returns the rows that it saw. Without `grad`, gradients depend on ids, tables and rows."""
     ids = torch.as_tensor(ids, dtype=embedding.spec.key_type)
     tables = torch.as_tensor(tables).broadcast_to(ids.shape)
-    pinned = embedding.prefetch([(ids, tables)])
+    pinned = embedding.prefetch([Lookup(ids, tables)])
     rows = pinned.gather(0)
     if grad is None:
         phase = (ids.to(torch.int64) % 1009 + tables).to(torch.float32)[..., None] + torch.arange(embedding.dim)

@@ -36,8 +36,14 @@ class Table:
     """A layout and what the naive functions need to know of it."""
 
     def __init__(
-        self, columns: Sequence[int], states: Sequence[float] = (), seed: int = 7, tables: int = len(INITIALIZERS)
+        self,
+        columns: Sequence[int],
+        states: Sequence[float] = (),
+        seed: int = 7,
+        tables: int = len(INITIALIZERS),
+        state_widths: Sequence[int] | None = None,
     ) -> None:
+        """Each state is as wide as the embedding where `state_widths` does not tell."""
         options = [
             make_table_options([INITIALIZERS[(table + group) % len(INITIALIZERS)] for group in range(len(columns))])
             for table in range(tables)
@@ -45,14 +51,23 @@ class Table:
         self.columns, self.states, self.seed, self.tables = list(columns), list(states), seed, tables
         self.kinds, self.parameters, self.quantiles = as_arrays(options, columns)
         self.dim = sum(columns)
+        self.state_widths = [self.dim] * len(self.states) if state_widths is None else list(state_widths)
         self.layout = _core.Layout(
-            self.dim, self.states, seed, self.columns, self.kinds, self.parameters, self.quantiles
+            self.dim, self.states, self.state_widths, seed, self.columns, self.kinds, self.parameters, self.quantiles
         )
         self.width = self.layout.width
 
     def initial(self, tables: NDArray[np.uint32], keys: NDArray[np.uint64]) -> NDArray[np.float32]:
         return naive.initial_rows(
-            tables, keys, self.seed, self.columns, self.kinds, self.parameters, self.quantiles, self.states
+            tables,
+            keys,
+            self.seed,
+            self.columns,
+            self.kinds,
+            self.parameters,
+            self.quantiles,
+            self.states,
+            self.state_widths,
         )
 
     def batch(
@@ -61,7 +76,13 @@ class Table:
         tables: Sequence[int] | NDArray[np.uint32],
         padding: int | None = None,
     ) -> _core.Batch:
-        return _core.Batch([(np.asarray(keys, np.uint64), np.asarray(tables, np.uint32))], self.tables, padding)
+        return _core.Batch([(np.asarray(keys, np.uint64), np.asarray(tables, np.uint32), None)], self.tables, padding)
+
+    def update(
+        self, batch: _core.Batch, grads: NDArray[np.float32], rule: str, hyper: Sequence[float], step: int
+    ) -> int:
+        """`_core.update` of a batch of one lookup without bags, grads [size, dim]."""
+        return _core.update(batch, self.layout, [grads], [False], [None], rule, hyper, step)
 
     def lines(self, count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
         """Memory of zeros for `count` lines, to be kept alive, and their addresses."""

@@ -29,6 +29,8 @@ def description(width: int = 6, **changes: Any) -> dict[str, Any]:
         "width": width,
         "optimizer": "adagrad" if states else "sgd",
         "states": states,
+        "state_widths": [width // 2] * len(states),
+        "hyper": [0.1, 0.0, 0.0, 1e-10, 0.0, 0.0] if states else [0.1, 0.0, 0.0, 0.0, 0.0],
         "initial": [0.0] * len(states),
         "seed": 7,
         "tables": [{"type": "uniform", "low": -0.1, "high": 0.1}, {"type": "constant", "value": 0.0}],

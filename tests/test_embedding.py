@@ -25,6 +25,7 @@ from tierbed.engine import (
     OptimizerError,
 )
 from tierbed.engine.initializers import as_arrays, make_column_options, make_table_options
+from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops import naive
 
 
@@ -340,9 +341,9 @@ def test_pretrained_rows_of_a_closed_store_are_trained(store: str, tmp_path: Pat
 def test_training_without_an_optimizer_and_one_that_rows_cannot_follow_are_refused() -> None:
     with make(options("device"), tables=1) as embedding:
         with pytest.raises(OptimizerError, match=r"'rows' has no optimizer.*add_optimizer"):
-            embedding.prefetch([(torch.tensor([1]), None)])
+            embedding.prefetch([Lookup(torch.tensor([1]))])
         optimizer = torch.optim.RMSprop(embedding.parameters())
-        with pytest.raises(OptimizerError, match=r"RMSprop cannot update rows; use torch\.optim's SGD"):
+        with pytest.raises(OptimizerError, match=r"RMSprop cannot update rows; use one of torch\.optim\.Adagrad"):
             embedding.attach(optimizer, optimizer.param_groups[0])
         assert embedding.size() == 0
         attach(embedding, "sgd")

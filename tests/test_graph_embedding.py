@@ -9,6 +9,7 @@ import torch
 from graphs import (
     DIM,
     Rating,
+    compiled_steps,
     dense_copy,
     embedding,
     id_batches,
@@ -281,8 +282,16 @@ def test_tables_and_padding_pass_through_the_graph() -> None:
     torch.testing.assert_close(rows.get([6], [1]), second - 1)
 
 
+def test_a_table_that_opens_in_the_first_call_leaves_the_step_as_it_is() -> None:
+    rows, net = embedding(), mlp(3 * DIM)
+    graph = Rating(rows, net, torch.optim.SGD([*rows.parameters(), *net.parameters()], lr=0.1))
+    for ids in id_batches(8, 3)[:3]:
+        graph(ids)
+    assert compiled_steps(graph) == 1
+
+
 def test_a_graph_prints_its_embedding_under_its_path() -> None:
     rows, net = embedding(), mlp(3 * DIM)
     graph = Rating(rows, net, torch.optim.SGD([*rows.parameters(), *net.parameters()], lr=0.1))
     graph(id_batches(8, 3)[0])
-    assert "prefetch(rows, [(ids," in str(graph)
+    assert "prefetch(rows, [Lookup(ids," in str(graph)

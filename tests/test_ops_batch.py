@@ -15,12 +15,12 @@ Segment = tuple[list[int], list[int] | None]
 def check(segments: list[Segment], num_tables: int, padding: int | None = None) -> _core.Batch:
     """The native batch equals the naive one, whose segments' positions follow one another."""
     arrays = [
-        (np.array(keys, np.uint64), None if tables is None else np.array(tables, np.uint32))
+        (np.array(keys, np.uint64), None if tables is None else np.array(tables, np.uint32), None)
         for keys, tables in segments
     ]
     batch = _core.Batch(arrays, num_tables, padding)
-    keys = np.concatenate([keys for keys, _ in arrays] or [np.zeros(0, np.uint64)])
-    tables = [np.arange(len(keys), dtype=np.uint32) % num_tables if ids is None else ids for keys, ids in arrays]
+    keys = np.concatenate([keys for keys, _, _ in arrays] or [np.zeros(0, np.uint64)])
+    tables = [np.arange(len(keys), dtype=np.uint32) % num_tables if ids is None else ids for keys, ids, _ in arrays]
     expected = naive.unique(keys, np.concatenate([*tables, np.zeros(0, np.uint32)]).astype(np.uint32), padding)
     assert batch.size == len(keys)
     assert batch.unique == len(expected.keys)
@@ -96,7 +96,7 @@ def test_a_large_skewed_batch_is_the_same_for_any_threads(threads: int) -> None:
 def test_a_table_id_out_of_range_is_refused_with_its_position() -> None:
     keys = np.arange(5, dtype=np.uint64)
     with pytest.raises(IndexError, match="3"):
-        _core.Batch([(keys, np.array([0, 1, 1, 2, 0], np.uint32))], 2, None)
+        _core.Batch([(keys, np.array([0, 1, 1, 2, 0], np.uint32), None)], 2, None)
 
 
 def test_buckets_are_the_top_bits_of_the_hash() -> None:

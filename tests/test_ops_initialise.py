@@ -52,7 +52,7 @@ def test_golden_rows_never_change() -> None:
         g = {name: golden[name] for name in golden.files}
     arguments = int(g["seed"]), g["columns"].tolist(), g["kinds"].tolist(), g["parameters"], g["quantiles"]
     same_bits(naive.initial_rows(g["tables"], g["keys"], *arguments), g["rows"])
-    layout = _core.Layout(sum(arguments[1]), [], *arguments)
+    layout = _core.Layout(sum(arguments[1]), [], [], *arguments)
     out = np.full_like(g["rows"], np.nan)
     _core.initialise(layout, g["tables"], g["keys"], out)
     same_bits(out, g["rows"])

@@ -8,7 +8,7 @@ from tierbed.engine import _core
 from tierbed.engine.ops import naive
 from tierbed.engine.store.contract import BUCKETS, row_dtype
 
-SGD = "sgd", [0.5, 0.0, 0.0]
+SGD = "sgd", [0.5, 0.0, 0.0, 0.0, 0.0]
 
 
 def insert(table: Table, store: _core.FullTable, keys, tables) -> _core.Batch:
@@ -52,7 +52,7 @@ def test_growth_to_a_hundred_thousand_rows_moves_no_line(threads: int) -> None:
     store = _core.FullTable(table.layout)
     before = store.bytes
     early = insert(table, store, np.arange(1000), np.zeros(1000))
-    assert _core.update(early, table.layout, np.ones((1000, 2), np.float32), *SGD, 1) == 1000
+    assert table.update(early, np.ones((1000, 2), np.float32), *SGD, 1) == 1000
     values = table.values(early.lines)
     for begin in range(0, 50_000, 10_000):
         keys = np.arange(begin, begin + 10_000)
@@ -77,7 +77,7 @@ def test_only_written_rows_are_held_and_scanned_in_order() -> None:
     tables = np.arange(len(keys), dtype=np.uint32) % table.tables
     written = insert(table, store, keys, tables)
     insert(table, store, np.arange(500, 900), np.zeros(400))  # pinned, never written
-    _core.update(written, table.layout, np.ones((len(keys), 3), np.float32), "adagrad", [0.1, 0.0, 0.0, 1e-3], 12)
+    table.update(written, np.ones((len(keys), 3), np.float32), "adagrad", [0.1, 0.0, 0.0, 1e-3, 0.0, 0.0], 12)
     buckets = scan(table, store)
     for bucket, rows in enumerate(buckets):
         ids = list(zip(rows["table"].tolist(), rows["key"].tolist(), strict=True))
@@ -125,7 +125,7 @@ def test_read_leaves_the_lines_of_rows_that_are_not_held() -> None:
     table = Table([4])
     store = _core.FullTable(table.layout)
     written = insert(table, store, [1], [0])
-    _core.update(written, table.layout, np.ones((1, 4), np.float32), *SGD, 1)
+    table.update(written, np.ones((1, 4), np.float32), *SGD, 1)
     insert(table, store, [2], [0])  # known to the index, never written
     memory, lines = table.lines(3)
     memory[:] = 0xAB
@@ -149,7 +149,7 @@ def test_scan_refuses_a_buffer_of_another_size() -> None:
     table = Table([4])
     store = _core.FullTable(table.layout)
     batch = insert(table, store, [1], [0])
-    _core.update(batch, table.layout, np.ones((1, 4), np.float32), *SGD, 1)
+    table.update(batch, np.ones((1, 4), np.float32), *SGD, 1)
     memory = np.zeros(64, np.uint8)
     with pytest.raises((TypeError, ValueError)):
         store.scan(naive.bucket(0, 1), memory[:3])

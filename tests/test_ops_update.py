@@ -9,8 +9,10 @@ from rows import SPECIAL_KEYS, Table, same_bits
 
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
-from tierbed.engine.optimizers import row_optimizer
+from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
+from tierbed.engine.optimizers import RowOptimizer, row_optimizer
 
+SGD = "sgd", [1.0, 0.0, 0.0, 0.0, 0.0]  # with a learning rate of 1
 MAKERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "sgd decay": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01, maximize=True),
@@ -19,10 +21,19 @@ MAKERS = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, weight_decay=0.01, initial_accumulator_value=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, maximize=True),
+    "rowwise adagrad": lambda p: RowWiseAdagrad(p, lr=0.1, weight_decay=0.01, initial_accumulator_value=0.1),
+    "rowwise decoupled": lambda p: RowWiseAdagrad(p, lr=0.1, eps=0.0, weight_decay=0.1, weight_decay_mode="decoupled"),
+    "ftrl": lambda p: Ftrl(p, lr=0.1, weight_decay=0.01, lambda1=0.01, lambda2=0.1, beta=0.5),
+    "ftrl power": lambda p: Ftrl(p, lr=0.1, lr_power=-0.3, initial_accumulator_value=0.0),
+    "ftrl grows": lambda p: Ftrl(p, lr=0.1, lr_power=-0.7, power_sign="lr_power"),
+    "catch-up adam": lambda p: CatchUpAdam(p, lr=0.01, maximize=True),
+    "catch-up adam with a rest": lambda p: CatchUpAdam(p, lr=0.01, betas=(0.1, 0.9)),
+    "clipped": lambda p: torch.optim.Adagrad([{"params": p, "clip_grad_value": 0.5, "clip_grad_row_norm": 1.0}]),
+    "clipped rowwise": lambda p: RowWiseAdagrad([{"params": p, "clip_grad_row_norm": 0.1}]),
 }
 
 
-def optimizer_of(name: str):
+def optimizer_of(name: str) -> RowOptimizer:
     optimizer = MAKERS[name]([torch.nn.Parameter(torch.zeros(1))])
     return row_optimizer(optimizer, optimizer.param_groups[0])
 
@@ -45,16 +56,20 @@ def random_ids(rng: np.random.Generator, count: int, table: Table) -> tuple[np.n
     return keys, rng.integers(0, table.tables, count, np.uint32)
 
 
-@pytest.mark.parametrize("dim", [1, 3, 17, 64])
+def table_of(optimizer: RowOptimizer, dim: int) -> Table:
+    return Table([dim], optimizer.initial, state_widths=optimizer.row_state(dim).widths)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 17, 64, 100])
 @pytest.mark.parametrize("name", list(MAKERS))
 def test_five_steps_equal_the_reference_to_the_bit(name: str, dim: int) -> None:
     optimizer = optimizer_of(name)
-    table = Table([dim], optimizer.initial)
+    table = table_of(optimizer, dim)
     store = _core.FullTable(table.layout)
-    expected: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+    expected: dict[tuple[int, int], tuple[np.ndarray, int, int]] = {}
     rng = np.random.default_rng(dim)
     padding = 3
-    for step in range(1, 6):
+    for step in (1, 2, 5, 6, 40):  # the steps between belong to other rows
         keys, tables = random_ids(rng, 90, table)
         grads = rng.standard_normal((90, dim), np.float32) * np.float32(10.0) ** rng.integers(-6, 3, (90, 1)).astype(
             np.float32
@@ -62,30 +77,26 @@ def test_five_steps_equal_the_reference_to_the_bit(name: str, dim: int) -> None:
         batch = pinned(table, store, keys, tables, padding)
         wanted = naive.unique(keys, tables, padding)
         rows = list(zip(wanted.tables.tolist(), wanted.keys.tolist(), strict=True))
-        fresh = zip(table.initial(wanted.tables, wanted.keys), np.zeros((len(rows), 1), np.uint32), strict=True)
-        before = [expected.get(row, new) for row, new in zip(rows, fresh, strict=True)]
-        values, updates = np.array([v for v, _ in before]), np.array([u[0] for _, u in before], np.uint32)
+        fresh = table.initial(wanted.tables, wanted.keys)
+        before = [expected.get(row, (values, 0, 0)) for row, values in zip(rows, fresh, strict=True)]
+        values = np.array([values for values, _, _ in before])
+        updates, last = (np.array([row[column] for row in before], np.uint32) for column in (1, 2))
         new = int((updates == 0).sum())
-        naive.update(
-            values,
-            updates,
-            naive.reduce(grads, wanted.occurrences, wanted.offsets),
-            optimizer.rule,
-            optimizer.hyper(step),
-        )
-        expected |= {row: (v, u) for row, v, u in zip(rows, values, updates[:, None], strict=True)}
+        reduced = naive.reduce(grads, wanted.occurrences, wanted.offsets)
+        naive.update(values, updates, reduced, optimizer.rule, optimizer.hyper(step), step, last)
+        expected |= {row: (v, u, step) for row, v, u in zip(rows, values, updates, strict=True)}
 
         assert _core.count_new(batch, table.layout) == new
-        assert _core.update(batch, table.layout, grads, optimizer.rule, optimizer.hyper(step), step) == new
+        assert table.update(batch, grads, optimizer.rule, optimizer.hyper(step), step) == new
         assert _core.count_new(batch, table.layout) == 0
         same_bits(table.values(batch.lines), values)
         np.testing.assert_array_equal(table.records(batch.lines), [(u, step) for u in updates])
 
 
-@pytest.mark.parametrize("name", ["momentum", "adam"])
+@pytest.mark.parametrize("name", ["momentum", "adam", "clipped rowwise", "catch-up adam"])
 def test_many_rows_with_duplicates_are_the_same_for_any_threads(name: str, threads: int) -> None:
     optimizer = optimizer_of(name)
-    table = Table([6], optimizer.initial)
+    table = table_of(optimizer, 6)
     store = _core.FullTable(table.layout)
     rng = np.random.default_rng(0)
     keys = rng.zipf(1.3, 8000).astype(np.uint64) % np.uint64(3000)
@@ -93,16 +104,11 @@ def test_many_rows_with_duplicates_are_the_same_for_any_threads(name: str, threa
     grads = rng.standard_normal((8000, 6), np.float32)
     wanted = naive.unique(keys, tables)
     values, updates = table.initial(wanted.tables, wanted.keys), np.zeros(len(wanted.keys), np.uint32)
-    for step in (1, 2):
-        naive.update(
-            values,
-            updates,
-            naive.reduce(grads, wanted.occurrences, wanted.offsets),
-            optimizer.rule,
-            optimizer.hyper(step),
-        )
+    reduced, last = naive.reduce(grads, wanted.occurrences, wanted.offsets), np.zeros_like(updates)
+    for step in (1, 4):
+        naive.update(values, updates, reduced, optimizer.rule, optimizer.hyper(step), step, last)
         batch = pinned(table, store, keys, tables)
-        _core.update(batch, table.layout, grads, optimizer.rule, optimizer.hyper(step), step)
+        table.update(batch, grads, optimizer.rule, optimizer.hyper(step), step)
     same_bits(table.values(batch.lines), values)
 
 
@@ -118,9 +124,65 @@ def test_duplicates_are_summed_in_the_order_of_their_positions(parts: list[float
     values = table.initial(batch.tables, batch.keys)
     with np.errstate(all="ignore"):
         total = naive.reduce(grads, batch.occurrences, batch.offsets)
-        naive.update(values, np.zeros(1, np.uint32), total, "sgd", [1.0, 0.0, 0.0])
-    _core.update(batch, table.layout, grads, "sgd", [1.0, 0.0, 0.0], 1)
+        naive.update(values, np.zeros(1, np.uint32), total, *SGD)
+    table.update(batch, grads, *SGD, 1)
     np.testing.assert_array_equal(table.values(batch.lines), values)
+
+
+@pytest.mark.parametrize("count", [256, 257, 700])
+def test_many_occurrences_are_summed_in_blocks_of_256(count: int) -> None:
+    table = Table([3], seed=1)
+    store = _core.FullTable(table.layout)
+    grads = np.random.default_rng(count).standard_normal((count, 3), np.float32)
+    batch = pinned(table, store, np.zeros(count, np.uint64), np.zeros(count, np.uint32))
+    blocks = [np.add.accumulate(grads[begin : begin + 256])[-1] for begin in range(0, count, 256)]
+    total = np.add.accumulate(np.array(blocks))[-1]
+    same_bits(naive.reduce(grads, batch.occurrences, batch.offsets), total[None])
+    expected = table.initial(batch.tables, batch.keys) - total
+    table.update(batch, grads, *SGD, 1)
+    same_bits(table.values(batch.lines), expected)
+
+
+@pytest.mark.parametrize(("value", "norm"), [(0.5, 0.0), (0.0, 1.0), (0.5, 1.0)])
+def test_the_summed_gradient_of_a_row_is_clipped_before_weight_decay(value: float, norm: float) -> None:
+    table = Table([4])
+    store = _core.FullTable(table.layout)
+    grads = np.array([[3, -4, 0, 0], [0.25, 0.1, 0, -0.25], [1, 1, 0, 0], [-1, -1, 0, np.nan]], np.float32)
+    batch = pinned(table, store, np.array([1, 2, 3, 3], np.uint64), np.zeros(4, np.uint32))
+    before = table.values(batch.lines)
+    table.update(batch, grads, "sgd", [1.0, 0.5, 0.0, value, norm], 1)
+    moved = dict(zip(batch.keys.tolist(), (before * np.float32(0.5) - table.values(batch.lines)).tolist(), strict=True))
+    clamped = np.clip([3, -4, 0, 0], -value, value) if value else np.array([3, -4, 0, 0])
+    wanted = clamped * min(1.0, norm / np.linalg.norm(clamped)) if norm else clamped
+    np.testing.assert_allclose(moved[1], wanted, atol=1e-6)
+    np.testing.assert_allclose(moved[2], [0.25, 0.1, 0, -0.25], atol=1e-6)
+    assert np.isnan(moved[3][3])
+
+
+def test_rows_that_are_behind_are_seen_caught_up_and_stay_as_they_are() -> None:
+    optimizer = optimizer_of("catch-up adam with a rest")
+    table = table_of(optimizer, 5)
+    store = _core.FullTable(table.layout)
+    keys, zeros = np.arange(40, dtype=np.uint64), np.zeros(40, np.uint32)
+    for step, some in ((1, keys[:30]), (2, keys[:20]), (9, keys[:10])):
+        grads = np.random.default_rng(step).standard_normal((len(some), 5), np.float32)
+        table.update(pinned(table, store, some, zeros[: len(some)]), grads, optimizer.rule, optimizer.hyper(step), step)
+    batch = pinned(table, store, keys, zeros)
+    values, records = table.values(batch.lines), table.records(batch.lines)
+    expected = values.copy()
+    naive.catch_up(expected, *records.T, 5, optimizer.rule, optimizer.hyper(200), 200)
+    _core.settle(batch, table.layout, optimizer.rule, optimizer.hyper(200), 200)
+    same_bits(table.values(batch.views), expected)
+    same_bits(table.values(batch.lines), values)
+    out = np.empty((40, 5), np.float32)
+    _core.gather(batch, table.layout, 0, out)
+    same_bits(out, expected[batch.inverse, :5])
+
+    _core.catch_up(table.layout, batch.lines.copy(), optimizer.rule, optimizer.hyper(200), 200)
+    same_bits(table.values(batch.lines), expected)
+    written = records[:, 0] > 0
+    assert (table.records(batch.lines)[written, 1] == 199).all()
+    np.testing.assert_array_equal(table.records(batch.lines)[~written], records[~written])
 
 
 def test_gather_copies_rows_and_gives_zeros_for_padding(threads: int) -> None:
@@ -133,9 +195,6 @@ def test_gather_copies_rows_and_gives_zeros_for_padding(threads: int) -> None:
     out = np.full((5000, 9), np.nan, np.float32)
     _core.gather(batch, table.layout, 0, out)
     same_bits(out, expected)
-    part = np.full((1200, 9), np.nan, np.float32)
-    _core.gather(batch, table.layout, 3800, part)
-    same_bits(part, expected[3800:])
 
 
 def test_lines_may_stand_anywhere_and_are_set_from_python() -> None:
@@ -159,7 +218,7 @@ def test_an_empty_batch_and_one_of_padding_alone_change_nothing() -> None:
         out = np.full((len(keys), 4), np.nan, np.float32)
         _core.gather(batch, table.layout, 0, out)
         assert not out.any()
-        assert _core.update(batch, table.layout, np.ones_like(out), "sgd", [1.0, 0.0, 0.0], 1) == 0
+        assert table.update(batch, np.ones_like(out), *SGD, 1) == 0
         assert _core.assign(batch, table.layout, np.ones_like(out), 1) == 0
     assert store.rows == 0
 
@@ -181,7 +240,7 @@ def test_initialise_missing_serves_unknown_rows_from_memory_of_the_batch() -> No
     table = Table([3, 2])
     store = _core.FullTable(table.layout)
     known = pinned(table, store, np.array([1, 2], np.uint64), np.zeros(2, np.uint32))
-    _core.update(known, table.layout, np.ones((2, 5), np.float32), "sgd", [1.0, 0.0, 0.0], 1)
+    table.update(known, np.ones((2, 5), np.float32), *SGD, 1)
     batch = table.batch([1, 2, 3, 4], [0, 0, 0, 0])
     assert store.find(batch) == 2
     assert _core.count_new(batch, table.layout) == 2
@@ -199,15 +258,15 @@ def test_wrong_sizes_are_refused_before_anything_is_read() -> None:
     before = table.values(batch.lines)
     for shape in ((2, 4), (3, 5), (4, 4)):
         with pytest.raises((TypeError, ValueError)):
-            _core.update(batch, table.layout, np.ones(shape, np.float32), "adagrad", [1.0, 0.0, 0.0, 0.1], 1)
+            table.update(batch, np.ones(shape, np.float32), "adagrad", [1.0, 0.0, 0.0, 0.1, 0.0, 0.0], 1)
         with pytest.raises((TypeError, ValueError)):
             _core.assign(batch, table.layout, np.ones(shape, np.float32), 1)
     with pytest.raises((TypeError, ValueError)):
-        _core.gather(batch, table.layout, 1, np.empty((3, 4), np.float32))
+        _core.gather(batch, table.layout, 0, np.empty((4, 4), np.float32))
     with pytest.raises((TypeError, ValueError)):
-        _core.update(batch, table.layout, np.ones((3, 4), np.float32), "no such rule", [1.0], 1)
+        table.update(batch, np.ones((3, 4), np.float32), "no such rule", [1.0], 1)
     with pytest.raises((TypeError, ValueError)):
-        _core.update(batch, table.layout, np.ones((3, 4), np.float32), "adagrad", [1.0], 1)
+        table.update(batch, np.ones((3, 4), np.float32), "adagrad", [1.0], 1)
     with pytest.raises((TypeError, ValueError)):  # one state, where adam keeps two
-        _core.update(batch, table.layout, np.ones((3, 4), np.float32), "adam", [1.0] * 9, 1)
+        table.update(batch, np.ones((3, 4), np.float32), "adam", [1.0] * 10, 1)
     same_bits(table.values(batch.lines), before)

@@ -211,7 +211,9 @@ def test_a_given_row_size_is_checked_against_the_optimizer(optimizer: str, facto
     for right in ({"size_factor": factor}, {"storage_dim": factor * DIM}, {"storage_dim": -1}):
         assert make(engine.make_device_mem_store_options(**right), optimizer).size() == 0
     wrong = make(engine.make_device_mem_store_options(size_factor=factor + 1), optimizer)
-    with pytest.raises(OptionError, match=rf"size_factor={factor + 1}: .* takes {factor} times.*leave size_factor out"):
+    with pytest.raises(
+        OptionError, match=rf"size_factor={factor + 1}: .* takes {factor * DIM} floats.*leave size_factor"
+    ):
         wrong.size()
     wrong = make(engine.make_device_mem_store_options(storage_dim=factor * DIM + 1), optimizer)
     with pytest.raises(OptionError, match=rf"storage_dim={factor * DIM + 1}: .* takes {factor * DIM} floats"):

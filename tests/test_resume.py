@@ -19,6 +19,7 @@ from tierbed.engine import (
     SnapshotError,
     TierbedError,
 )
+from tierbed.engine.inputs import Lookup
 from tierbed.engine.store import rocksdb
 
 every_store = pytest.mark.parametrize("store", STORES)
@@ -97,7 +98,7 @@ def test_a_store_with_state_is_read_only_without_its_optimizer(tmp_path: Path, s
         with pytest.raises(OptimizerError, match=r"'rows'.*optimizer"):
             reader.put([5000], torch.ones(1, DIM))  # nobody knows the state that the new row begins with
         with pytest.raises(OptimizerError, match=r"'rows' has no optimizer"):
-            reader.prefetch([(torch.tensor([1]), None)])
+            reader.prefetch([Lookup(torch.tensor([1]))])
         holds(reader, 3)
 
 

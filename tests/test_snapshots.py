@@ -170,7 +170,19 @@ def test_full_disk_is_a_snapshot_error_and_leaves_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "change", [{"width": 0}, {"width": 2}, {"columns": ()}, {"dtype": "float16"}, {"seed": None}, {"step": -1}]
+    "change",
+    [
+        {"width": 0},
+        {"width": 2},
+        {"columns": ()},
+        {"dtype": "float16"},
+        {"seed": None},
+        {"step": -1},
+        {"state_widths": []},
+        {"state_widths": [2], "width": 5},
+        {"state_widths": ["3"]},
+        {"hyper": [1]},
+    ],
 )
 def test_description_that_could_not_be_read_back_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(SnapshotError, match=f"{next(iter(change))}"):
@@ -183,6 +195,11 @@ def test_description_that_msgpack_cannot_hold_is_refused(tmp_path: Path) -> None
         with pytest.raises(SnapshotError, match="cannot be stored"):
             write_snapshot(tmp_path / "s", description(tables=tables), [])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_state_takes_one_float(tmp_path: Path) -> None:
+    manifest = write_snapshot(tmp_path / "s", description(4, columns=[3], state_widths=[1]), [(0, make_rows(4, 5))])
+    assert manifest.width == 4
 
 
 def test_missing_snapshot_names_those_that_exist(tmp_path: Path) -> None:

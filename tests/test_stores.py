@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from embeddings import DIM, ONE_SET_MB, OPTIMIZERS, STORES, attach, contents, ma
 from rows import same_bits
 
 from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError
+from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops import naive
 from tierbed.engine.store import rocksdb
 
@@ -22,14 +23,6 @@ KEYS = [0, 1, 2, 3, 10, 11, -1, -2, -(2**63), -(2**63) + 1, 2**63 - 1, 2**63 - 2
 def two_rows_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scan of RocksDB comes in many chunks though tables are small."""
     monkeypatch.setattr(rocksdb, "SCAN_BYTES", 200)
-
-
-@pytest.fixture
-def native_threads() -> Iterator[Callable[[int], None]]:
-    """Sets torch's number of threads, which the native loops follow, until the test ends."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def batches(steps: int = 12, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -95,10 +88,10 @@ def test_a_store_equals_a_loop_over_a_dict_of_rows(tmp_path: Path, optimizer: st
         sums = naive.reduce(grads.numpy(), unique.occurrences, unique.offsets)
         for index, row in enumerate(zip(unique.tables.tolist(), unique.keys.tolist(), strict=True)):
             position = unique.occurrences[unique.offsets[index]]
-            state = np.repeat(np.array(rule.initial, np.float32), DIM)
-            values, updates, _ = model.get(row, (np.concatenate([initial[position], state]), 0, 0))
-            counts = np.array([updates], np.uint32)
-            naive.update(values[None], counts, sums[index : index + 1], rule.rule, rule.hyper(step))
+            state = np.repeat(np.array(rule.initial, np.float32), rule.row_state(DIM).widths)
+            values, updates, before = model.get(row, (np.concatenate([initial[position], state]), 0, 0))
+            counts, last = np.array([updates], np.uint32), np.array([before], np.uint32)
+            naive.update(values[None], counts, sums[index : index + 1], rule.rule, rule.hyper(step), step, last)
             model[row] = values, int(counts[0]), step
     rows = contents(embedding)
     embedding.close()
@@ -133,7 +126,7 @@ def test_a_read_between_prefetch_and_update_changes_no_row(tmp_path: Path, store
     _, expected = run(make(options("device"), "adam"))
     embedding = make(options(store, tmp_path), "adam")
     for ids, tables in batches():
-        pinned = embedding.prefetch([(ids, tables)])
+        pinned = embedding.prefetch([Lookup(ids, tables)])
         rows = pinned.gather(0)
         assert torch.equal(embedding.get(ids, tables), rows)
         embedding.get(torch.arange(500), 2)
@@ -267,7 +260,7 @@ def test_a_step_that_fails_between_prefetch_and_update_loses_nothing(tmp_path: P
     embedding = make(options(store, tmp_path), "adam")
     for step, (ids, tables) in enumerate(batches()):
         others = torch.arange(step * 30, step * 30 + 60)
-        stale = embedding.prefetch([(others, others % 3), (ids, tables)])
+        stale = embedding.prefetch([Lookup(others, others % 3), Lookup(ids, tables)])
         if step % 2:  # else the next prefetch drops the pin
             embedding.release()
             embedding.release()
@@ -283,7 +276,7 @@ def test_a_step_that_fails_between_prefetch_and_update_loses_nothing(tmp_path: P
 def test_rows_of_a_failed_step_count_against_capacity_once(tmp_path: Path, store: str) -> None:
     with make(options(store, tmp_path, capacity=4), "sgd") as embedding:
         for _ in range(3):
-            embedding.prefetch([(torch.arange(3), torch.zeros(3, dtype=torch.int64))])
+            embedding.prefetch([Lookup(torch.arange(3), torch.zeros(3, dtype=torch.int64))])
             embedding.release()
         assert (embedding.size(), len(contents(embedding))) == (0, 0)
         train(embedding, [7, 8])
@@ -298,7 +291,7 @@ def test_several_lookups_of_a_step_are_one_update_a_row(tmp_path: Path, store: s
     with make(options(store, tmp_path), "adam") as embedding, make(options("device"), "adam") as single:
         first, second = torch.arange(40), torch.arange(60).reshape(3, 20) % 25
         tables = [torch.full(ids.shape, 1) for ids in (first, second)]
-        pinned = embedding.prefetch([(first, tables[0]), (second, tables[1])])
+        pinned = embedding.prefetch([Lookup(first, tables[0]), Lookup(second, tables[1])])
         assert (pinned.gather(0).shape, pinned.gather(1).shape) == ((40, DIM), (3, 20, DIM))
         grads = [torch.randn(*ids.shape, DIM, generator=torch.Generator().manual_seed(9)) for ids in (first, second)]
         pinned.update(grads)

@@ -1,4 +1,4 @@
-"""The two ops that a trace records.
+"""The ops that a trace records: a lookup, and its gradients for rows and for weights.
 
 A compiled graph replaces them by the functions of `step.py`; called eagerly, a lookup only reads.
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ClosedError, GraphError
+from ..inputs import Lookup
 
 if TYPE_CHECKING:
     from ..embedding import MultiTableMultiColumnEmbedding
@@ -39,19 +40,45 @@ def embedding_of(handle: int) -> MultiTableMultiColumnEmbedding:
 
 
 @torch.library.custom_op("tierbed::lookup", mutates_args=())
-def lookup(shadow: Tensor, ids: Tensor, table_ids: Tensor | None, handle: int) -> Tensor:
-    """Rows of ids, shape ids.shape + (dim,), read without inserting."""
-    return embedding_of(handle).read(ids, table_ids)
+def lookup(
+    shadow: Tensor,
+    ids: Tensor,
+    table_ids: Tensor | None,
+    offsets: Tensor | None,
+    pooling: str | None,
+    weights: Tensor | None,
+    handle: int,
+) -> Tensor:
+    """The rows of a `Lookup`, or its pooled bags, lookup.shape + (dim,), read without inserting."""
+    return embedding_of(handle).read(Lookup(ids, table_ids, offsets, pooling), weights)
 
 
 @lookup.register_fake
-def _(shadow: Tensor, ids: Tensor, table_ids: Tensor | None, handle: int) -> Tensor:
-    return torch.empty((*ids.shape, embedding_of(handle).dim), dtype=torch.float32, device=ids.device)
+def _(
+    shadow: Tensor,
+    ids: Tensor,
+    table_ids: Tensor | None,
+    offsets: Tensor | None,
+    pooling: str | None,
+    weights: Tensor | None,
+    handle: int,
+) -> Tensor:
+    embedding = embedding_of(handle)
+    shape = (*Lookup(ids, table_ids, offsets, pooling).shape, embedding.dim)
+    return torch.empty(shape, dtype=embedding.output_dtype, device=ids.device)
 
 
 @torch.library.custom_op("tierbed::lookup_grad", mutates_args=())
-def lookup_grad(grad: Tensor, ids: Tensor, table_ids: Tensor | None, handle: int) -> Tensor:
-    """Stands for the update of the rows; grad is [..., dim].
+def lookup_grad(
+    grad: Tensor,
+    ids: Tensor,
+    table_ids: Tensor | None,
+    offsets: Tensor | None,
+    pooling: str | None,
+    weights: Tensor | None,
+    handle: int,
+) -> Tensor:
+    """Stands for the update of the rows; grad is as what the lookup returned.
 
     Its value is the shadow's gradient, which nothing reads.
     """
@@ -63,18 +90,69 @@ def lookup_grad(grad: Tensor, ids: Tensor, table_ids: Tensor | None, handle: int
 
 
 @lookup_grad.register_fake
-def _(grad: Tensor, ids: Tensor, table_ids: Tensor | None, handle: int) -> Tensor:
-    return grad.new_empty((1,))
+def _(
+    grad: Tensor,
+    ids: Tensor,
+    table_ids: Tensor | None,
+    offsets: Tensor | None,
+    pooling: str | None,
+    weights: Tensor | None,
+    handle: int,
+) -> Tensor:
+    return grad.new_empty((1,), dtype=torch.float32)
+
+
+@torch.library.custom_op("tierbed::lookup_weights_grad", mutates_args=())
+def lookup_weights_grad(
+    grad: Tensor,
+    ids: Tensor,
+    table_ids: Tensor | None,
+    offsets: Tensor | None,
+    pooling: str,
+    shadow: Tensor,
+    handle: int,
+) -> Tensor:
+    """The gradient of a lookup's weights, float32 of the shape of ids; recorded only where they require grad.
+
+    shadow: tells autograd that it depends on rows.
+    """
+    return embedding_of(handle).read_weights_grad(Lookup(ids, table_ids, offsets, pooling), grad)
+
+
+@lookup_weights_grad.register_fake
+def _(
+    grad: Tensor,
+    ids: Tensor,
+    table_ids: Tensor | None,
+    offsets: Tensor | None,
+    pooling: str,
+    shadow: Tensor,
+    handle: int,
+) -> Tensor:
+    return torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ids, table_ids, ctx.handle = inputs
-    ctx.save_for_backward(ids, table_ids)
+    shadow, ids, table_ids, offsets, ctx.pooling, weights, ctx.handle = inputs
+    ctx.save_for_backward(shadow, ids, table_ids, offsets, weights)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    ids, table_ids = ctx.saved_tensors
-    return lookup_grad(grad, ids, table_ids, ctx.handle), None, None, None
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    shadow, ids, table_ids, offsets, weights = ctx.saved_tensors
+    of_rows = of_weights = None
+    if ctx.needs_input_grad[0]:
+        of_rows = lookup_grad(grad, ids, table_ids, offsets, ctx.pooling, weights, ctx.handle)
+    if ctx.needs_input_grad[5]:
+        of_weights = lookup_weights_grad(grad, ids, table_ids, offsets, ctx.pooling, shadow, ctx.handle)
+    return of_rows, None, None, None, None, of_weights, None
+
+
+def _refuse(ctx: Any, grad: Tensor) -> None:
+    raise GraphError(
+        "a lookup has no second derivative; leave out create_graph=True, or detach the gradient before it is used"
+    )
 
 
 lookup.register_autograd(_backward, setup_context=_setup)
+lookup_grad.register_autograd(_refuse)
+lookup_weights_grad.register_autograd(_refuse)

@@ -6,20 +6,27 @@ Every function is a fixed sequence of IEEE operations without fma, so the native
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..optim.kernel import CLIPS
+from ..optim.rule import Rule, rule_named
+from .arithmetic import log_unit, row_sum
 
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
 
 MASK32 = 0xFFFFFFFF
 MASK64 = 0xFFFFFFFFFFFFFFFF
-LN2 = 0.6931471805599453
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 
 
@@ -91,20 +98,6 @@ def random_bits(seed: int, table: int, key: int, column: int) -> int:
     return philox(counter, (seed & MASK32, (seed >> 32) & MASK32))[column % 4]
 
 
-def log_unit(x: float) -> float:
-    """The natural logarithm of 0 < x <= 1: exponent times ln 2, plus 2 artanh((m - 1) / (m + 1)) as a series."""
-    m, e = math.frexp(x)
-    if m < float.fromhex("0x1.6a09e667f3bcdp-1"):
-        m *= 2.0
-        e -= 1
-    s = (m - 1.0) / (m + 1.0)
-    z = s * s
-    series = 1.0 / 19.0
-    for odd in (17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0):
-        series = series * z + 1.0 / odd
-    return e * LN2 + (2.0 * s) * series
-
-
 # numerators and denominators of AS 241 (PPND16), highest power first: the middle, the tails, the far tails
 _A = (2509.0809287301226727, 33430.575583588128105, 67265.770927008700853, 45921.953931549871457,
       13731.693765509461125, 1971.5909503065514427, 133.14166789178437745, 3.3871328727963666080)  # fmt: skip
@@ -165,22 +158,22 @@ def initial_rows(
     parameters: F32,
     quantiles: F64,
     states: Sequence[float] = (),
+    state_widths: Sequence[int] = (),
 ) -> F32:
-    """[n, dim * (1 + len(states))]: embeddings, then each state's constant.
+    """[n, dim + sum(state_widths)]: embeddings, then each state's constant.
 
     `columns` are widths of column groups. Entry table * len(columns) + group of `kinds`, `parameters` [n, 2] and
     `quantiles` [n, 2] describes a group.
     """
     groups = [group for group, width in enumerate(columns) for _ in range(width)]
     dim = len(groups)
-    rows = np.empty((len(keys), dim * (1 + len(states))), np.float32)
+    rows = np.empty((len(keys), dim + sum(state_widths)), np.float32)
+    rows[:, dim:] = np.repeat(np.asarray(states, np.float32), state_widths)
     for row, table, key in zip(rows, tables.tolist(), keys.tolist(), strict=True):
         for column, group in enumerate(groups):
             entry = table * len(columns) + group
             bits = random_bits(seed, table, key, column)
             row[column] = initial_value(bits, kinds[entry], parameters[entry], quantiles[entry])
-        for index, initial in enumerate(states, 1):
-            row[index * dim : (index + 1) * dim] = initial
     return rows
 
 
@@ -193,66 +186,130 @@ def gather(rows: F32, inverse: NDArray[np.int32]) -> F32:
     return np.concatenate([rows, zeros])[inverse]  # -1 picks the last
 
 
+def pool(rows: F32, inverse: NDArray[np.int32], offsets: I64, mean: bool = False, weights: F32 | None = None) -> F32:
+    """rows [unique, dim], inverse [n], offsets [bags + 1], weights [n] -> [bags, dim], summed by ascending position.
+
+    A mean is divided by the number of ids that are not padding. A bag without any is zeros.
+    """
+    out = np.zeros((len(offsets) - 1, rows.shape[1]), np.float32)
+    for bag, positions in _bags(inverse, offsets):
+        for position in positions:
+            row = rows[inverse[position]]
+            out[bag] += row if weights is None else weights[position] * row
+        if mean:
+            out[bag] /= np.float32(len(positions))
+    return out
+
+
+def pool_grad(
+    grads: F32, inverse: NDArray[np.int32], offsets: I64, mean: bool = False, weights: F32 | None = None
+) -> F32:
+    """grads [bags, dim] -> [n, dim], the gradient of the row of each position, zeros for padding.
+
+    That of the bag, times w, 1 / count or w * (1 / count).
+    """
+    out = np.zeros((len(inverse), grads.shape[1]), np.float32)
+    one = np.float32(1)
+    for bag, positions in _bags(inverse, offsets):
+        share = one / np.float32(len(positions)) if mean else one
+        for position in positions:
+            out[position] = (share if weights is None else weights[position] * share) * grads[bag]
+    return out
+
+
+def weights_grad(rows: F32, inverse: NDArray[np.int32], offsets: I64, grads: F32, mean: bool = False) -> F32:
+    """rows [unique, dim], grads [bags, dim] -> [n], the gradient of each weight; zeros for padding."""
+    out = np.zeros(len(inverse), np.float32)
+    for bag, positions in _bags(inverse, offsets):
+        totals = row_sum(grads[bag] * rows[inverse[positions]])[:, 0]
+        out[positions] = totals / np.float32(len(positions)) if mean else totals
+    return out
+
+
+def _bags(inverse: NDArray[np.int32], offsets: I64) -> Iterator[tuple[int, list[int]]]:
+    """Each bag that has ids, and the positions of those that are not padding."""
+    for bag, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        positions = [position for position in range(begin, end) if inverse[position] >= 0]
+        if positions:
+            yield bag, positions
+
+
 def reduce(grads: F32, occurrences: U32, offsets: U32) -> F32:
-    """grads [size, dim] -> [unique, dim]: sums over each row's occurrences in ascending order, begun with the first."""
-    sums = grads[occurrences[offsets[:-1]]]
-    for index in range(len(sums)):
-        for position in occurrences[offsets[index] + 1 : offsets[index + 1]]:
-            sums[index] += grads[position]
+    """grads [size, dim] -> [unique, dim]: sums over each row's occurrences, ascending.
+
+    Blocks of 256 occurrences are summed from each block's first; their sums are added in order to the first one.
+    """
+    sums = np.empty((len(offsets) - 1, grads.shape[1]), np.float32)
+    for index, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        blocks = [_sum(grads[occurrences[first : min(first + 256, end)]]) for first in range(begin, end, 256)]
+        sums[index] = _sum(np.array(blocks, np.float32))
     return sums
 
 
-def update(rows: F32, updates: U32, grads: F32, rule: str, hyper: Sequence[float]) -> None:
+def _sum(rows: F32) -> F32:
+    total = rows[0].copy()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def update(
+    rows: F32,
+    updates: U32,
+    grads: F32,
+    rule: str,
+    hyper: Sequence[float],
+    step: int = 1,
+    last: U32 | None = None,
+) -> None:
     """One step in place: rows [n, width] with state, updates [n], which counts earlier writes, grads [n, dim] reduced.
 
-    Each operation is rounded to float32; `engine/optimizers.py` says what `hyper` holds for each rule.
+    hyper: as `RowOptimizer.hyper` gives it, clips at the end. last [n]: each row's latest step, for a rule that catches
+    up. Each operation is rounded to float32.
     """
-    dim = grads.shape[1]
-    w, *states = (rows[:, begin : begin + dim] for begin in range(0, rows.shape[1], dim))
+    found, dim = rule_named(rule), grads.shape[1]
+    if last is not None:
+        catch_up(rows, updates, last, dim, rule, hyper, step)
+        last[:] = step
     with np.errstate(all="ignore"):
-        RULES[rule](w, states, grads, (updates == 0)[:, None], [np.float32(value) for value in hyper])
+        g = clip(grads, *(np.float32(limit) for limit in hyper[-len(CLIPS) :]))
+        found.reference(
+            SimpleNamespace(
+                **_named(found, rows, dim, hyper), g=g, first=(updates == 0)[:, None], step=step, dim=np.float32(dim)
+            )
+        )
     updates += np.uint32(1)
 
 
-Columns = Sequence[F32]
-New = NDArray[np.bool_]
-Hyper = list[np.float32]
+def catch_up(rows: F32, updates: U32, last: U32, dim: int, rule: str, hyper: Sequence[float], step: int) -> None:
+    """Bring rows [n, width] to the beginning of `step` in place, where the rule catches up; updates, last: [n]."""
+    found = rule_named(rule)
+    if found.catch_up is None:
+        return
+    for index in np.flatnonzero((updates != 0) & (last.astype(np.int64) + 1 < step)):
+        named = _named(found, rows[index : index + 1], dim, hyper)
+        with np.errstate(all="ignore"):
+            found.catch_up(SimpleNamespace(**named, last=int(last[index]), missed=step - 1 - int(last[index])))
 
 
-def _regularised(w: F32, g: F32, weight_decay: np.float32, maximize: np.float32) -> F32:
-    g = -g if maximize else g
-    return g + weight_decay * w if weight_decay != 0 else g
+def clip(grads: F32, value: np.float32, norm: np.float32) -> F32:
+    """grads [n, dim], each element clamped to [-value, value], then each row scaled to an L2 norm of at most `norm`.
+
+    0 is no limit.
+    """
+    if value > 0:
+        grads = np.where(grads > value, value, np.where(grads < -value, -value, grads))
+    if norm > 0:
+        norms = np.sqrt(row_sum(grads * grads))
+        grads = grads * np.where(norms > norm, norm / norms, np.float32(1))
+    return grads
 
 
-def _sgd(w: F32, states: Columns, g: F32, new: New, hyper: Hyper) -> None:
-    lr, weight_decay, maximize = hyper
-    w -= lr * _regularised(w, g, weight_decay, maximize)
-
-
-def _sgd_momentum(w: F32, states: Columns, g: F32, new: New, hyper: Hyper) -> None:
-    (buffer,) = states
-    lr, weight_decay, maximize, momentum, undamped, nesterov = hyper
-    g = _regularised(w, g, weight_decay, maximize)
-    buffer[:] = np.where(new, g, momentum * buffer + undamped * g)
-    w -= lr * (g + momentum * buffer if nesterov else buffer)
-
-
-def _adagrad(w: F32, states: Columns, g: F32, new: New, hyper: Hyper) -> None:
-    (total,) = states
-    lr, weight_decay, maximize, eps = hyper
-    g = _regularised(w, g, weight_decay, maximize)
-    total += g * g
-    w -= lr * (g / (np.sqrt(total) + eps))
-
-
-def _adam(w: F32, states: Columns, g: F32, new: New, hyper: Hyper) -> None:
-    mean, square = states
-    step_size, weight_decay, maximize, one_minus_beta1, beta2, one_minus_beta2, sqrt_correction2, eps, decay = hyper
-    w *= decay
-    g = _regularised(w, g, weight_decay, maximize)
-    mean += (g - mean) * one_minus_beta1
-    square[:] = beta2 * square + (one_minus_beta2 * g) * g
-    w -= step_size * (mean / (np.sqrt(square) / sqrt_correction2 + eps))
-
-
-RULES = {"sgd": _sgd, "sgd_momentum": _sgd_momentum, "adagrad": _adagrad, "adam": _adam, "adamw": _adam}
+def _named(rule: Rule, rows: F32, dim: int, hyper: Sequence[float]) -> dict[str, Any]:
+    """Weights, states and hyper-parameters by the names of the rule's kernel."""
+    kernel = rule.kernel
+    ends = np.cumsum([dim, *rule.state_widths(dim)]).tolist()
+    names = dict(zip(rule.states, (rows[:, begin:end] for begin, end in pairwise(ends)), strict=True))
+    values = dict(zip(kernel.all_hypers, hyper[: -len(CLIPS)], strict=True))
+    rounded = {name: np.float32(value) if name in kernel.hypers else value for name, value in values.items()}
+    return {"w": rows[:, :dim], **names, **rounded}

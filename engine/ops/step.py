@@ -1,6 +1,6 @@
-"""What a compiled step calls, in the order of a step: prefetch, gather, (the dense part), update.
+"""What a compiled step calls, in the order of a step: prefetch, gather, (the dense part), weights_grad, update.
 
-Evaluation calls read.
+Evaluation calls read and read_weights_grad. Results are of the embedding's output dtype.
 """
 
 from __future__ import annotations
@@ -16,23 +16,37 @@ if TYPE_CHECKING:
 
 
 def prefetch(embedding: MultiTableMultiColumnEmbedding, lookups: list[Lookup]) -> PinnedBatch:
-    """Deduplicate the ids of all lookups (ids, table ids or None), bring their rows to the top tier and pin them."""
+    """Deduplicate the ids of all lookups, bring their rows to the top tier and pin them."""
     return embedding.prefetch(lookups)
 
 
-def gather(batch: PinnedBatch, index: int) -> Tensor:
-    """The rows of lookup number `index`: ids.shape + (dim,), float32."""
-    return batch.gather(index)
+def gather(batch: PinnedBatch, index: int, weights: Tensor | None = None) -> Tensor:
+    """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,).
+
+    weights: float32 of the shape of its ids.
+    """
+    return batch.gather(index, weights)
 
 
-def update(batch: PinnedBatch, grads: list[Tensor]) -> None:
+def weights_grad(batch: PinnedBatch, index: int, grad: Tensor) -> Tensor:
+    """The gradient of those weights, of their shape, for the gradient of what `gather` returned."""
+    return batch.weights_grad(index, grad)
+
+
+def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
     """Apply the embedding's optimizer to the rows of the batch.
 
-    grads: one tensor ids.shape + (dim,) a lookup. Ends the pin.
+    grads: for each lookup the gradient of what `gather` returned. weights: for each lookup, if any has them. Ends the
+    pin.
     """
-    batch.update(grads)
+    batch.update(grads, weights)
 
 
-def read(embedding: MultiTableMultiColumnEmbedding, ids: Tensor, table_ids: Tensor | None) -> Tensor:
-    """Rows of ids, shape ids.shape + (dim,), inserting nothing."""
-    return embedding.read(ids, table_ids)
+def read(embedding: MultiTableMultiColumnEmbedding, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+    """The rows of a lookup, or its pooled bags, lookup.shape + (dim,), inserting nothing."""
+    return embedding.read(lookup, weights)
+
+
+def read_weights_grad(embedding: MultiTableMultiColumnEmbedding, lookup: Lookup, grad: Tensor) -> Tensor:
+    """The gradient of the weights of a lookup that was read, of their shape."""
+    return embedding.read_weights_grad(lookup, grad)

@@ -11,7 +11,7 @@ namespace tierbed {
 constexpr u32 WAYS = 16;
 
 struct Way {
-    u64 key;
+    u64 hash;
     u32 table;
     u32 tick;   // the batch that touched it last
     u32 pins;   // batches that hold its address
@@ -20,11 +20,19 @@ struct Way {
 
 enum WayState : u32 { FREE = 0, CLEAN = 1, DIRTY = 2 };
 
+// The set of a row. More than BUCKETS sets are a multiple of it: a bucket owns whole sets.
+TIERBED_FN u32 set_of(u64 hash, u32 sets) {
+    const u32 low = static_cast<u32>(hash);
+    if (sets < BUCKETS) return multiply_high(low, sets);
+    const u32 sets_a_bucket = sets / BUCKETS;
+    return bucket_of(hash) * sets_a_bucket + multiply_high(low, sets_a_bucket);
+}
+
 // The way that holds the row, or NONE.
-TIERBED_FN u32 probe_set(Tile tile, const Way* set, u32 table, u64 key) {
+TIERBED_FN u32 probe_set(Tile tile, const Way* set, u32 table, u64 hash) {
     for (u32 base = 0; base < WAYS; base += tile.size) {
         const u32 w = base + tile.lane;
-        const bool hit = w < WAYS && set[w].state != FREE && set[w].key == key && set[w].table == table;
+        const bool hit = w < WAYS && set[w].state != FREE && set[w].hash == hash && set[w].table == table;
         const u32 hits = ballot(tile, hit);
         if (hits) return base + lowest_bit(hits);
     }

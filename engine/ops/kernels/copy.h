@@ -1,4 +1,4 @@
-// Moves whole lines, and embeddings out of lines.
+// Moves whole lines between tiers.
 //
 // `bytes` is a multiple of 4 and both sides are aligned to 4; source and destination do not overlap.
 #pragma once
@@ -6,9 +6,21 @@
 
 namespace tierbed {
 
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#ifdef TIERBED_GPU
+struct alignas(16) Sixteen {
+    u32 x[4];
+};
+
+template <class Word>
+TIERBED_FN void copy_words(Tile tile, void* to, const void* from, u32 words) {
+    for (u32 i = tile.lane; i < words; i += tile.size) static_cast<Word*>(to)[i] = static_cast<const Word*>(from)[i];
+}
+
 TIERBED_FN void copy_bytes(Tile tile, void* to, const void* from, u32 bytes) {
-    for (u32 i = tile.lane; i < bytes / 4; i += tile.size) static_cast<u32*>(to)[i] = static_cast<const u32*>(from)[i];
+    if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) % sizeof(Sixteen))
+        copy_words<u32>(tile, to, from, bytes / 4);
+    else
+        copy_words<Sixteen>(tile, to, from, bytes / sizeof(Sixteen));
 }
 #else
 TIERBED_FN void copy_bytes(Tile, void* to, const void* from, u32 bytes) { __builtin_memcpy(to, from, bytes); }
@@ -16,14 +28,6 @@ TIERBED_FN void copy_bytes(Tile, void* to, const void* from, u32 bytes) { __buil
 
 TIERBED_FN void copy_line(Tile tile, u64 to, u64 from, const LineShape& shape) {
     copy_bytes(tile, floats(to), floats(from), stored_bytes_of(shape.width));
-}
-
-// out [dim]: the embedding of a line, or zeros where `line` is 0 (padding)
-TIERBED_FN void gather_row(Tile tile, float* out, u64 line, const LineShape& shape) {
-    if (line)
-        copy_bytes(tile, out, floats(line), shape.dim * 4);
-    else
-        for (u32 c = tile.lane; c < shape.dim; c += tile.size) out[c] = 0.0f;
 }
 
 }  // namespace tierbed

@@ -24,7 +24,9 @@ struct InitialRow {
     const InitialValues* values;  // [tables * groups]
     const u32* group_ends;        // [groups], the column after each group's last
     u32 groups;
-    const float* states;  // [width / dim - 1], the initial value of each optimizer state
+    const float* states;    // [state_count], the initial value of each optimizer state
+    const u32* state_ends;  // [state_count], the float of the line after each state's last
+    u32 state_count;
 };
 
 TIERBED_FN float initial_value(const InitialValues& how, u32 bits) {
@@ -51,8 +53,9 @@ TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, con
             out[column] = initial_value(row.values[table * row.groups + group], words.x[j]);
         }
     }
-    for (u32 column = shape.dim + tile.lane; column < shape.width; column += tile.size)
-        out[column] = row.states[column / shape.dim - 1];
+    for (u32 k = 0; k < row.state_count; ++k)
+        for (u32 i = (k == 0 ? shape.dim : row.state_ends[k - 1]) + tile.lane; i < row.state_ends[k]; i += tile.size)
+            out[i] = row.states[k];
     u32* tail = reinterpret_cast<u32*>(out + shape.width);
     for (u32 i = tile.lane; i < shape.line_bytes / 4 - shape.width; i += tile.size) tail[i] = 0;
 }

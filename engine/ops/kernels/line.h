@@ -6,7 +6,7 @@ namespace tierbed {
 
 struct LineShape {
     u32 dim;         // floats of the embedding
-    u32 width;       // floats of embedding and state: dim * (1 + states)
+    u32 width;       // floats of embedding and state: dim, dim for each element state, 1 for each row state
     u32 line_bytes;  // record and padding included, a multiple of 16
 };
 

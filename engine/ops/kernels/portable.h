@@ -1,54 +1,76 @@
 // What lets one kernel body compile for a CPU and for a GPU.
 //
-// A body works on one item (a row, a key, a set) with a *tile*: a warp on a GPU, one thread on a CPU. It strides its
-// inner loop by `tile.size` from `tile.lane`; the caller hands each item to exactly one tile. Bodies allocate nothing
-// and call no library but sqrt, so that the same sequence of IEEE operations runs everywhere (build with fp contraction
-// off).
+// A body works on one item (a row, a key, a set) with a *tile*: a warp or a part of one on a GPU, one thread on a CPU.
+// It strides its inner loop by `tile.size` from `tile.lane`; the caller hands each item to exactly one tile. Bodies
+// allocate nothing and call no library but sqrt, so that the same sequence of IEEE operations runs everywhere (build
+// with fp contraction off).
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define TIERBED_GPU
+#endif
+
+#if defined(TIERBED_GPU)
 #define TIERBED_FN __device__ __forceinline__
+#define TIERBED_INLINE
 #else
-#define TIERBED_FN inline
+#define TIERBED_FN inline __attribute__((always_inline))
+#define TIERBED_INLINE __attribute__((always_inline))  // behind the parameters of a lambda
 #endif
 
 #if defined(__CUDACC_RTC__)
 typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
 typedef unsigned int uint32_t;
 typedef int int32_t;
 typedef unsigned long long uint64_t;
 typedef long long int64_t;
 #else
-#include <cmath>
 #include <cstdint>
 #endif
 
 namespace tierbed {
 
 using u8 = uint8_t;
+using u16 = uint16_t;
 using u32 = uint32_t;
 using u64 = uint64_t;
 using i32 = int32_t;
+using i64 = int64_t;
 
 struct Tile {
     u32 lane;
     u32 size;
 };
 
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#if defined(TIERBED_GPU)
 
 // floats that one lane takes at a time: neighbouring lanes read neighbouring floats
 constexpr u32 VEC = 1;
 
 TIERBED_FN void prefetch(const void*) {}
+TIERBED_FN void prefetch_bytes(u64, u32) {}
+TIERBED_FN void copy_floats(float* to, const float* from, u32 n) {
+    for (u32 j = 0; j < n; ++j) to[j] = from[j];
+}
 TIERBED_FN u32 multiply_high(u32 a, u32 b) { return __umulhi(a, b); }
-TIERBED_FN u32 ballot(Tile, bool predicate) { return __ballot_sync(0xFFFFFFFFu, predicate); }
+// the tile's lanes within its warp: a tile is a warp, or an aligned part of one whose size is a power of two
+TIERBED_FN u32 first_lane(Tile tile) { return (threadIdx.x & 31) - tile.lane; }
+TIERBED_FN u32 lanes_of(Tile tile) { return 0xFFFFFFFFu >> (32 - tile.size) << first_lane(tile); }
+TIERBED_FN u32 ballot(Tile tile, bool predicate) {
+    return __ballot_sync(lanes_of(tile), predicate) >> first_lane(tile);
+}
 TIERBED_FN u32 lowest_bit(u32 mask) { return __ffs(mask) - 1; }
+TIERBED_FN u32 bits_of(float x) { return __float_as_uint(x); }
+TIERBED_FN float float_of(u32 bits) { return __uint_as_float(bits); }
 TIERBED_FN u64 bits_of(double x) { return static_cast<u64>(__double_as_longlong(x)); }
 TIERBED_FN double double_of(u64 bits) { return __longlong_as_double(static_cast<long long>(bits)); }
 TIERBED_FN float square_root(float x) { return __fsqrt_rn(x); }
 TIERBED_FN double square_root(double x) { return __dsqrt_rn(x); }
-TIERBED_FN void synchronise(Tile) { __syncwarp(); }
+TIERBED_FN void synchronise(Tile tile) { __syncwarp(lanes_of(tile)); }
+// of all 32 lanes of a warp
+TIERBED_FN float shuffle(float x, u32 lane) { return __shfl_sync(0xFFFFFFFFu, x, static_cast<int>(lane)); }
+TIERBED_FN float shuffle_down(float x, u32 lanes) { return __shfl_down_sync(0xFFFFFFFFu, x, lanes); }
 
 #else
 
@@ -56,9 +78,25 @@ TIERBED_FN void synchronise(Tile) { __syncwarp(); }
 constexpr u32 VEC = 16;
 
 TIERBED_FN void prefetch(const void* address) { __builtin_prefetch(address); }
+TIERBED_FN void copy_floats(float* to, const float* from, u32 n) { __builtin_memcpy(to, from, n * 4); }
+// every cache line of [address, address + bytes)
+TIERBED_FN void prefetch_bytes(u64 address, u32 bytes) {
+    for (u64 line = address / 64 * 64; line < address + bytes; line += 64)
+        prefetch(reinterpret_cast<const void*>(line));
+}
 TIERBED_FN u32 multiply_high(u32 a, u32 b) { return static_cast<u32>((static_cast<u64>(a) * b) >> 32); }
 TIERBED_FN u32 ballot(Tile, bool predicate) { return predicate ? 1u : 0u; }
 TIERBED_FN u32 lowest_bit(u32 mask) { return static_cast<u32>(__builtin_ctz(mask)); }
+TIERBED_FN u32 bits_of(float x) {
+    u32 bits;
+    __builtin_memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+TIERBED_FN float float_of(u32 bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
+}
 TIERBED_FN u64 bits_of(double x) {
     u64 bits;
     __builtin_memcpy(&bits, &x, sizeof bits);
@@ -69,8 +107,8 @@ TIERBED_FN double double_of(u64 bits) {
     __builtin_memcpy(&x, &bits, sizeof x);
     return x;
 }
-TIERBED_FN float square_root(float x) { return std::sqrt(x); }
-TIERBED_FN double square_root(double x) { return std::sqrt(x); }
+TIERBED_FN float square_root(float x) { return __builtin_sqrtf(x); }
+TIERBED_FN double square_root(double x) { return __builtin_sqrt(x); }
 TIERBED_FN void synchronise(Tile) {}
 
 #endif

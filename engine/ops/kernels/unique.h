@@ -1,43 +1,53 @@
-// Deduplicates the (table, key) pairs of one bucket.
+// Deduplicates the rows of one bucket.
 //
 // Entries come in the order of their positions, so unique rows are numbered by first occurrence, whatever the threads.
-// One tile works on one bucket. `scratch` is an open-addressing set of entry numbers, `slots` (a power of two) at least
+// One tile works on one bucket. `marks` is an open-addressing set of unique rows, `size` (a power of two) at least
 // twice the entries.
 #pragma once
 #include "hash.h"
 
 namespace tierbed {
 
+constexpr u32 NONE = 0xFFFFFFFFu;
+
 struct Entry {
-    u64 key;
+    u64 hash;
     u32 table;
     u32 position;
 };
 
-constexpr u32 NONE = 0xFFFFFFFFu;
+// Most probes are decided by the tag, some bits of the hash that do not place it.
+struct Mark {
+    u32 tag;
+    u32 row;
+};
 
 // local [n]: the unique row of each entry; firsts [unique]: the entry that introduced it; counts [unique]. Returns
 // unique.
-TIERBED_FN u32 unique_bucket(const Entry* entries, u32 n, u32* scratch, u32 slots, u32* local, u32* firsts,
-                             u32* counts) {
-    for (u32 i = 0; i < slots; ++i) scratch[i] = NONE;
+TIERBED_FN u32 unique_bucket(const Entry* entries, u32 n, Mark* marks, u32 size, u32* local, u32* firsts, u32* counts) {
+    for (u32 i = 0; i < size; ++i) marks[i].row = NONE;
     u32 unique = 0;
     for (u32 i = 0; i < n; ++i) {
-        const Entry& entry = entries[i];
-        u32 slot = static_cast<u32>(hash_row(entry.table, entry.key)) & (slots - 1);
-        u32 row = scratch[slot];
-        while (row != NONE && (entries[firsts[row]].key != entry.key || entries[firsts[row]].table != entry.table)) {
-            slot = (slot + 1) & (slots - 1);
-            row = scratch[slot];
+        const Entry entry = entries[i];
+        const u32 tag = static_cast<u32>(entry.hash >> 26);
+        u32 at = static_cast<u32>(entry.hash) & (size - 1);
+        for (;; at = (at + 1) & (size - 1)) {
+            const Mark mark = marks[at];
+            if (mark.row == NONE) {
+                marks[at] = Mark{tag, unique};
+                firsts[unique] = i;
+                counts[unique] = 1;
+                local[i] = unique++;
+                break;
+            }
+            if (mark.tag != tag) continue;
+            const Entry& first = entries[firsts[mark.row]];
+            if (first.hash == entry.hash && first.table == entry.table) {
+                ++counts[mark.row];
+                local[i] = mark.row;
+                break;
+            }
         }
-        if (row == NONE) {
-            row = unique++;
-            scratch[slot] = row;
-            firsts[row] = i;
-            counts[row] = 0;
-        }
-        local[i] = row;
-        ++counts[row];
     }
     return unique;
 }

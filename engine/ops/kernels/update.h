@@ -1,64 +1,101 @@
-// One pass over a touched row: reduce the gradients of its occurrences, apply the optimizer's rule, write line and
-// record.
+// One pass over a touched row: sum the gradients of its occurrences, clip the sum, apply the optimizer's rule, write
+// line and record. A rule that catches up first takes the steps that the row missed.
 //
-// One tile works on one row and nobody else touches its line. Gradients are summed in the order of `positions`, so the
-// result depends on neither threads nor tiers. A row without occurrences is left alone.
+// One tile works on one row and nobody else touches its line. Sums and reductions have a fixed order (gradients.h,
+// reduce.h), so the result depends on neither threads nor tiers. A row without occurrences is left alone.
+//
+// Rules are the structs that engine/optim/kernel.py makes; element states follow the embedding in the line, then one
+// float a row for each row state.
 #pragma once
-#include "line.h"
-#include "rules.h"
+#include "catch_up.h"
+#include "gradients.h"
+#include "reduce.h"
+#include "rule.h"
 
 namespace tierbed {
 
-// grads [size, dim]; positions [count] into it, ascending
-struct RowGradients {
-    const float* grads;
-    const u32* positions;
-    u32 count;
-};
-
-// columns [begin, begin + n) of the row; n <= VEC
+// columns [begin, begin + n) of the line, given their gradients g [n]; n <= VEC
 template <class Rule>
-TIERBED_FN void update_block(float* line, u32 dim, u32 begin, u32 n, const RowGradients& row, const Rule& rule,
-                             bool first) {
-    float g[VEC];
-    const float* source = row.grads + static_cast<u64>(row.positions[0]) * dim + begin;
-    for (u32 j = 0; j < n; ++j) g[j] = source[j];
-    for (u32 i = 1; i < row.count; ++i) {
-        source = row.grads + static_cast<u64>(row.positions[i]) * dim + begin;
-        for (u32 j = 0; j < n; ++j) g[j] += source[j];
-    }
-    float w[VEC], states[Rule::STATES + 1][VEC];  // copies, so that the compiler need not fear overlap
-    for (u32 j = 0; j < n; ++j) w[j] = line[begin + j];
-    for (u32 k = 0; k < Rule::STATES; ++k)
-        for (u32 j = 0; j < n; ++j) states[k][j] = line[dim * (k + 1) + begin + j];
+TIERBED_FN void update_block(float* line, u32 dim, u32 begin, u32 n, const float* g, const Rule& rule,
+                             const typename Rule::Row& row) {
+    float w[VEC], states[Rule::ELEMENT_STATES + 1][VEC];  // copies, so that the compiler need not fear overlap
+    copy_floats(w, line + begin, n);
+    for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) copy_floats(states[k], line + dim * (k + 1) + begin, n);
     for (u32 j = 0; j < n; ++j) {
-        float state[Rule::STATES + 1];
-        for (u32 k = 0; k < Rule::STATES; ++k) state[k] = states[k][j];
-        w[j] = rule.apply(w[j], g[j], state, first);
-        for (u32 k = 0; k < Rule::STATES; ++k) states[k][j] = state[k];
+        float state[Rule::ELEMENT_STATES + 1];
+        for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) state[k] = states[k][j];
+        rule.element(w[j], g[j], state, row);
+        for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) states[k][j] = state[k];
     }
-    for (u32 j = 0; j < n; ++j) line[begin + j] = w[j];
-    for (u32 k = 0; k < Rule::STATES; ++k)
-        for (u32 j = 0; j < n; ++j) line[dim * (k + 1) + begin + j] = states[k][j];
+    copy_floats(line + begin, w, n);
+    for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) copy_floats(line + dim * (k + 1) + begin, states[k], n);
 }
 
-// Returns whether the row was written for the first time.
-template <class Rule>
-TIERBED_FN bool update_row(Tile tile, u64 line, const LineShape& shape, const RowGradients& row, const Rule& rule,
-                           u32 step) {
-    if (row.count == 0) return false;
-    Record* lifecycle = record(line, shape);
-    const bool first = lifecycle->updates == 0;
+// Calls body(begin, n) for the tile's blocks of columns.
+template <class Body>
+TIERBED_FN void for_blocks(Tile tile, u32 dim, const Body& body) {
     u32 begin = tile.lane * VEC;
-    for (; begin + VEC <= shape.dim; begin += tile.size * VEC)
-        update_block(floats(line), shape.dim, begin, VEC, row, rule, first);
-    if (begin < shape.dim) update_block(floats(line), shape.dim, begin, shape.dim - begin, row, rule, first);
-    synchronise(tile);  // every lane has read `updates`
+    for (; begin + VEC <= dim; begin += tile.size * VEC) body(begin, VEC);
+    if (begin < dim) body(begin, dim - begin);
+}
+
+// Whether `update_row` needs the whole gradient of a row before it changes its first element.
+template <class Rule>
+TIERBED_FN bool reduces_rows(const Rule& rule) {
+    return Rule::REDUCES || rule.clip_norm > 0.0f;
+}
+
+// whole [dim]: memory of the tile, used where `reduces_rows(rule)`. Returns whether the row was written for the first
+// time.
+template <class Type, class Rule>
+TIERBED_FN bool update_row(Tile tile, u64 address, const LineShape& shape, const Gradients& gradients,
+                           const Occurrences& occurrences, const Rule& rule, u32 step, float* whole) {
+    if (occurrences.count == 0) return false;
+    const u32 dim = shape.dim;
+    float* line = floats(address);
+    Record* lifecycle = record(address, shape);
+    const auto sum_block = [&](float* g, u32 begin, u32 n) TIERBED_INLINE {
+        sum_gradients<Type>(g, gradients, occurrences, begin, n);
+        if (rule.clip_value > 0.0f)
+            for (u32 j = 0; j < n; ++j) g[j] = rule.clipped(g[j]);
+    };
+    if constexpr (Rule::CATCHES_UP)
+        if (is_behind(*lifecycle, step)) catch_up(tile, line, dim, rule, lifecycle->step, step);
+    typename Rule::Row row;
+    row.first = lifecycle->updates == 0;
+    row.step = step;
+    row.dim = static_cast<float>(dim);
+    row.total = 0.0f;
+    if (reduces_rows(rule)) {  // a lane reads the columns of `whole` that it wrote
+        for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE { sum_block(whole + begin, begin, n); });
+        if (rule.clip_norm > 0.0f) {
+            const float scale =
+                rule.norm_scale(sum_columns(tile, dim, [&](u32 c) TIERBED_INLINE { return square(whole[c]); }));
+            for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
+                for (u32 j = 0; j < n; ++j) whole[begin + j] *= scale;
+            });
+        }
+        if constexpr (Rule::REDUCES)
+            row.total = sum_columns(tile, dim, [&](u32 c) TIERBED_INLINE { return rule.term(line[c], whole[c]); });
+    }
+    float row_states[Rule::ROW_STATES + 1];
+    for (u32 k = 0; k < Rule::ROW_STATES; ++k) row_states[k] = line[dim * (1 + Rule::ELEMENT_STATES) + k];
+    rule.row(row, row_states);
+    for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
+        float g[VEC];
+        if (reduces_rows(rule))
+            for (u32 j = 0; j < n; ++j) g[j] = whole[begin + j];
+        else
+            sum_block(g, begin, n);
+        update_block(line, dim, begin, n, g, rule, row);
+    });
+    synchronise(tile);  // every lane has read the record and the row states
     if (tile.lane == 0) {
+        for (u32 k = 0; k < Rule::ROW_STATES; ++k) line[dim * (1 + Rule::ELEMENT_STATES) + k] = row_states[k];
         if (lifecycle->updates != 0xFFFFFFFFu) lifecycle->updates += 1;
         lifecycle->step = step;
     }
-    return first;
+    return row.first;
 }
 
 }  // namespace tierbed

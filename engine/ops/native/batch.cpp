@@ -9,30 +9,89 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t CHUNK = 16384;  // positions a task; fixed, so that the order does not depend on threads
+constexpr std::size_t CHUNK = 4096;  // positions a task; fixed, so that the order does not depend on threads
 
-std::size_t total_size(const std::vector<Segment>& segments) {
-    std::size_t n = 0;
-    for (const auto& segment : segments) n += segment.n;
-    return n;
+// Positions [begin, end) of a segment.
+struct Chunk {
+    const Segment* segment;
+    std::size_t first;  // the segment's first position in the batch
+    std::size_t source;
+    std::size_t begin, end;
+};
+
+// Calls body(i, table, bag) for each position i of a chunk, counted within the segment.
+template <class Body>
+void for_each_position(const Chunk& chunk, u32 num_tables, const Body& body) {
+    const Segment& segment = *chunk.segment;
+    std::size_t bag = 0;
+    if (segment.offsets)
+        bag = static_cast<std::size_t>(
+                  std::upper_bound(segment.offsets, segment.offsets + segment.bags + 1, static_cast<i64>(chunk.begin)) -
+                  segment.offsets) -
+              1;
+    else
+        bag = chunk.begin / segment.length;
+    u32 turn = static_cast<u32>(bag % num_tables);
+    for (std::size_t i = chunk.begin; i < chunk.end; ++bag) {
+        const u32 table = segment.tables ? segment.tables[bag] : turn;
+        for (const std::size_t end = std::min(chunk.end, segment.bag_begin(bag + 1)); i < end; ++i) body(i, table, bag);
+        if (++turn == num_tables) turn = 0;
+    }
 }
 
-// Calls body(entry) for positions [begin, end), padding left out.
-template <class Body>
-void for_each_entry(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding, std::size_t begin,
-                    std::size_t end, Body body) {
-    std::size_t first = 0;
-    for (const auto& segment : segments) {
-        const std::size_t from = std::max(begin, first), to = std::min(end, first + segment.n);
-        for (std::size_t p = from; p < to; ++p) {
-            const std::size_t i = p - first;
-            const u64 key = segment.keys[i];
-            if (padding && key == *padding) continue;
-            const u32 table = segment.tables ? segment.tables[i] : static_cast<u32>(i % num_tables);
-            body(Entry{key, table, static_cast<u32>(p)});
+// `inverse` and `sources`, where given, take -1 for padding and the output row of each position.
+Grouped group(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding, i32* inverse,
+              u32* sources) {
+    if (n >= NONE / 4)
+        throw std::invalid_argument("a batch of " + std::to_string(n) + " ids is too large; split it below 2^30");
+    Buffer<Entry> hashed(n);
+    std::vector<std::size_t> starts(chunks.size() * BUCKETS, 0);
+    std::vector<std::size_t> held(chunks.size());
+    parallel_for(chunks.size(), [&](std::size_t c) {
+        const Chunk& chunk = chunks[c];
+        std::size_t* counts = &starts[c * BUCKETS];
+        Entry* out = &hashed[chunk.first + chunk.begin];
+        const Entry* const start = out;
+        const u64* keys = chunk.segment->keys;
+        for_each_position(chunk, num_tables, [&](std::size_t i, u32 table, std::size_t bag) {
+            const u32 position = static_cast<u32>(chunk.first + i);
+            if (sources) sources[position] = static_cast<u32>(chunk.source + bag);
+            if (padding && keys[i] == *padding) {
+                inverse[position] = -1;
+                return;
+            }
+            if (table >= num_tables)
+                throw std::out_of_range("table id " + std::to_string(table) + " at position " +
+                                        std::to_string(position));
+            const u64 hash = hash_row(table, keys[i]);
+            *out++ = Entry{hash, table, position};
+            ++counts[bucket_of(hash)];
+        });
+        held[c] = static_cast<std::size_t>(out - start);
+    });
+    Grouped grouped;
+    std::size_t total = 0;
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
+        grouped.begin[bucket] = total;
+        for (std::size_t c = 0; c < chunks.size(); ++c) {
+            const std::size_t count = starts[c * BUCKETS + bucket];
+            starts[c * BUCKETS + bucket] = total;
+            total += count;
         }
-        first += segment.n;
     }
+    grouped.begin[BUCKETS] = total;
+    grouped.entries = Buffer<Entry>(total);
+    parallel_for(chunks.size(), [&](std::size_t c) {
+        std::size_t* at = &starts[c * BUCKETS];
+        const Entry* entry = &hashed[chunks[c].first + chunks[c].begin];
+        for (std::size_t i = 0; i < held[c]; ++i, ++entry) grouped.entries[at[bucket_of(entry->hash)]++] = *entry;
+    });
+    return grouped;
+}
+
+void append_chunks(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source) {
+    for (std::size_t begin = 0; begin < segment.n; begin += CHUNK)
+        chunks.push_back({&segment, first, source, begin, std::min(segment.n, begin + CHUNK)});
 }
 
 u32 power_of_two_at_least(std::size_t n) {
@@ -43,81 +102,77 @@ u32 power_of_two_at_least(std::size_t n) {
 
 }  // namespace
 
-Grouped group_by_bucket(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding) {
-    const std::size_t n = total_size(segments);
-    if (n >= NONE / 4)
-        throw std::invalid_argument("a batch of " + std::to_string(n) + " ids is too large; split it below 2^30");
-    const std::size_t chunks = (n + CHUNK - 1) / CHUNK;
-    std::vector<std::size_t> starts(chunks * BUCKETS, 0);
-    parallel_for(chunks, [&](std::size_t chunk) {
-        std::size_t* counts = &starts[chunk * BUCKETS];
-        for_each_entry(segments, num_tables, padding, chunk * CHUNK, std::min(n, (chunk + 1) * CHUNK),
-                       [&](const Entry& entry) {
-                           if (entry.table >= num_tables)
-                               throw std::out_of_range("table id " + std::to_string(entry.table) + " at position " +
-                                                       std::to_string(entry.position));
-                           ++counts[bucket_of(hash_row(entry.table, entry.key))];
-                       });
-    });
-    Grouped grouped;
-    std::size_t total = 0;
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
-        grouped.begin[bucket] = total;
-        for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
-            const std::size_t count = starts[chunk * BUCKETS + bucket];
-            starts[chunk * BUCKETS + bucket] = total;
-            total += count;
-        }
-    }
-    grouped.begin[BUCKETS] = total;
-    grouped.entries.resize(total);
-    parallel_for(chunks, [&](std::size_t chunk) {
-        std::size_t* at = &starts[chunk * BUCKETS];
-        for_each_entry(
-            segments, num_tables, padding, chunk * CHUNK, std::min(n, (chunk + 1) * CHUNK),
-            [&](const Entry& entry) { grouped.entries[at[bucket_of(hash_row(entry.table, entry.key))]++] = entry; });
-    });
-    return grouped;
+Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
+    const Segment all{keys, tables, n, n, 1, nullptr, false};
+    std::vector<Chunk> chunks;
+    append_chunks(chunks, all, 0, 0);
+    return group(chunks, n, NONE, std::nullopt, nullptr, nullptr);
 }
 
-Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding)
-    : size(total_size(segments)) {
-    const Grouped grouped = group_by_bucket(segments, num_tables, padding);
+Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding) {
+    std::vector<Chunk> chunks;
+    for (const Segment& segment : segments) {
+        append_chunks(chunks, segment, size, sources);
+        Lookup lookup{size, sources, segment, {}};
+        lookup.segment.keys = nullptr;
+        lookup.segment.tables = nullptr;
+        if (segment.offsets) {
+            lookup.offsets = Buffer<i64>(segment.bags + 1);
+            std::copy_n(segment.offsets, segment.bags + 1, lookup.offsets.data());
+            lookup.segment.offsets = lookup.offsets.data();
+        }
+        lookups.push_back(std::move(lookup));
+        size += segment.n;
+        sources += segment.bags;
+        if (sources >= NONE / 4)
+            throw std::invalid_argument("a batch of " + std::to_string(sources) +
+                                        " bags is too large; split it below 2^30");
+        pooled = pooled || segment.pooled;
+    }
+    inverse = Buffer<i32>(size);
+    Buffer<u32> source_of(pooled ? size : 0);
+    const Grouped grouped =
+        group(chunks, size, num_tables, padding, inverse.data(), pooled ? source_of.data() : nullptr);
     const std::size_t n = grouped.entries.size();
-    std::vector<u32> local(n), firsts(n), counts(n);
+    Buffer<u32> local(n), firsts(n), counts(n);
     std::size_t uniques[BUCKETS];
     parallel_for(BUCKETS, [&](std::size_t bucket) {
         const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin;
         const u32 slots = power_of_two_at_least(2 * count + 1);
-        std::vector<u32> scratch(slots);
-        uniques[bucket] = unique_bucket(&grouped.entries[begin], static_cast<u32>(count), scratch.data(), slots,
+        Buffer<Mark> marks(slots);
+        uniques[bucket] = unique_bucket(&grouped.entries[begin], static_cast<u32>(count), marks.data(), slots,
                                         &local[begin], &firsts[begin], &counts[begin]);
     });
     bucket_begin[0] = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) bucket_begin[bucket + 1] = bucket_begin[bucket] + uniques[bucket];
-    const std::size_t unique = bucket_begin[BUCKETS];
-    keys.resize(unique);
-    tables.resize(unique);
-    lines.assign(unique, 0);
-    offsets.resize(unique + 1);
+    unique = bucket_begin[BUCKETS];
+    keys = Buffer<u64>(unique);
+    hashes = Buffer<u64>(unique);
+    lines = Buffer<u64>(unique);
+    tables = Buffer<u32>(unique);
+    offsets = Buffer<u32>(unique + 1);
     offsets[unique] = static_cast<u32>(n);
-    occurrences.resize(n);
-    inverse.assign(size, -1);
+    occurrences = Buffer<u32>(n);
+    if (pooled) occurrence_sources = Buffer<u32>(n);
     parallel_for(BUCKETS, [&](std::size_t bucket) {
         const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin,
                           base = bucket_begin[bucket];
         u32 start = static_cast<u32>(begin);  // a bucket's occurrences take the places of its entries
         for (std::size_t row = 0; row < uniques[bucket]; ++row) {
             const Entry& entry = grouped.entries[begin + firsts[begin + row]];
-            keys[base + row] = entry.key;
+            keys[base + row] = key_of(entry.table, entry.hash);
+            hashes[base + row] = entry.hash;
             tables[base + row] = entry.table;
+            lines[base + row] = 0;
             offsets[base + row] = start;
             start += counts[begin + row];
             counts[begin + row] = offsets[base + row];  // from here on: where the row's next occurrence goes
         }
         for (std::size_t i = begin; i < begin + count; ++i) {
             const u32 position = grouped.entries[i].position;
-            occurrences[counts[begin + local[i]]++] = position;
+            const u32 place = counts[begin + local[i]]++;
+            occurrences[place] = position;
+            if (pooled) occurrence_sources[place] = source_of[position];
             inverse[position] = static_cast<i32>(base + local[i]);
         }
     });

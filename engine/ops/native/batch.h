@@ -6,26 +6,33 @@
 
 #include "../kernels/unique.h"
 #include "layout.h"
+#include "memory.h"
 
 namespace tierbed {
 
-// Keys [n] with their table ids [n], or null where position i belongs to table i % num_tables.
+// The ids of one lookup, in bags that each give one row of its output; without pooling every id is a bag of its own.
 struct Segment {
-    const u64* keys;
-    const u32* tables;
-    std::size_t n;
+    const u64* keys;     // [n]
+    const u32* tables;   // [bags], or null where bag b is of table b % num_tables
+    std::size_t n;       // positions
+    std::size_t bags;    // rows of the output
+    std::size_t length;  // positions a bag, where there are no offsets
+    const i64* offsets;  // [bags + 1] ascending from 0 to n, or null
+    bool pooled;
+
+    std::size_t bag_begin(std::size_t bag) const {
+        return offsets ? static_cast<std::size_t>(offsets[bag]) : bag * length;
+    }
 };
 
-// Entries grouped by bucket, within one in the order of their positions.
+// Rows grouped by bucket, within one in the order of their positions.
 struct Grouped {
-    std::vector<Entry> entries;
+    Buffer<Entry> entries;
     std::size_t begin[BUCKETS + 1];
 };
 
-Grouped group_by_bucket(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding);
-inline Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
-    return group_by_bucket({{keys, tables, n}}, NONE, std::nullopt);
-}
+// Positions number the keys of all segments, one after another.
+Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 
 class Batch {
 public:
@@ -35,13 +42,26 @@ public:
     // Memory for `n` lines that lives as long as the batch.
     std::vector<u64> allocate(std::size_t n, const LineShape& shape);
 
-    std::size_t size = 0;
-    std::vector<u64> keys;                  // [unique]
-    std::vector<u32> tables;                // [unique]
-    std::vector<u64> lines;                 // [unique]
-    std::vector<i32> inverse;               // [size]
-    std::vector<u32> occurrences;           // [size - padding]
-    std::vector<u32> offsets;               // [unique + 1]
+    // A segment as the batch keeps it: ids and table ids are no longer needed.
+    struct Lookup {
+        std::size_t begin;   // its first position
+        std::size_t source;  // its first row among the output rows of all segments
+        Segment segment;     // `keys` and `tables` null
+        Buffer<i64> offsets;
+    };
+
+    std::vector<Lookup> lookups;
+    std::size_t size = 0;     // positions
+    std::size_t sources = 0;  // output rows
+    std::size_t unique = 0;
+    bool pooled = false;                    // any segment
+    Buffer<u64> keys, hashes, lines;        // [unique]
+    Buffer<u64> views;                      // [unique] what lookups read; empty where those are the lines
+    Buffer<u32> tables;                     // [unique]
+    Buffer<i32> inverse;                    // [size]
+    Buffer<u32> occurrences;                // [size - padding], positions
+    Buffer<u32> occurrence_sources;         // [size - padding] their output rows, empty where those are the positions
+    Buffer<u32> offsets;                    // [unique + 1]
     std::size_t bucket_begin[BUCKETS + 1];  // unique rows by bucket
 
 private:

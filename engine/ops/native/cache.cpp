@@ -8,23 +8,17 @@
 
 namespace tierbed {
 
-Cache::Cache(const Layout& layout, std::size_t budget_bytes) : shape_(layout.shape), memory_(nullptr, &std::free) {
+Cache::Cache(const Layout& layout, std::size_t budget_bytes) : shape_(layout.shape) {
     const std::size_t set_bytes = WAYS * (shape_.line_bytes + sizeof(Way));
     std::size_t sets = std::min<std::size_t>(budget_bytes / set_bytes, NONE / WAYS);
     if (sets == 0) throw std::invalid_argument("one set takes " + std::to_string(set_bytes) + " bytes");
     if (sets > BUCKETS) sets = sets / BUCKETS * BUCKETS;  // a bucket owns whole sets, so that threads do not share one
     sets_ = static_cast<u32>(sets);
     ways_.assign(sets * WAYS, Way{0, 0, 0, 0, FREE});
-    memory_ = allocate_lines(ways_.size() * shape_.line_bytes);
-    start_ = reinterpret_cast<u64>(memory_.get());
+    memory_ = Pages(ways_.size() * shape_.line_bytes);
 }
 
-u32 Cache::set_of(u64 hash) const {
-    const u32 low = static_cast<u32>(hash);
-    if (sets_ < BUCKETS) return multiply_high(low, sets_);
-    const u32 sets_a_bucket = sets_ / BUCKETS;
-    return bucket_of(hash) * sets_a_bucket + multiply_high(low, sets_a_bucket);
-}
+u32 Cache::set_of(u64 hash) const { return tierbed::set_of(hash, sets_); }
 
 template <class Body>
 void Cache::for_each_bucket(const Body& body) const {
@@ -59,8 +53,8 @@ Admission Cache::admit(const u32* tables, const u64* keys, std::size_t n) {
         // hits first, so that no miss of this batch takes the place of a row that it needs
         for (std::size_t i = begin; i < end; ++i) {
             const Entry& entry = grouped.entries[i];
-            const u32 set = set_of(hash_row(entry.table, entry.key));
-            const u32 way = probe_set(THREAD, &ways_[set * WAYS], entry.table, entry.key);
+            const u32 set = set_of(entry.hash);
+            const u32 way = probe_set(THREAD, &ways_[set * WAYS], entry.table, entry.hash);
             if (way == NONE) continue;
             const u32 slot = set * WAYS + way;
             ways_[slot].tick = tick;
@@ -74,7 +68,7 @@ Admission Cache::admit(const u32* tables, const u64* keys, std::size_t n) {
             const Entry& entry = grouped.entries[i];
             if (all.hit[entry.position]) continue;
             ++count.misses;
-            const u32 set = set_of(hash_row(entry.table, entry.key));
+            const u32 set = set_of(entry.hash);
             const u32 way = victim_way(&ways_[set * WAYS], tick);
             if (way == NONE) {
                 ++count.overflows;
@@ -86,12 +80,12 @@ Admission Cache::admit(const u32* tables, const u64* keys, std::size_t n) {
             if (taken.state == DIRTY) {
                 ++count.evictions_dirty;
                 part.victim_tables.push_back(taken.table);
-                part.victim_keys.push_back(taken.key);
+                part.victim_keys.push_back(key_of(taken.table, taken.hash));
                 part.victim_lines.push_back(line_of(slot));
             } else if (taken.state == CLEAN) {
                 ++count.evictions_clean;
             }
-            taken = Way{entry.key, entry.table, tick, 1, CLEAN};
+            taken = Way{entry.hash, entry.table, tick, 1, CLEAN};
             all.slots[entry.position] = slot;
             all.lines[entry.position] = line_of(slot);
         }
@@ -129,8 +123,9 @@ void Cache::cancel(const Admission& admission, bool restore) {
 void Cache::find(const u32* tables, const u64* keys, u64* lines, std::size_t n) const {
     parallel_ranges(n, 4096, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
-            const u32 set = set_of(hash_row(tables[i], keys[i]));
-            const u32 way = probe_set(THREAD, &ways_[set * WAYS], tables[i], keys[i]);
+            const u64 hash = hash_row(tables[i], keys[i]);
+            const u32 set = set_of(hash);
+            const u32 way = probe_set(THREAD, &ways_[set * WAYS], tables[i], hash);
             lines[i] = way == NONE ? 0 : line_of(set * WAYS + way);
         }
     });
@@ -140,7 +135,7 @@ void Cache::dirty(std::vector<u32>& tables, std::vector<u64>& keys, std::vector<
     for (u32 slot = 0; slot < ways_.size(); ++slot) {
         if (ways_[slot].state != DIRTY) continue;
         tables.push_back(ways_[slot].table);
-        keys.push_back(ways_[slot].key);
+        keys.push_back(key_of(ways_[slot].table, ways_[slot].hash));
         lines.push_back(line_of(slot));
     }
 }

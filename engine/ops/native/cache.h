@@ -7,7 +7,7 @@
 
 #include "../kernels/cache.h"
 #include "batch.h"
-#include "line_memory.h"
+#include "memory.h"
 
 namespace tierbed {
 
@@ -54,14 +54,13 @@ public:
 
 private:
     u32 set_of(u64 hash) const;
-    u64 line_of(u32 slot) const { return start_ + static_cast<u64>(slot) * shape_.line_bytes; }
+    u64 line_of(u32 slot) const { return memory_.start() + static_cast<u64>(slot) * shape_.line_bytes; }
     template <class Body>
     void for_each_bucket(const Body& body) const;
 
     LineShape shape_;
     std::vector<Way> ways_;
-    LineMemory memory_;
-    u64 start_;
+    Pages memory_;
     u32 sets_, tick_ = 0;
 };
 

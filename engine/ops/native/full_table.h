@@ -3,35 +3,27 @@
 #include <array>
 #include <vector>
 
-#include "../kernels/table.h"
 #include "batch.h"
-#include "line_memory.h"
+#include "index.h"
+#include "memory.h"
 
 namespace tierbed {
 
 // Lines numbered from 0. Segment k holds BASE << k of them, so growing moves none and wastes no resident memory.
 class Lines {
 public:
-    explicit Lines(u32 line_bytes) : line_bytes_(line_bytes) {}
-
-    u64 address(u32 row) const {
+    u64 address(u32 row, u32 line_bytes) const {
         const u64 r = static_cast<u64>(row) + BASE;
         const u32 segment = 63 - static_cast<u32>(__builtin_clzll(r)) - BASE_BITS;
-        return segments_[segment].start + (r - (static_cast<u64>(BASE) << segment)) * line_bytes_;
+        return segments_[segment] + (r - (static_cast<u64>(BASE) << segment)) * line_bytes;
     }
-    u32 append();
+    u32 append(Arena& arena, u32 line_bytes);
     u32 size() const { return size_; }
-    std::size_t bytes() const;
 
 private:
-    static constexpr u32 BASE_BITS = 8, BASE = 1u << BASE_BITS;
-    struct Segment {
-        LineMemory memory;
-        u64 start;
-    };
-    u32 line_bytes_;
-    u32 size_ = 0;
-    std::vector<Segment> segments_;
+    static constexpr u32 BASE_BITS = 4, BASE = 1u << BASE_BITS;
+    std::array<u64, 32 - BASE_BITS> segments_;
+    u32 size_ = 0, count_ = 0;  // lines, segments
 };
 
 class FullTable {
@@ -39,7 +31,7 @@ public:
     explicit FullTable(const Layout& layout);
     FullTable(const FullTable&) = delete;
 
-    std::size_t find(Batch& batch) const;
+    std::size_t find(Batch& batch);
     void insert_missing(Batch& batch, const Layout& layout);
     void read(const u32* tables, const u64* keys, const u64* lines, bool* found, std::size_t n) const;
     void write(const u32* tables, const u64* keys, const u64* lines, std::size_t n);
@@ -52,18 +44,15 @@ public:
     std::size_t bytes() const;
 
 private:
-    struct Bucket {
-        explicit Bucket(u32 line_bytes) : lines(line_bytes) {}
-        std::vector<Slot> slots;
-        Lines lines;
-        IndexView view() { return {slots.data(), static_cast<u32>(slots.size() - 1)}; }
-        IndexView view() const { return const_cast<Bucket*>(this)->view(); }
-        u64 insert(u32 table, u64 key);
-        void reserve(std::size_t more);
-    };
+    u64 line_of(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
+    u64 insert(u32 bucket, u64 hash, u32 table);
+    // Makes room for more[bucket] new rows in each bucket.
+    void reserve(const std::array<std::size_t, BUCKETS>& more);
 
     LineShape shape_;
-    std::vector<Bucket> buckets_;
+    Arena arena_;
+    Index index_;
+    std::array<Lines, BUCKETS> lines_;
 };
 
 }  // namespace tierbed

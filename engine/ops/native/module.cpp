@@ -1,110 +1,71 @@
-// The Python binding: engine/_core.pyi is its contract. Every loop runs without the interpreter lock.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
+// The Python module.
+#include <algorithm>
 
-#include "cache.h"
-#include "full_table.h"
-#include "packed_row.h"
+#include "bind.h"
+#include "instruction_sets.h"
 #include "pool.h"
 #include "step.h"
-#ifdef TIERBED_ROCKSDB
-#include "rocksdb_tier.h"
-#endif
+#include "update.h"
 
-namespace nb = nanobind;
 using namespace tierbed;
 
 namespace {
 
-template <class T, class... Shape>
-using In = nb::ndarray<const T, nb::c_contig, nb::device::cpu, Shape...>;
-template <class T, class... Shape>
-using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu, Shape...>;
-template <class T>
-using InVector = In<T, nb::ndim<1>>;
-template <class T>
-using OutVector = Out<T, nb::ndim<1>>;
-template <class T>
-using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-
-void require(bool condition, const char* message) {
-    if (!condition) throw std::invalid_argument(message);
-}
-
-template <class T>
-Array<T> own(std::vector<T>&& values) {
-    auto* kept = new std::vector<T>(std::move(values));
-    kept->reserve(1);  // NumPy wants an address even for no elements
-    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return Array<T>(kept->data(), {kept->size()}, owner);
-}
-
-template <class T>
-Array<T> view(std::vector<T>& values, nb::handle owner) {
-    values.reserve(1);
-    return Array<T>(values.data(), {values.size()}, owner);
-}
-
-// flags of n rows, filled by body without the interpreter lock
-template <class Body>
-nb::ndarray<nb::numpy, bool, nb::ndim<1>> flags(std::size_t n, const Body& body) {
-    auto* values = new bool[n + 1]();
-    nb::capsule owner(values, [](void* p) noexcept { delete[] static_cast<bool*>(p); });
-    {
-        nb::gil_scoped_release unlocked;
-        body(values);
+// (keys [n], tables [bags] or None, None | bag length | offsets [bags + 1]); `kept` holds the arrays alive
+Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
+    const auto array = [&](auto values) {
+        kept.push_back(nb::cast(values));
+        return values;
+    };
+    const auto keys = array(nb::cast<InVector<u64>>(given[0]));
+    Segment segment{keys.data(), nullptr, keys.size(), keys.size(), 1, nullptr, false};
+    if (nb::isinstance<nb::int_>(given[2])) {
+        segment.pooled = true;
+        segment.length = nb::cast<std::size_t>(given[2]);
+        require(segment.length > 0 ? keys.size() % segment.length == 0 : keys.size() == 0, "bags differ in length");
+        segment.bags = segment.length > 0 ? keys.size() / segment.length : 0;
+    } else if (!given[2].is_none()) {
+        const auto offsets = array(nb::cast<InVector<i64>>(given[2]));
+        require(offsets.size() > 0 && offsets.data()[0] == 0 &&
+                    offsets.data()[offsets.size() - 1] == static_cast<i64>(keys.size()) &&
+                    std::is_sorted(offsets.data(), offsets.data() + offsets.size()),
+                "offsets must ascend from 0 to the number of keys");
+        segment.pooled = true;
+        segment.offsets = offsets.data();
+        segment.bags = offsets.size() - 1;
     }
-    return {values, {n}, owner};
+    if (!given[1].is_none()) {
+        const auto tables = array(nb::cast<InVector<u32>>(given[1]));
+        require(tables.size() == segment.bags, "one table id for each bag");
+        segment.tables = tables.data();
+    }
+    return segment;
 }
-
-template <class T>
-Array<bool> read_rows(T& tier, InVector<u32> tables, InVector<u64> keys, InVector<u64> lines) {
-    require(tables.size() == keys.size() && keys.size() == lines.size(), "tables, keys and lines differ in length");
-    return flags(keys.size(),
-                 [&](bool* found) { tier.read(tables.data(), keys.data(), lines.data(), found, keys.size()); });
-}
-
-template <class T>
-void write_rows(T& tier, InVector<u32> tables, InVector<u64> keys, InVector<u64> lines) {
-    require(tables.size() == keys.size() && keys.size() == lines.size(), "tables, keys and lines differ in length");
-    nb::gil_scoped_release unlocked;
-    tier.write(tables.data(), keys.data(), lines.data(), keys.size());
-}
-
-using PySegment = std::tuple<InVector<u64>, std::optional<InVector<u32>>>;
 
 void bind_batch(nb::module_& m) {
     nb::class_<Batch>(m, "Batch")
         .def(
             "__init__",
             [](Batch* self, nb::sequence segments, u32 num_tables, std::optional<u64> padding) {
+                std::vector<nb::object> kept;
                 std::vector<Segment> views;
-                std::vector<InVector<u64>> keys;
-                std::vector<InVector<u32>> tables;
-                for (nb::handle item : segments) {
-                    auto segment = nb::cast<nb::tuple>(item);
-                    keys.push_back(nb::cast<InVector<u64>>(segment[0]));
-                    const u32* table_ids = nullptr;
-                    if (!segment[1].is_none()) {
-                        tables.push_back(nb::cast<InVector<u32>>(segment[1]));
-                        require(tables.back().size() == keys.back().size(), "keys and table ids differ in length");
-                        table_ids = tables.back().data();
-                    }
-                    views.push_back({keys.back().data(), table_ids, keys.back().size()});
-                }
+                for (nb::handle item : segments) views.push_back(segment_from(nb::cast<nb::tuple>(item), kept));
                 require(num_tables > 0, "num_tables must be positive");
                 nb::gil_scoped_release unlocked;
                 new (self) Batch(views, num_tables, padding);
             },
             nb::arg("segments"), nb::arg("num_tables"), nb::arg("padding").none())
         .def_ro("size", &Batch::size)
-        .def_prop_ro("unique", [](const Batch& b) { return b.keys.size(); })
+        .def_ro("sources", &Batch::sources)
+        .def_ro("unique", &Batch::unique)
         .def_prop_ro("keys", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).keys, self); })
         .def_prop_ro("tables", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).tables, self); })
         .def_prop_ro("lines", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).lines, self); })
+        .def_prop_ro("views",
+                     [](nb::handle_t<Batch> self) {
+                         Batch& batch = nb::cast<Batch&>(self);
+                         return view(batch.views.size() ? batch.views : batch.lines, self);
+                     })
         .def_prop_ro("inverse", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).inverse, self); })
         .def_prop_ro("occurrences",
                      [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).occurrences, self); })
@@ -117,8 +78,10 @@ void bind_layout(nb::module_& m) {
     nb::class_<Layout>(m, "Layout")
         .def(
             "__init__",
-            [](Layout* self, u32 dim, std::vector<float> states, u64 seed, std::vector<u32> columns,
-               std::vector<u32> kinds, In<float, nb::shape<-1, 2>> parameters, In<double, nb::shape<-1, 2>> quantiles) {
+            [](Layout* self, u32 dim, std::vector<float> states, std::vector<u32> state_widths, u64 seed,
+               std::vector<u32> columns, std::vector<u32> kinds, In<float, nb::shape<-1, 2>> parameters,
+               In<double, nb::shape<-1, 2>> quantiles) {
+                require(states.size() == state_widths.size(), "states and state_widths differ in length");
                 require(kinds.size() == parameters.shape(0) && kinds.size() == quantiles.shape(0),
                         "kinds, parameters and quantiles differ in length");
                 require(!columns.empty() && !kinds.empty() && kinds.size() % columns.size() == 0,
@@ -132,13 +95,38 @@ void bind_layout(nb::module_& m) {
                     values.push_back({static_cast<Initial>(kinds[i]), parameters(i, 0), parameters(i, 1),
                                       quantiles(i, 0), quantiles(i, 1)});
                 }
-                new (self) Layout(dim, std::move(states), seed, columns, std::move(values));
+                new (self) Layout(dim, std::move(states), state_widths, seed, columns, std::move(values));
             },
-            nb::arg("dim"), nb::arg("states"), nb::arg("seed"), nb::arg("columns"), nb::arg("kinds"),
-            nb::arg("parameters"), nb::arg("quantiles"))
+            nb::arg("dim"), nb::arg("states"), nb::arg("state_widths"), nb::arg("seed"), nb::arg("columns"),
+            nb::arg("kinds"), nb::arg("parameters"), nb::arg("quantiles"))
         .def_prop_ro("dim", [](const Layout& l) { return l.shape.dim; })
         .def_prop_ro("width", [](const Layout& l) { return l.shape.width; })
         .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });
+}
+
+using InRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutRows = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+Pooling pooling_of(const Batch& batch, std::size_t lookup, bool mean, const std::optional<InVector<float>>& weights,
+                   const std::string& dtype) {
+    require(lookup < batch.lookups.size(), "the batch has no such lookup");
+    const Segment& segment = batch.lookups[lookup].segment;
+    require(segment.pooled || (!mean && !weights), "mean and weights are for bags");
+    require(!weights || weights->size() == segment.n, "weights must be [positions]");
+    const char* names[FLOAT_TYPES] = {"float32", "float16", "bfloat16"};
+    const auto type = std::find(names, names + FLOAT_TYPES, dtype) - names;
+    require(type < FLOAT_TYPES, "dtype must be float32, float16 or bfloat16");
+    return {mean, weights ? weights->data() : nullptr, static_cast<FloatType>(type)};
+}
+
+// float32, or 16 bits as unsigned integers: [outputs of the lookup, dim]
+template <class Rows>
+void require_outputs(const Batch& batch, const Layout& layout, std::size_t lookup, const Rows& rows,
+                     const Pooling& pooling) {
+    require(rows.dtype() == (pooling.type == FloatType::float32 ? nb::dtype<float>() : nb::dtype<u16>()),
+            "rows must be float32, or uint16 where dtype has 16 bits");
+    require(rows.shape(0) == batch.lookups[lookup].segment.bags && rows.shape(1) == layout.shape.dim,
+            "rows must be [outputs, dim]");
 }
 
 void bind_step(nb::module_& m) {
@@ -171,18 +159,66 @@ void bind_step(nb::module_& m) {
         });
     });
     m.def("initialise_missing", &initialise_missing, nb::call_guard<nb::gil_scoped_release>());
-    m.def("gather", [](const Batch& batch, const Layout& layout, std::size_t begin, Out<float, nb::ndim<2>> out) {
-        require(begin + out.shape(0) <= batch.size && out.shape(1) == layout.shape.dim,
-                "out must be [n, dim] within the batch");
-        nb::gil_scoped_release unlocked;
-        gather(batch, layout, begin, out.shape(0), out.data());
-    });
-    m.def("update", [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> grads, std::string rule,
-                       std::vector<float> hyper, u32 step) {
-        require(grads.shape(0) == batch.size && grads.shape(1) == layout.shape.dim, "grads must be [batch.size, dim]");
-        nb::gil_scoped_release unlocked;
-        return update(batch, layout, grads.data(), rule, hyper, step);
-    });
+    m.def(
+        "gather",
+        [](const Batch& batch, const Layout& layout, std::size_t lookup, OutRows out, bool mean,
+           std::optional<InVector<float>> weights, const std::string& dtype) {
+            const Pooling pooling = pooling_of(batch, lookup, mean, weights, dtype);
+            require_outputs(batch, layout, lookup, out, pooling);
+            nb::gil_scoped_release unlocked;
+            gather(batch, layout, lookup, pooling, out.data());
+        },
+        nb::arg("batch"), nb::arg("layout"), nb::arg("lookup"), nb::arg("out"), nb::arg("mean") = false,
+        nb::arg("weights").none() = nb::none(), nb::arg("dtype") = "float32");
+    m.def(
+        "weights_grad",
+        [](const Batch& batch, const Layout& layout, std::size_t lookup, InRows grads, OutVector<float> out, bool mean,
+           const std::string& dtype) {
+            const Pooling pooling = pooling_of(batch, lookup, mean, std::nullopt, dtype);
+            require_outputs(batch, layout, lookup, grads, pooling);
+            require(out.size() == batch.lookups[lookup].segment.n, "out must be [positions]");
+            nb::gil_scoped_release unlocked;
+            weights_grad(batch, layout, lookup, pooling, grads.data(), out.data());
+        },
+        nb::arg("batch"), nb::arg("layout"), nb::arg("lookup"), nb::arg("grads"), nb::arg("out"),
+        nb::arg("mean") = false, nb::arg("dtype") = "float32");
+    m.def(
+        "update",
+        [](Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
+           const std::string& rule, std::vector<double> hyper, u32 step, const std::string& dtype) {
+            require(
+                grads.size() == batch.lookups.size() && means.size() == grads.size() && weights.size() == grads.size(),
+                "one of grads, means and weights for each lookup");
+            std::vector<nb::object> kept;
+            std::vector<Upstream> upstream;
+            for (std::size_t k = 0; k < grads.size(); ++k) {
+                const auto rows = nb::cast<InRows>(grads[k]);
+                std::optional<InVector<float>> scale;
+                if (!weights[k].is_none()) scale = nb::cast<InVector<float>>(weights[k]);
+                const Pooling pooling = pooling_of(batch, k, means[k], scale, dtype);
+                require_outputs(batch, layout, k, rows, pooling);
+                kept.push_back(nb::cast(rows));
+                if (scale) kept.push_back(nb::cast(*scale));
+                upstream.push_back({rows.data(), pooling});
+            }
+            const BoundRule bound(layout, rule, std::move(hyper));
+            nb::gil_scoped_release unlocked;
+            return update(batch, layout, upstream, bound, step);
+        },
+        nb::arg("batch"), nb::arg("layout"), nb::arg("grads"), nb::arg("means"), nb::arg("weights"), nb::arg("rule"),
+        nb::arg("hyper"), nb::arg("step"), nb::arg("dtype") = "float32");
+    m.def("settle",
+          [](Batch& batch, const Layout& layout, const std::string& rule, std::vector<double> hyper, u32 step) {
+              const BoundRule bound(layout, rule, std::move(hyper));
+              nb::gil_scoped_release unlocked;
+              settle(batch, layout, bound, step);
+          });
+    m.def("catch_up",
+          [](const Layout& layout, InVector<u64> lines, const std::string& rule, std::vector<double> hyper, u32 step) {
+              const BoundRule bound(layout, rule, std::move(hyper));
+              nb::gil_scoped_release unlocked;
+              catch_up(layout, lines.data(), lines.size(), bound, step);
+          });
     m.def("assign", [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> values, u32 step) {
         require(values.shape(0) == batch.size && values.shape(1) == layout.shape.dim,
                 "values must be [batch.size, dim]");
@@ -195,121 +231,12 @@ void bind_step(nb::module_& m) {
     });
 }
 
-void bind_full_table(nb::module_& m) {
-    nb::class_<FullTable>(m, "FullTable")
-        .def(nb::init<const Layout&>())
-        .def("find", &FullTable::find, nb::call_guard<nb::gil_scoped_release>())
-        .def("insert_missing", &FullTable::insert_missing, nb::call_guard<nb::gil_scoped_release>())
-        .def("read", &read_rows<FullTable>)
-        .def("write", &write_rows<FullTable>)
-        .def("held", &FullTable::held, nb::call_guard<nb::gil_scoped_release>())
-        .def("scan",
-             [](const FullTable& table, u32 bucket, OutVector<u8> rows) {
-                 nb::gil_scoped_release unlocked;
-                 require(rows.size() == table.held(bucket) * packed_bytes_of(table.width()),
-                         "rows must have room for the bucket's rows exactly");
-                 table.scan(bucket, rows.data());
-             })
-        .def_prop_ro("rows", &FullTable::rows)
-        .def_prop_ro("bytes", &FullTable::bytes);
-}
-
-void bind_cache(nb::module_& m) {
-    nb::class_<Admission>(m, "Admission")
-        .def_prop_ro("lines", [](nb::handle_t<Admission> self) { return view(nb::cast<Admission&>(self).lines, self); })
-        .def_prop_ro(
-            "hit",
-            [](const Admission& a) {
-                return flags(a.hit.size(), [&](bool* out) { std::copy(a.hit.begin(), a.hit.end(), out); });
-            },
-            nb::rv_policy::move)
-        .def_prop_ro("victim_tables",
-                     [](nb::handle_t<Admission> self) { return view(nb::cast<Admission&>(self).victim_tables, self); })
-        .def_prop_ro("victim_keys",
-                     [](nb::handle_t<Admission> self) { return view(nb::cast<Admission&>(self).victim_keys, self); })
-        .def_prop_ro("victim_lines",
-                     [](nb::handle_t<Admission> self) { return view(nb::cast<Admission&>(self).victim_lines, self); });
-    nb::class_<Cache>(m, "Cache")
-        .def(nb::init<const Layout&, std::size_t>())
-        .def("admit",
-             [](Cache& cache, InVector<u32> tables, InVector<u64> keys) {
-                 require(tables.size() == keys.size(), "tables and keys differ in length");
-                 nb::gil_scoped_release unlocked;
-                 return cache.admit(tables.data(), keys.data(), keys.size());
-             })
-        .def("release", &Cache::release, nb::arg("admission"), nb::arg("dirty"),
-             nb::call_guard<nb::gil_scoped_release>())
-        .def("cancel", &Cache::cancel, nb::arg("admission"), nb::arg("restore"),
-             nb::call_guard<nb::gil_scoped_release>())
-        .def("find",
-             [](const Cache& cache, InVector<u32> tables, InVector<u64> keys, OutVector<u64> lines) {
-                 require(tables.size() == keys.size() && keys.size() == lines.size(),
-                         "tables, keys and lines differ in length");
-                 nb::gil_scoped_release unlocked;
-                 cache.find(tables.data(), keys.data(), lines.data(), keys.size());
-             })
-        .def("dirty",
-             [](const Cache& cache) {
-                 std::vector<u32> tables;
-                 std::vector<u64> keys, lines;
-                 cache.dirty(tables, keys, lines);
-                 return nb::make_tuple(own(std::move(tables)), own(std::move(keys)), own(std::move(lines)));
-             })
-        .def("mark_clean", &Cache::mark_clean)
-        .def_prop_ro("capacity", &Cache::capacity)
-        .def_prop_ro("used", &Cache::used)
-        .def_prop_ro("bytes", &Cache::bytes)
-        .def_prop_ro("counts", [](const Cache& cache) {
-            nb::dict counts;
-            counts["hits"] = cache.counts.hits;
-            counts["misses"] = cache.counts.misses;
-            counts["evictions_clean"] = cache.counts.evictions_clean;
-            counts["evictions_dirty"] = cache.counts.evictions_dirty;
-            counts["overflows"] = cache.counts.overflows;
-            return counts;
-        });
-}
-
-#ifdef TIERBED_ROCKSDB
-void bind_rocksdb(nb::module_& m) {
-    nb::class_<RocksTier> tier(m, "RocksTier");
-    tier.def(
-            "__init__",
-            [](RocksTier* self, std::string folder, u32 width, bool create, u32 shards, std::size_t block_bytes,
-               std::size_t block_cache_bytes, std::size_t write_buffer_bytes) {
-                nb::gil_scoped_release unlocked;
-                new (self)
-                    RocksTier(folder, width, {create, shards, block_bytes, block_cache_bytes, write_buffer_bytes});
-            },
-            nb::arg("folder"), nb::arg("width"), nb::kw_only(), nb::arg("create"), nb::arg("shards"),
-            nb::arg("block_bytes"), nb::arg("block_cache_bytes"), nb::arg("write_buffer_bytes"))
-        .def("read", &read_rows<RocksTier>)
-        .def("write", &write_rows<RocksTier>)
-        .def("flush", &RocksTier::flush, nb::call_guard<nb::gil_scoped_release>())
-        .def("close", &RocksTier::close, nb::call_guard<nb::gil_scoped_release>())
-        .def("property", &RocksTier::property)
-        .def(
-            "scan", [](const RocksTier& t) { return new RocksTier::Scan(t); }, nb::keep_alive<0, 1>(),
-            nb::rv_policy::take_ownership);
-    nb::class_<RocksTier::Scan>(tier, "Scan")
-        .def("close", &RocksTier::Scan::close)
-        .def("next", [](RocksTier::Scan& scan, OutVector<u8> rows, std::size_t max_rows) {
-            u32 bucket = 0;
-            std::size_t n;
-            require(rows.size() >= max_rows * packed_bytes_of(scan.width()), "rows must have room for max_rows");
-            {
-                nb::gil_scoped_release unlocked;
-                n = scan.next(rows.data(), max_rows, bucket);
-            }
-            return nb::make_tuple(bucket, n);
-        });
-}
-#endif
-
 }  // namespace
 
 NB_MODULE(_core, m) {
     m.def("set_threads", &set_threads);
+    m.def("instruction_sets", &instruction_sets);
+    m.def("use_instruction_set", &use_instruction_set);
     m.def("normal_quantile", [](double p) {
         require(p > 0.0 && p < 1.0, "p must lie between 0 and 1");
         return normal_quantile(p);
@@ -324,12 +251,5 @@ NB_MODULE(_core, m) {
     bind_layout(m);
     bind_batch(m);
     bind_step(m);
-    bind_full_table(m);
-    bind_cache(m);
-#ifdef TIERBED_ROCKSDB
-    m.attr("has_rocksdb") = true;
-    bind_rocksdb(m);
-#else
-    m.attr("has_rocksdb") = false;
-#endif
+    bind_stores(m);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -37,6 +38,7 @@ public:
     std::size_t wanted() const { return wanted_; }
 
     void run(std::size_t tasks, const std::function<void(std::size_t)>& task) {
+        bool asleep;
         {
             std::lock_guard lock(mutex_);
             task_ = &task;
@@ -45,9 +47,11 @@ public:
             busy_ = threads_.size();
             failure_ = nullptr;
             ++round_;
+            asleep = sleeping_ > 0;
         }
-        wake_.notify_all();
+        if (asleep) wake_.notify_all();
         take(task, tasks);
+        spin([this] { return busy_ == 0; });
         std::unique_lock lock(mutex_);
         done_.wait(lock, [this] { return busy_ == 0; });
         if (failure_) std::rethrow_exception(failure_);
@@ -68,9 +72,12 @@ private:
 
     void work() {
         std::size_t seen = 0;
-        std::unique_lock lock(mutex_);
         for (;;) {
+            spin([&] { return stopping_ || round_ != seen; });
+            std::unique_lock lock(mutex_);
+            ++sleeping_;
             wake_.wait(lock, [&] { return stopping_ || round_ != seen; });
+            --sleeping_;
             if (stopping_) return;
             seen = round_;
             const auto* task = task_;
@@ -82,15 +89,22 @@ private:
         }
     }
 
+    // The loops of a step follow one another at once, so a moment of waiting saves two switches of the system.
+    template <class Condition>
+    static void spin(const Condition& condition) {
+        const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
+        while (!condition() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    }
+
     const std::size_t wanted_;
     std::vector<std::thread> threads_;
     std::mutex mutex_;
     std::condition_variable wake_, done_;
     const std::function<void(std::size_t)>* task_ = nullptr;
-    std::size_t tasks_ = 0, busy_ = 0, round_ = 0;
-    std::atomic<std::size_t> next_{0};
+    std::size_t tasks_ = 0, sleeping_ = 0;
+    std::atomic<std::size_t> next_{0}, busy_{0}, round_{0};
     std::exception_ptr failure_;
-    bool stopping_ = false;
+    std::atomic<bool> stopping_{false};
 };
 
 std::atomic<std::size_t> wanted_threads{1};

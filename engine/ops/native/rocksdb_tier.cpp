@@ -117,8 +117,8 @@ void RocksTier::read(const u32* tables, const u64* keys, const u64* lines, bool*
     parallel_for(BUCKETS, [&](std::size_t bucket) {
         Entry* begin = grouped.entries.data() + grouped.begin[bucket];
         Entry* end = grouped.entries.data() + grouped.begin[bucket + 1];
-        std::sort(begin, end, [](const Entry& a, const Entry& b) {
-            return a.table != b.table ? a.table < b.table : a.key < b.key;
+        std::sort(begin, end, [&](const Entry& a, const Entry& b) {
+            return a.table != b.table ? a.table < b.table : keys[a.position] < keys[b.position];
         });
         rocksdb::DB& db = shard_of(static_cast<u32>(bucket));
         std::vector<Key> names;
@@ -128,7 +128,7 @@ void RocksTier::read(const u32* tables, const u64* keys, const u64* lines, bool*
             names.clear();
             slices.clear();
             for (std::size_t i = 0; i < count; ++i)
-                names.emplace_back(static_cast<u32>(bucket), chunk[i].table, chunk[i].key);
+                names.emplace_back(static_cast<u32>(bucket), chunk[i].table, keys[chunk[i].position]);
             for (const Key& name : names) slices.push_back(name.slice());
             std::vector<rocksdb::PinnableSlice> values(count);
             std::vector<rocksdb::Status> statuses(count);
@@ -156,7 +156,7 @@ void RocksTier::write(const u32* tables, const u64* keys, const u64* lines, std:
         for (std::size_t bucket = shard; bucket < BUCKETS; bucket += shards_.size()) {
             for (std::size_t i = grouped.begin[bucket]; i < grouped.begin[bucket + 1]; ++i) {
                 const Entry& entry = grouped.entries[i];
-                const Key name(static_cast<u32>(bucket), entry.table, entry.key);
+                const Key name(static_cast<u32>(bucket), entry.table, keys[entry.position]);
                 check(batch.Put(name.slice(), {reinterpret_cast<const char*>(lines[entry.position]), value_bytes}),
                       "write");
                 if (batch.GetDataSize() < BATCH_BYTES) continue;

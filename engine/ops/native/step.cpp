@@ -3,7 +3,7 @@
 #include <atomic>
 #include <stdexcept>
 
-#include "../kernels/update.h"
+#include "instruction_sets.h"
 #include "pool.h"
 
 namespace tierbed {
@@ -16,7 +16,7 @@ constexpr std::size_t AHEAD = 4;
 template <class Body>
 std::size_t count_rows(const Batch& batch, const Body& body) {
     std::atomic<std::size_t> total{0};
-    parallel_ranges(batch.keys.size(), ROWS, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
         std::size_t count = 0;
         for (std::size_t row = begin; row < end; ++row) {
             if (row + AHEAD < end) prefetch(floats(batch.lines[row + AHEAD]));
@@ -27,43 +27,38 @@ std::size_t count_rows(const Batch& batch, const Body& body) {
     return total;
 }
 
-template <class Rule>
-std::size_t update_with(Batch& batch, const Layout& layout, const float* grads, const std::vector<float>& hyper,
-                        u32 step) {
-    if (hyper.size() != Rule::HYPERS)
-        throw std::invalid_argument("the rule takes " + std::to_string(Rule::HYPERS) + " hyper-parameters");
-    if (layout.shape.width != layout.shape.dim * (1 + Rule::STATES))
-        throw std::invalid_argument("the line has no room for the rule's state");
-    const Rule rule(hyper.data());
-    return count_rows(batch, [&](std::size_t row) {
-        const u32 begin = batch.offsets[row];
-        const RowGradients gradients{grads, &batch.occurrences[begin], batch.offsets[row + 1] - begin};
-        return update_row(THREAD, batch.lines[row], layout.shape, gradients, rule, step);
-    });
-}
-
 }  // namespace
 
-void gather(const Batch& batch, const Layout& layout, std::size_t begin, std::size_t n, float* out) {
-    const auto line_at = [&](std::size_t position) {
-        const i32 row = batch.inverse[position];
-        return row < 0 ? u64{0} : batch.lines[static_cast<std::size_t>(row)];
-    };
-    parallel_ranges(n, ROWS, [&](std::size_t from, std::size_t to) {
-        for (std::size_t i = from; i < to; ++i) {
-            if (i + 2 * AHEAD < to) prefetch(floats(line_at(begin + i + 2 * AHEAD)));
-            gather_row(THREAD, out + i * layout.shape.dim, line_at(begin + i), layout.shape);
-        }
-    });
+GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
+    const Batch::Lookup& of = batch.lookups.at(lookup);
+    GatherJob job{};
+    job.lines = batch.views.size() ? batch.views.data() : batch.lines.data();
+    job.inverse = batch.inverse.data() + of.begin;
+    job.offsets = of.segment.offsets;
+    job.length = of.segment.length;
+    job.positions = of.segment.n;
+    job.dim = layout.shape.dim;
+    job.pooled = of.segment.pooled;
+    return job;
 }
 
-std::size_t update(Batch& batch, const Layout& layout, const float* grads, const std::string& rule,
-                   const std::vector<float>& hyper, u32 step) {
-    if (rule == "sgd") return update_with<Sgd>(batch, layout, grads, hyper, step);
-    if (rule == "sgd_momentum") return update_with<SgdMomentum>(batch, layout, grads, hyper, step);
-    if (rule == "adagrad") return update_with<Adagrad>(batch, layout, grads, hyper, step);
-    if (rule == "adam" || rule == "adamw") return update_with<Adam>(batch, layout, grads, hyper, step);
-    throw std::invalid_argument("no rule is called " + rule);
+void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out) {
+    GatherJob job = job_of(batch, layout, lookup);
+    job.mean = pooling.mean;
+    job.weights = pooling.weights;
+    job.out = out;
+    const auto run = loops().gather[static_cast<u32>(pooling.type)];
+    parallel_ranges(batch.lookups[lookup].segment.bags, ROWS,
+                    [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
+}
+
+void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
+                  const void* grads, float* out) {
+    WeightsGradJob job{job_of(batch, layout, lookup), grads, out};
+    job.lookup.mean = pooling.mean;
+    const auto run = loops().weights_grad[static_cast<u32>(pooling.type)];
+    parallel_ranges(batch.lookups[lookup].segment.bags, ROWS,
+                    [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step) {
@@ -93,7 +88,7 @@ void initialise_lines(const Layout& layout, const u32* tables, const u64* keys, 
 
 void initialise_missing(Batch& batch, const Layout& layout) {
     std::vector<std::size_t> missing;
-    for (std::size_t row = 0; row < batch.lines.size(); ++row)
+    for (std::size_t row = 0; row < batch.unique; ++row)
         if (!batch.lines[row]) missing.push_back(row);
     const std::vector<u64> lines = batch.allocate(missing.size(), layout.shape);
     parallel_ranges(missing.size(), ROWS, [&](std::size_t begin, std::size_t end) {

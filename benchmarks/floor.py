@@ -1,0 +1,165 @@
+"""The memory floor as a contender: compiles floor.cpp, lays out its lines, and finds its best settings."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import mmap
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from workloads import BETAS, EPS, LR, Batch, Workload, initial_rows
+
+_SOURCE = Path(__file__).with_name("floor.cpp")
+_DISTANCES = (8, 16, 24)
+_RULES = ("adagrad", "rowwise_adagrad", "adam")  # as floor.cpp numbers them
+_POINTER = ctypes.c_void_p
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [("slots", _POINTER), ("starts", _POINTER), ("occurrences", _POINTER), ("count", ctypes.c_int64)]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("lines", _POINTER),
+        ("stride", ctypes.c_int64),
+        ("slots", _POINTER),
+        ("bags", ctypes.c_int64),
+        ("length", ctypes.c_int64),
+        ("grads", _POINTER),
+        ("out", _POINTER),
+        ("forward", _Rows),
+        ("backward", _Rows),
+        ("dim", ctypes.c_int32),
+        ("rule", ctypes.c_int32),
+        ("distance", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("step", ctypes.c_uint32),
+        *((name, ctypes.c_float) for name in ("lr", "eps", "beta1", "beta2", "correction1", "correction2")),
+    ]
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL:
+    # without errno, so that square roots are vectorised
+    flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-Wall", "-Wextra"]
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "floor.so")
+        subprocess.run(["g++", *flags, "-shared", "-fPIC", "-pthread", "-o", str(library), str(_SOURCE)], check=True)
+        native = ctypes.CDLL(str(library))  # stays loaded without its file
+    native.floor_step.argtypes = [ctypes.POINTER(_Step)]
+    return native
+
+
+class _Places:
+    """A batch as the floor is given it: slots by position, and the unique rows in slot order and in batch order."""
+
+    def __init__(self, work: Workload, batch: Batch) -> None:
+        first = (np.arange(work.tables) * work.rows)[:, None]
+        self.slots = (batch.rows.numpy() + first).reshape(-1).astype(np.uint32)
+        unique, seen, counts = np.unique(self.slots, return_index=True, return_counts=True)
+        positions = np.argsort(self.slots, kind="stable")
+        self._kept: list[NDArray[np.uint32]] = []
+        orders = {"slot": np.arange(len(unique)), "batch": np.argsort(seen, kind="stable")}
+        self.orders = {
+            name: self._rows(order, unique, counts, positions // work.length) for name, order in orders.items()
+        }
+
+    def _rows(
+        self, order: NDArray[np.int64], unique: NDArray[np.uint32], counts: NDArray[np.int64], bags: NDArray[np.int64]
+    ) -> _Rows:
+        ends = np.cumsum(counts)
+        begins = ends - counts
+        starts = np.concatenate([[0], np.cumsum(counts[order])])
+        picks = np.repeat(begins[order] - starts[:-1], counts[order]) + np.arange(len(bags))
+        arrays = [x.astype(np.uint32) for x in (unique[order], starts, bags[picks])]
+        self._kept += arrays
+        return _Rows(*(x.ctypes.data for x in arrays), len(unique))
+
+
+class Floor:
+    """Known slots, no hashing; slot = row number. `settings` are the best of those tried on these batches."""
+
+    name = "floor"
+
+    def __init__(self, work: Workload, batches: list[Batch]) -> None:
+        self._work = work
+        self._native = _compiled()
+        floats = -(-(work.dim + work.state + 2) // 4) * 4
+        count = work.tables * work.rows
+        memory = mmap.mmap(-1, count * floats * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self._lines = np.frombuffer(memory, np.float32).reshape(count, floats)
+        self._fill()
+        # from numpy, which asks for huge pages as well
+        self._out = torch.from_numpy(np.empty((work.batch, work.tables, work.dim), np.float32))
+        self._grads = [batch.grad for batch in batches]
+        self._places = [_Places(work, batch) for batch in batches]
+        self._steps = 0
+        self._settings = self._best()
+        self._steps = 0
+        self._fill()
+
+    @property
+    def settings(self) -> str:
+        forward, backward, distance = self._settings
+        return f"gather in {forward} order, update in {backward} order, prefetch {distance} ahead"
+
+    def step(self, index: int) -> Tensor:
+        forward, backward, distance = self._settings
+        work, places = self._work, self._places[index]
+        self._steps += 1
+        step = _Step(
+            self._lines.ctypes.data,
+            self._lines.strides[0],
+            places.slots.ctypes.data,
+            work.batch * work.tables,
+            work.length,
+            self._grads[index].data_ptr(),
+            self._out.data_ptr(),
+            places.orders["slot"] if forward == "slot" else _Rows(),
+            places.orders[backward],
+            work.dim,
+            _RULES.index(work.optimizer),
+            distance,
+            torch.get_num_threads(),
+            self._steps,
+            LR,
+            EPS,
+            *BETAS,
+            1 - BETAS[0] ** self._steps,
+            math.sqrt(1 - BETAS[1] ** self._steps),
+        )
+        if self._native.floor_step(ctypes.byref(step)) != 0:
+            raise ValueError(f"floor.cpp has no instance for {work.optimizer}, dim {work.dim}")
+        return self._out
+
+    def rows(self, index: int) -> Tensor:
+        return torch.from_numpy(self._lines[self._places[index].slots, : self._work.dim])
+
+    def _fill(self) -> None:
+        work = self._work
+        self._lines[:] = 0
+        for table in range(work.tables):
+            self._lines[table * work.rows : (table + 1) * work.rows, : work.dim] = initial_rows(work, table).numpy()
+
+    def _best(self) -> tuple[str, str, int]:
+        """Of both orders and several prefetch distances, those of the fastest step: other load only adds."""
+        gathers = ("batch", "slot") if self._work.length == 1 else ("batch",)
+        best = math.inf, ("batch", "batch", _DISTANCES[0])
+        for setting in 2 * list(itertools.product(gathers, ("batch", "slot"), _DISTANCES)):
+            self._settings = setting
+            for index in range(len(self._places)):  # a batch's lines are out of the caches when its turn comes again
+                begin = time.perf_counter()
+                self.step(index)
+                best = min(best, (time.perf_counter() - begin, setting))
+        return best[1]

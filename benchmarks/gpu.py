@@ -1,0 +1,219 @@
+"""Time tables in the memory of an NVIDIA GPU: whole steps, finds, gathers; README.md here.
+
+    python benchmarks/gpu.py [--repeats N]
+
+A figure is printed only where the device gives the bits of the CPU core. Exits with 1 if a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tierbed.engine import _core
+from tierbed.engine.initializers import as_arrays, make_table_options, make_uniform_initializer
+from tierbed.engine.ops.cuda import step as cuda
+from tierbed.engine.ops.cuda.batch import Batch
+from tierbed.engine.ops.cuda.device import Device, cuda_device
+from tierbed.engine.ops.cuda.layout import InitialValues, Layout
+from tierbed.engine.ops.cuda.table import FullTable
+from tierbed.engine.optim.rule import rule_named
+from tierbed.engine.optimizers import row_optimizer
+
+TABLES, IDS, ROWS, DIM, ALPHA = 10, 104_857, 1 << 20, 128, 1.05
+STEP_BARS = {"sgd": 0.9, "adam": 1.2}  # ms; published on an H100: FBGEMM 0.96 and 1.35
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+FIND_DIM, FIND_SLOTS, FIND_BAR = 8, 1 << 25, 4.0  # 10^9 rows a second
+LOADS = (0.5, 0.75, 0.95)
+GATHER_BAR = 0.7  # of the copy bandwidth
+BATCHES, CHECKED = 4, 3
+
+
+class Tables:
+    """Tables of uniform rows on a device and, for comparison, in the CPU core."""
+
+    def __init__(
+        self, device: Device, tables: int, dim: int, capacity: int, optimizer: str, load: float = 0.75
+    ) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        attached = OPTIMIZERS[optimizer]([parameter], lr=0.01)
+        self.optimizer = row_optimizer(attached, attached.param_groups[0])
+        states, widths = self.optimizer.initial, rule_named(optimizer).state_widths(dim)
+        kinds, parameters, quantiles = as_arrays(
+            [make_table_options(make_uniform_initializer(-0.1, 0.1))] * tables, [dim]
+        )
+        self.tables, self.dim, self.device = tables, dim, device
+        self.host_layout = _core.Layout(dim, states, list(widths), 0, [dim], kinds, parameters, quantiles)
+        self.host = _core.FullTable(self.host_layout)
+        initial = InitialValues(states, widths, 0, [dim], kinds, parameters, quantiles)
+        self.layout = Layout(device, initial)
+        self.faults = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+        self.written = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
+        self.table = FullTable(self.layout, capacity, self.faults, load)
+        self.rule = cuda.RuleKernels(self.layout, self.optimizer.rule, reduces=False)
+        self.steps = 0
+
+    def batch(self, ids: Tensor) -> Batch:
+        return Batch(self.device, [(ids.reshape(-1), None, None)], self.tables, None, self.faults)
+
+    def step(self, ids: Tensor, grads: Tensor) -> Tensor:
+        """Forward, backward and update on the device; ids [n, tables], grads [n * tables, dim]. What was looked up."""
+        self.steps += 1
+        batch = self.batch(ids)
+        self.table.insert_missing(batch, self.table.find(batch))
+        out = torch.empty_like(grads)
+        cuda.gather(batch, self.layout, 0, out)
+        hyper = self.optimizer.hyper(self.steps)
+        self.rule.update(batch, [grads], [False], [None], hyper, self.steps, self.written, self.faults)
+        return out
+
+    def step_on_host(self, ids: Tensor, grads: Tensor) -> Tensor:
+        """The same in the CPU core; after `step`, whose number it takes."""
+        keys = ids.reshape(-1).cpu().numpy().view(np.uint64)
+        batch = _core.Batch([(keys, None, None)], self.tables, None)
+        if self.host.find(batch):
+            self.host.insert_missing(batch, self.host_layout)
+        out = np.empty(grads.shape, np.float32)
+        _core.gather(batch, self.host_layout, 0, out)
+        rule, hyper = self.optimizer.rule, self.optimizer.hyper(self.steps)
+        _core.update(batch, self.host_layout, [grads.cpu().numpy()], [False], [None], rule, hyper, self.steps)
+        return torch.from_numpy(out)
+
+
+def power_law(rng: np.random.Generator, count: int, rows: int, tables: int) -> NDArray[np.int64]:
+    """[count, tables] keys of 64 bits; key of rank r (from 1) is drawn in proportion to r ** -ALPHA."""
+    shares = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -ALPHA)
+    ranks = np.searchsorted(shares, rng.random((count, tables)) * shares[-1])
+    return (ranks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
+
+
+def checked_step(device: Device, optimizer: str, ids: int, rows: int, tables: int, dim: int) -> Callable[[int], Tensor]:
+    """A step of batch `i % BATCHES`, after outputs of some steps had the bits of the CPU core. AssertionError."""
+    rng = np.random.default_rng(0)
+    place = device.torch_device
+    batches = [torch.from_numpy(power_law(rng, ids, rows, tables)).to(place) for _ in range(BATCHES)]
+    grads = torch.from_numpy(rng.standard_normal((ids * tables, dim), np.float32)).to(place)
+    both = Tables(device, tables, dim, rows * tables, optimizer)
+    for index in range(CHECKED):
+        given = batches[index % 2], grads  # rows of the third step were updated in the first
+        _same(both.step(*given), both.step_on_host(*given))
+    assert int(both.faults) == 0
+    return lambda index: both.step(batches[index % BATCHES], grads)
+
+
+def checked_find(device: Device, slots: int, load: float, asked: int) -> tuple[Callable[[], Tensor], int]:
+    """A find of `asked` rows that copies their values, in an index filled to `load`, after it gave the initial bits."""
+    rows = int(slots * load)
+    both = Tables(device, 1, FIND_DIM, rows, "sgd", load)
+    place, part = device.torch_device, min(rows, 1 << 22)
+    keys = torch.arange(rows, dtype=torch.int64, device=place) * 0x1E3779B97F4A7C15
+    for begin in range(0, rows, part):
+        batch = both.batch(keys[begin : begin + part, None])
+        both.table.insert_missing(batch, both.table.find(batch))
+    generator = torch.Generator(device=place).manual_seed(0)
+    wanted = keys[torch.randperm(rows, generator=generator, device=place)[:asked]]
+    batch = both.batch(wanted[:, None])
+    out = torch.empty((len(wanted), FIND_DIM), dtype=torch.float32, device=place)
+
+    def find() -> Tensor:
+        both.table.find(batch)
+        cuda.gather(batch, both.layout, 0, out)
+        return out
+
+    expected = np.empty((len(wanted), FIND_DIM), np.float32)
+    _core.initialise(both.host_layout, np.zeros(len(wanted), np.uint32), wanted.cpu().numpy().view(np.uint64), expected)
+    _same(find(), torch.from_numpy(expected))
+    assert int(both.faults) == 0
+    return find, len(wanted)
+
+
+def checked_gather(device: Device, rows: int, asked: int) -> tuple[Callable[[], Tensor], int]:
+    """A gather of DIM columns of random rows, after it had the initial bits; and the bytes that it moves."""
+    both = Tables(device, 1, DIM, rows, "sgd")
+    place = device.torch_device
+    keys = torch.randint(0, rows, (asked, 1), device=place)
+    batch = both.batch(keys)
+    both.table.insert_missing(batch, both.table.find(batch))
+    out = torch.empty((asked, DIM), dtype=torch.float32, device=place)
+    expected = np.empty((asked, DIM), np.float32)
+    _core.initialise(
+        both.host_layout, np.zeros(asked, np.uint32), keys.view(-1).cpu().numpy().view(np.uint64), expected
+    )
+
+    def gather() -> Tensor:
+        cuda.gather(batch, both.layout, 0, out)
+        return out
+
+    _same(gather(), torch.from_numpy(expected))
+    return gather, 2 * out.nbytes
+
+
+def _same(actual: Tensor, expected: Tensor) -> None:
+    assert torch.equal(actual.cpu().view(torch.int32), expected.view(torch.int32)), "the device's bits differ"
+
+
+def milliseconds(run: Callable[[int], object], repeats: int) -> float:
+    """The median time on the device; the first runs only warm up."""
+    times = []
+    for index in range(BATCHES + repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run(index)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return median(times[BATCHES:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=100)
+    repeats = parser.parse_args().repeats
+    if not torch.cuda.is_available():
+        print("no NVIDIA GPU: nothing to measure", file=sys.stderr)
+        return 2
+    device = cuda_device(torch.cuda.current_device())
+    _print_machine()
+    missed = 0
+
+    def report(name: str, figure: float, unit: str, bar: float, below: bool) -> None:
+        nonlocal missed
+        good = figure <= bar if below else figure >= bar
+        missed += not good
+        print(f"{name:32} {figure:10.3f} {unit:12} bar {bar:g}  {'ok' if good else 'MISSED'}")
+
+    for optimizer, bar in STEP_BARS.items():
+        step = checked_step(device, optimizer, IDS, ROWS, TABLES, DIM)
+        report(f"step {optimizer}", milliseconds(step, repeats), "ms", bar, below=True)
+        del step
+    for load in LOADS:
+        find, rows = checked_find(device, FIND_SLOTS, load, 1 << 22)
+        rate = rows / milliseconds(lambda _, find=find: find(), repeats) / 1e6
+        report(f"find with copy, load {load}", rate, "10^9 rows/s", FIND_BAR, below=False)
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device.torch_device)
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes / milliseconds(lambda _: target.copy_(source), repeats) / 1e6
+    print(f"{'copy':32} {copied:10.1f} GB/s")
+    gather, moved = checked_gather(device, 1 << 22, 1 << 20)
+    share = moved / milliseconds(lambda _: gather(), repeats) / 1e6 / copied
+    report(f"gather of {DIM} columns", share, "of the copy", GATHER_BAR, below=False)
+    return 1 if missed else 0
+
+
+def _print_machine() -> None:
+    import cupy  # type: ignore[import-not-found]
+
+    name = torch.cuda.get_device_name()
+    driver, runtime = cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
+    print(f"{name}; CUDA driver {driver}, CuPy's runtime {runtime}; torch {torch.__version__}, CuPy {cupy.__version__}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

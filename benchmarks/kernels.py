@@ -1,0 +1,99 @@
+"""Time a step of the embedding alone against its peers and against the memory floor, and gate the ratios.
+
+    python benchmarks/kernels.py [--workload NAME ...] [--repeats N] [--json FILE]
+
+Contenders take turns, so that what else the machine does hits all of them; figures are medians. A workload has figures
+only where all contenders computed the same outputs and rows. Exits with 1 if a bar is missed. See README.md here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+from contenders import PEERS, Contender, Tierbed
+from floor import Floor
+from report import Result, Time, machine, print_results
+from workloads import BATCHES, NEAR, WORKLOADS, Workload, make_batches
+
+THREADS = 2
+CHECKED_STEPS = 3
+# outputs and rows are about 0.1; three steps of Adagrad or Adam move a row by at most 3 * LR
+TOLERANCE = 2e-6
+
+
+class Mismatch(Exception):
+    """Two contenders computed different outputs or rows."""
+
+
+def check(contenders: list[Contender]) -> None:
+    """Raises Mismatch unless all give the same outputs in some steps, and hold the same rows after each."""
+    for index in range(CHECKED_STEPS):
+        for what in ("step", "rows"):
+            values = [(each.name, getattr(each, what)(index).clone()) for each in contenders]
+            for (first, a), (second, b) in pairwise(values):
+                error = float((a - b).abs().max())
+                if not error <= TOLERANCE:
+                    raise Mismatch(f"{what} of batch {index}: {first} and {second} differ by {error:.3g}")
+
+
+def interleaved(contenders: list[Contender], repeats: int) -> list[Time]:
+    """Times of the contenders' steps; the first round over the batches only warms up."""
+    times: list[list[float]] = [[] for _ in contenders]
+    gc.disable()
+    for turn in range(BATCHES + repeats):
+        for each, taken in zip(contenders, times, strict=True):
+            begin = time.perf_counter()
+            out = each.step(turn % BATCHES)
+            taken.append(1e3 * (time.perf_counter() - begin))
+            del out  # not before the clock stops: freeing the output is no part of a step
+    gc.enable()
+    return [Time(median(taken[BATCHES:]), min(taken[BATCHES:])) for taken in times]
+
+
+def measure(work: Workload, repeats: int) -> Result:
+    gc.collect()  # gigabytes of the workload before
+    batches = make_batches(work)
+    ours, floor = Tierbed(work, batches), Floor(work, batches)
+    if work.peer == "near":
+        check([ours, floor])
+        peer: Contender = Tierbed(NEAR, make_batches(NEAR), name="near")
+    else:
+        peer = PEERS[work.peer](work, batches)
+        check([ours, peer, floor])
+    ours_time, peer_time, floor_time = interleaved([ours, peer, floor], repeats)
+    return Result(work.name, peer.name, work.bar, ours_time, peer_time, floor_time, floor.settings)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", action="append", choices=[work.name for work in WORKLOADS], help="default: all")
+    parser.add_argument("--repeats", type=int, default=50, help="timed steps of each contender (default: 50)")
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    arguments = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    about = machine()
+    chosen = [work for work in WORKLOADS if arguments.workload is None or work.name in arguments.workload]
+    results, failed = [], False
+    for work in chosen:
+        try:
+            results.append(measure(work, arguments.repeats))
+        except Mismatch as error:
+            print(f"{work.name}: no figure, {error}", file=sys.stderr)
+            failed = True
+    print_results(results, about)
+    if arguments.json is not None:
+        figures = {"machine": about, "workloads": [result.as_dict() for result in results]}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return int(failed or not all(result.passed for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The unique rows of one or several lookups, found on the device.
+
+Numbers of rows stay there, too: kernels are launched for as many rows as there are positions and stop at `count`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .device import Argument, Device, launch
+from .program import Program
+
+# keys [n] int64, table ids [bags] int64 or None; None for no bags, their length, or offsets [bags + 1] int64
+Segment = tuple[Tensor, Tensor | None, int | Tensor | None]
+
+_PROGRAM = Program("batch.cu")
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A segment as the batch keeps it."""
+
+    begin: int  # its first position
+    source: int  # its first output row
+    size: int
+    bags: int  # output rows
+    length: int  # positions a bag, where there are no begins
+    begins: Tensor | None
+    pooled: bool
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Occurrences by row, ascending within one; padding comes first."""
+
+    rows: Tensor  # [size] int32, the row of each, -1 for padding
+    order: Tensor  # [size] int64, positions
+    positions: Tensor  # [size] uint32 as int32
+    sources: Tensor  # [size], output rows; `positions` where nothing is pooled
+    offsets: Tensor  # [unique + 1], where each row's occurrences begin; the memory is larger
+
+
+class Batch:
+    """The unique rows of lookups in order of first occurrence; `count` [1] says how many, the arrays are as long as
+    positions.
+
+    A bad table id or bad offsets set a bit of `faults` [1] and make padding.
+    """
+
+    def __init__(
+        self, device: Device, segments: Sequence[Segment], num_tables: int, padding: int | None, faults: Tensor
+    ) -> None:
+        self.device = device
+        self._faults = faults
+        self.lookups: list[Lookup] = []
+        self.size = self.sources = 0
+        for keys, _, bags in segments:
+            self._add(keys, bags)
+        self.pooled = any(lookup.pooled for lookup in self.lookups)
+        hashes, tables = self.empty(torch.int64), self.empty(torch.int32)
+        self._sources = self.empty(torch.int32) if self.pooled else None
+        for lookup, (keys, table_ids, _) in zip(self.lookups, segments, strict=True):
+            self._run(
+                "hash_ids", lookup.size, keys, table_ids, lookup.begins, np.uint64(lookup.bags),
+                np.uint64(lookup.length), np.uint64(lookup.size), np.uint32(num_tables), np.uint32(padding is not None),
+                np.uint64(padding or 0), np.uint64(lookup.begin), np.uint64(lookup.source), hashes, tables,
+                self._sources, faults,
+            )  # fmt: skip
+        self._find_unique(hashes, tables)
+        self.lines = torch.zeros_like(self.hashes)  # addresses
+        self.views = self.lines  # what lookups see
+        self._owned: list[Tensor] = []
+
+    @property
+    def unique(self) -> int:
+        """How many rows; waits for the device."""
+        return int(self.count)
+
+    @property
+    def keys(self) -> Tensor:
+        """[unique], int64; waits for the device."""
+        keys = self.empty(torch.int64)
+        self._run("recover_keys", self.size, self.hashes, self.tables, self.count, keys)
+        return keys[: self.unique]
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Which occurrences each row has."""
+        rows, order = torch.sort(self.inverse, stable=True)
+        positions = self.empty(torch.int32)
+        sources = self.empty(torch.int32) if self.pooled else None
+        offsets = torch.zeros(self.size + 1, dtype=torch.int32, device=rows.device)
+        self._run(
+            "group_rows", self.size, rows, order, self._sources, np.uint64(self.size), offsets, positions, sources
+        )
+        return Groups(rows, order, positions, positions if sources is None else sources, offsets)
+
+    def own(self, memory: Tensor) -> int:
+        """Keeps memory for as long as the batch. Returns its address."""
+        self._owned.append(memory)
+        return memory.data_ptr()
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """[size], at least one element."""
+        return torch.empty(max(self.size, 1), dtype=dtype, device=self.device.torch_device)[: self.size]
+
+    def _add(self, keys: Tensor, bags: int | Tensor | None) -> None:
+        size, count, length, begins = len(keys), len(keys), 1, None
+        if isinstance(bags, Tensor):
+            count, length, begins = len(bags) - 1, 0, torch.empty_like(bags)
+            self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), begins, self._faults)
+        elif bags is not None:
+            count, length = size // bags, bags
+        self.lookups.append(Lookup(self.size, self.sources, size, count, length, begins, bags is not None))
+        self.size += size
+        self.sources += count
+
+    def _find_unique(self, hashes: Tensor, tables: Tensor) -> None:
+        n = np.uint64(self.size)
+        slots = 1 << max(2 * self.size - 1, 1).bit_length()
+        marks = torch.full((slots,), -1, dtype=torch.int32, device=hashes.device)
+        places, firsts = self.empty(torch.int32), self.empty(torch.int32)
+        self._run("mark_rows", self.size, hashes, tables, n, marks, np.uint32(slots - 1), places)
+        self._run("find_firsts", self.size, tables, marks, places, n, firsts)
+        ranks = firsts.cumsum(0, dtype=torch.int32)
+        self.count = ranks[-1:] if self.size else torch.zeros(1, dtype=torch.int32, device=hashes.device)
+        self.hashes, self.tables = self.empty(torch.int64), self.empty(torch.int32)
+        self.inverse = self.empty(torch.int32)  # [size], the row of each position, -1 for padding
+        self._run(
+            "number_rows", self.size, hashes, tables, marks, places, ranks, n, self.inverse, self.hashes, self.tables
+        )
+
+    def _run(self, kernel: str, items: int, *arguments: Argument) -> None:
+        launch(self.device, _PROGRAM, kernel, items, 1, *arguments)

@@ -1,0 +1,90 @@
+"""Where kernels run, and how many threads take part.
+
+Memory is torch's, on both sides of a launch: its allocator, its current stream, no copies. CuPy compiles and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import StoreError
+from .program import OPTIONS, Program
+
+THREADS = 256  # a block
+Argument = Tensor | np.generic | np.ndarray | None  # memory, a number of the parameter's type, a struct by value
+
+
+class Device(Protocol):
+    """A place that kernels run at, in the order that they are launched."""
+
+    torch_device: torch.device
+    blocks: int  # the most that a launch should have; kernels stride over more items
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        """[size], on the host, which kernels reach by its address."""
+
+    def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
+        """Launch a kernel with THREADS threads a block."""
+
+
+def launch(device: Device, program: Program, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
+    """Run a kernel over `items` that `lanes` threads share each. No items, no launch."""
+    if items:
+        blocks = min(-(-items * lanes // THREADS), device.blocks)
+        device.start(program, kernel, blocks, [_value(argument) for argument in arguments])
+
+
+def _value(argument: Argument) -> np.generic | np.ndarray:
+    if argument is None:
+        return np.uint64(0)
+    if isinstance(argument, Tensor):
+        return np.uint64(argument.data_ptr())
+    return argument
+
+
+class CudaDevice:
+    """An NVIDIA GPU. Programs are compiled at their first use and kept on disk by CuPy."""
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self._cupy = _cupy()
+        processors = torch.cuda.get_device_properties(index).multi_processor_count
+        self.blocks = processors * 16
+        self._functions: dict[tuple[Program, str], Any] = {}
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, pin_memory=True)
+
+    def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
+        stream = torch.cuda.current_stream(self.torch_device).cuda_stream
+        with self._cupy.cuda.Device(self.torch_device.index), self._cupy.cuda.ExternalStream(stream):
+            function = self._functions.get((program, kernel))
+            if function is None:
+                module = self._cupy.RawModule(code=program.source(), options=OPTIONS, backend="nvrtc")
+                for name in program.kernels():
+                    self._functions[program, name] = module.get_function(name)
+                function = self._functions[program, kernel]
+            function((blocks,), (THREADS,), tuple(arguments))
+
+
+@cache
+def cuda_device(index: int) -> CudaDevice:
+    """The GPU of that number. Raises StoreError where CuPy is absent."""
+    return CudaDevice(index)
+
+
+def _cupy() -> Any:
+    try:
+        import cupy  # type: ignore[import-not-found]
+    except ImportError as error:
+        major = (torch.version.cuda or "12").split(".")[0]
+        raise StoreError(
+            f"tables on a GPU need CuPy, which cannot be imported ({error}): pip install 'tierbed[cuda{major}]'"
+        ) from error
+    return cupy

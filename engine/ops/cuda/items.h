@@ -1,0 +1,25 @@
+// How kernels share their items: tiles of SIZE lanes stride over the grid, each item is one tile's.
+#pragma once
+#include "portable.h"
+
+namespace tierbed {
+
+// Calls body(tile, item) for items [0, n).
+template <u32 SIZE, class Body>
+TIERBED_FN void for_each_item(u64 n, const Body& body) {
+    const Tile tile{threadIdx.x % SIZE, SIZE};
+    const u64 tiles = static_cast<u64>(gridDim.x) * blockDim.x / SIZE;
+    for (u64 item = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / SIZE; item < n; item += tiles)
+        body(tile, item);
+}
+
+// The same for single threads: body(item).
+template <class Body>
+TIERBED_FN void for_each(u64 n, const Body& body) {
+    for_each_item<1>(n, [&](Tile, u64 item) { body(item); });
+}
+
+// What a kernel found that the host must raise, at the latest at the next call.
+constexpr u32 NO_ROOM = 1, BAD_TABLE = 2, BAD_OFFSETS = 4;
+
+}  // namespace tierbed

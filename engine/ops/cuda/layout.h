@@ -1,0 +1,20 @@
+// The line that kernels are compiled for, and how many lanes of a warp share one.
+#pragma once
+#include "copy.h"
+#include "initialise.h"
+#include "items.h"
+
+namespace tierbed {
+
+constexpr LineShape SHAPE{TIERBED_DIM, TIERBED_WIDTH, TIERBED_LINE_BYTES};
+
+TIERBED_FN constexpr u32 lanes_for(u32 words) {
+    u32 lanes = 1;
+    while (lanes < words && lanes < 32) lanes *= 2;
+    return lanes;
+}
+constexpr u32 COPY_LANES = lanes_for((TIERBED_DIM + 3) / 4);  // 16 bytes a lane
+constexpr u32 COLUMN_LANES = lanes_for(TIERBED_DIM);
+constexpr u32 WARP = 32;
+
+}  // namespace tierbed

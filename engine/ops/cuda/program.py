@@ -1,0 +1,57 @@
+"""The sources of kernels: a .cu file with its headers in one text, and the macros that it is specialised by.
+
+One text is what a compiler's cache can tell from another; the headers' content is part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ...optim.kernel import header
+
+FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "kernels")
+# of NVRTC: rows have the bits that the CPU gives them; a file need not use every constant of its headers (177)
+OPTIONS = (
+    "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--diag-suppress=177",
+)  # fmt: skip
+_INCLUDE = re.compile(r'#include "([\w.]+)"\n')
+
+
+@dataclass(frozen=True)
+class Program:
+    """Kernels of one file. `macros`: values by name."""
+
+    file: str
+    macros: tuple[tuple[str, str | int], ...] = ()
+
+    def source(self) -> str:
+        """All of its text."""
+        defines = "".join(f"#define {name} {value}\n" for name, value in self.macros)
+        return defines + _text(self.file)
+
+    def kernels(self) -> list[str]:
+        """Names of its entry points."""
+        return re.findall(r'extern "C" __global__ void (\w+)\(', _text(self.file))
+
+
+@cache
+def _text(file: str) -> str:
+    included: set[str] = set()
+
+    def expand(name: str) -> str:
+        if name in included:
+            return ""
+        included.add(name)
+        # the build makes rules.h of the rules' Python files; here it is made anew
+        text = header() if name == "rules.h" else _read(name)
+        return _INCLUDE.sub(lambda match: expand(match[1]), text.replace("#pragma once\n", ""))
+
+    return expand(file)
+
+
+def _read(name: str) -> str:
+    path = next(folder / name for folder in FOLDERS if (folder / name).exists())
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,67 @@
+"""Host memory that lines pass through on their way between a device and the tiers below it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .batch import Batch
+from .device import Argument, launch
+from .layout import Layout
+
+Rows = tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64]]  # tables, keys, addresses of lines
+
+WARP, SMALLEST = 32, 1024
+
+
+class Staging:
+    """Tables, keys and lines of up to `room` rows. It grows to what was needed once."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._program = layout.program("staging.cu")
+        self.room = 0
+        self.reserve(SMALLEST)
+
+    def reserve(self, rows: int) -> bool:
+        """Make room; returns whether memory is new. The device must not be at work on the old one."""
+        if rows <= self.room:
+            return False
+        memory = self._layout.device.host_memory
+        self.room = max(rows, 2 * self.room)
+        self.tables, self.keys = memory(self.room, torch.int32), memory(self.room, torch.int64)
+        self.lines = memory(self.room * self._layout.line_bytes, torch.uint8)
+        self.found = memory(self.room, torch.uint8)
+        return True
+
+    def rows(self, count: int) -> Rows:
+        """The first rows, as tiers take them."""
+        addresses = self.lines.data_ptr() + self._layout.line_bytes * np.arange(count, dtype=np.uint64)
+        tables, keys = self.tables[:count].numpy(), self.keys[:count].numpy()
+        return tables.view(np.uint32), keys.view(np.uint64), addresses.astype(np.uint64)
+
+    def identify(self, batch: Batch, flags: Tensor, ranks: Tensor) -> None:
+        """Bring tables and keys of flagged rows of a batch here."""
+        n = np.uint64(batch.size)
+        self._run(
+            "list_flagged", batch.size, 1, batch.hashes, batch.tables, flags, ranks, n, np.uint64(self.room),
+            self.tables, self.keys,
+        )  # fmt: skip
+
+    def bring(self, lines: Tensor, flags: Tensor, ranks: Tensor) -> None:
+        """Copy flagged lines [n] here."""
+        n, room = np.uint64(len(lines)), np.uint64(self.room)
+        self._run("lines_to_host", len(lines), WARP, lines, flags, ranks, n, room, self.lines)
+
+    def fill(self, batch: Batch, flags: Tensor, ranks: Tensor, found: NDArray[np.bool_]) -> None:
+        """Copy flagged lines of a batch from here where they were found; the others get initial values."""
+        self.found[: len(found)].numpy()[:] = found
+        self._run(
+            "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.found,
+            self.lines, batch.hashes, batch.tables, self._layout.initial,
+        )  # fmt: skip
+
+    def _run(self, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
+        launch(self._layout.device, self._program, kernel, items, lanes, *arguments)

@@ -1,0 +1,205 @@
+"""What a step does with a batch whose lines are set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .batch import Batch, Lookup
+from .device import THREADS, Argument, launch
+from .layout import Layout
+from .program import Program
+
+WARP, SUM_BLOCK, MOST_PARTS, MOST_HYPERS = 32, 256, 8, 24  # as in update.cu
+_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
+
+_BAGS = np.dtype(
+    [("inverse", "<u8"), ("weights", "<u8"), ("begins", "<u8"), ("count", "<u8"), ("length", "<u8"), ("mean", "<u4")],
+    align=True,
+)
+_PART = np.dtype([("rows", "<u8"), ("begin", "<u4")], align=True)
+_SOURCES = np.dtype(
+    [
+        ("parts", _PART, (MOST_PARTS,)),
+        ("count", "<u4"),
+        ("rows", "<u8"),
+        ("offsets", "<u8"),
+        ("sources", "<u8"),
+        ("scales", "<u8"),
+        ("n", "<u8"),
+    ],
+    align=True,
+)
+_HYPER = np.dtype([("values", "<f8", (MOST_HYPERS,))])
+
+
+def gather(
+    batch: Batch, layout: Layout, index: int, out: Tensor, mean: bool = False, weights: Tensor | None = None
+) -> None:
+    """out [rows of lookup `index`, dim], float32, float16 or bfloat16; pooled where the lookup has bags."""
+    lookup, name = batch.lookups[index], _NAMES[out.dtype]
+    program = layout.program("lines.cu")
+    if lookup.pooled:
+        bags = _bags(batch, lookup, mean, weights)
+        launch(layout.device, program, f"pool_{name}", lookup.bags, lanes_for(layout.dim), batch.views, bags, out)
+        return
+    inverse = batch.inverse[lookup.begin :]
+    lanes = lanes_for((layout.dim + 3) // 4)
+    launch(
+        layout.device, program, f"gather_{name}", lookup.size, lanes, batch.views, inverse, np.uint64(lookup.size), out
+    )
+
+
+def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: Tensor, mean: bool = False) -> None:
+    """grads [bags, dim] as gathered -> out [n] float32, the gradient of each weight, 0 for padding."""
+    lookup = batch.lookups[index]
+    kernel = f"weights_grad_{_NAMES[grads.dtype]}"
+    bags = _bags(batch, lookup, mean, None)
+    launch(layout.device, layout.program("lines.cu"), kernel, lookup.bags, WARP, batch.views, bags, grads, out)
+
+
+class RuleKernels:
+    """An optimizer's rule, compiled for a layout. `reduces`: whether it looks at whole rows, clipping apart."""
+
+    def __init__(self, layout: Layout, rule: str, reduces: bool) -> None:
+        self._layout = layout
+        self._rule = rule
+        self._reduces = reduces
+
+    def update(
+        self,
+        batch: Batch,
+        grads: Sequence[Tensor],
+        means: Sequence[bool],
+        weights: Sequence[Tensor | None],
+        hyper: Sequence[float],
+        step: int,
+        written: Tensor,
+        faults: Tensor,
+    ) -> None:
+        """grads: one a lookup, [rows of the lookup, dim], all of one dtype; hyper ends with the clips.
+
+        `written` [1] int64 grows by the rows written for the first time. After a fault nothing is written.
+        """
+        groups, layout = batch.groups, self._layout
+        scales = _scales(batch, layout, means, weights)
+        if len(grads) > MOST_PARTS:
+            grads = [torch.cat(list(grads))]
+        sources = np.zeros((), _SOURCES)
+        for index, (grad, lookup) in enumerate(zip(grads, batch.lookups, strict=False)):
+            sources["parts"][index] = (grad.data_ptr(), lookup.source)
+        sources["count"], sources["n"] = len(grads), batch.size
+        memory = {"rows": groups.rows, "offsets": groups.offsets, "sources": groups.sources, "scales": scales}
+        for name, tensor in memory.items():
+            sources[name] = 0 if tensor is None else tensor.data_ptr()
+        device = layout.device
+        program = self._program(grads[0].dtype if grads else torch.float32)
+        slots = batch.size // SUM_BLOCK + 1
+        sums = torch.empty(slots * layout.dim, dtype=torch.float32, device=written.device)
+        launch(device, program, "sum_blocks", slots if batch.size > SUM_BLOCK else 0, WARP, sources, sums)
+        whole = None
+        if self._reduces or hyper[-1] > 0:
+            warps = min(-(-batch.size * WARP // THREADS), device.blocks) * THREADS // WARP
+            whole = torch.empty(warps * layout.dim, dtype=torch.float32, device=written.device)
+        launch(
+            device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.count, _hyper(hyper),
+            np.uint32(step), sums, whole, written, faults,
+        )  # fmt: skip
+
+    def settle(self, batch: Batch, hyper: Sequence[float], step: int) -> None:
+        """Let lookups see rows at the beginning of `step`, for a rule that catches up."""
+        memory = torch.empty(batch.size * self._layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
+        views = batch.empty(torch.int64)
+        address = np.uint64(batch.own(memory))
+        self._run("settle_rows", batch.size, batch.lines, batch.count, _hyper(hyper), np.uint32(step), address, views)
+        batch.views = views
+
+    def catch_up(self, lines: Tensor, hyper: Sequence[float], step: int) -> None:
+        """Bring embedding and state of lines [n] to the beginning of `step`, for a rule that catches up."""
+        self._run("catch_up_lines", len(lines), lines, np.uint64(len(lines)), _hyper(hyper), np.uint32(step))
+
+    def _run(self, kernel: str, items: int, *arguments: Argument) -> None:
+        launch(self._layout.device, self._program(torch.float32), kernel, items, WARP, *arguments)
+
+    def _program(self, dtype: torch.dtype) -> Program:
+        macros = {"TIERBED_RULE": struct_name(self._rule), "TIERBED_GRADIENTS": _TYPES[dtype]}
+        return self._layout.program("update.cu", **macros)
+
+
+def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Tensor, faults: Tensor) -> None:
+    """Write values [size, dim] to the rows of unpooled lookups, the last occurrence standing; see `update`."""
+    groups = batch.groups
+    launch(
+        layout.device, layout.program("lines.cu"), "assign_rows", batch.size, WARP, batch.lines, groups.offsets,
+        groups.positions, batch.count, values, np.uint32(step), written, faults,
+    )  # fmt: skip
+
+
+def count_new(batch: Batch, layout: Layout) -> Tensor:
+    """[1], how many lines have `updates == 0`; a zero address counts as new."""
+    total = torch.zeros(1, dtype=torch.int64, device=batch.lines.device)
+    program = layout.program("lines.cu")
+    launch(layout.device, program, "count_new", batch.size, 1, batch.lines, batch.count, total)
+    return total
+
+
+def initialise_missing(batch: Batch, layout: Layout, ranks: Tensor) -> None:
+    """Give each row whose line is zero initial values in memory of the batch; ranks: as `FullTable.find` returns."""
+    if batch.size == 0:
+        return
+    memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
+    absent = batch.lines == 0
+    program, device = layout.program("lines.cu"), layout.device
+    address = np.uint64(batch.own(memory))
+    launch(device, program, "place_lines", batch.size, 1, ranks, batch.count, address, batch.lines)
+    launch(
+        device, program, "initialise_lines", batch.size, WARP, batch.hashes, batch.tables, batch.count, batch.lines,
+        absent, layout.initial,
+    )  # fmt: skip
+
+
+def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
+    """Copy lines [n] by their addresses; an address of 0 on either side is passed over."""
+    lanes = lanes_for((layout.dim + 3) // 4)
+    n = np.uint64(len(source))
+    launch(layout.device, layout.program("lines.cu"), "copy_lines", len(source), lanes, source, to, n)
+
+
+def struct_name(rule: str) -> str:
+    """What the rule is called in the header that engine/optim/kernel.py makes."""
+    return "".join(part.capitalize() for part in rule.split("_"))
+
+
+def lanes_for(words: int) -> int:
+    """As in layout.h."""
+    return min(1 << max(words - 1, 0).bit_length(), 32)
+
+
+def _bags(batch: Batch, lookup: Lookup, mean: bool, weights: Tensor | None) -> np.ndarray:
+    bags = np.zeros((), _BAGS)
+    bags["inverse"] = batch.inverse.data_ptr() + 4 * lookup.begin
+    bags["weights"] = 0 if weights is None else weights.data_ptr()
+    bags["begins"] = 0 if lookup.begins is None else lookup.begins.data_ptr()
+    bags["count"], bags["length"], bags["mean"] = lookup.bags, lookup.length, mean
+    return bags
+
+
+def _scales(batch: Batch, layout: Layout, means: Sequence[bool], weights: Sequence[Tensor | None]) -> Tensor | None:
+    """What each occurrence's gradient is multiplied by, None where all are 1."""
+    if not any(means) and all(given is None for given in weights):
+        return None
+    scales = batch.empty(torch.float32)
+    for lookup, mean, given in zip(batch.lookups, means, weights, strict=True):
+        bags, part = _bags(batch, lookup, mean, given), scales[lookup.begin :]
+        launch(layout.device, layout.program("lines.cu"), "scale_positions", lookup.bags, 1, bags, part)
+    return scales[batch.groups.order]
+
+
+def _hyper(values: Sequence[float]) -> np.ndarray:
+    hyper = np.zeros((), _HYPER)
+    hyper["values"][: len(values)] = values
+    return hyper

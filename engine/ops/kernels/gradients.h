@@ -1,0 +1,71 @@
+// The gradient of a row: the sum over its occurrences in a batch.
+//
+// An occurrence is a row of the output's gradient, times a scale where its bag was weighted or averaged. They are added
+// in float32 in the order of their positions, in blocks of 256 whose sums are then added in order, so that several
+// warps can share a row with many.
+#pragma once
+#include "half.h"
+
+namespace tierbed {
+
+constexpr u32 SUM_BLOCK = 256;
+
+// The gradient of one lookup's output.
+struct GradientPart {
+    const void* rows;  // [outputs, dim]
+    u32 begin;         // its first output row among those of all lookups
+};
+
+struct Gradients {
+    const GradientPart* parts;  // [count], by `begin`
+    u32 count;
+    u32 dim;
+
+    template <class Type>
+    TIERBED_FN const typename Type::Stored* row(u32 source) const {
+        u32 part = 0;
+        while (part + 1 < count && source >= parts[part + 1].begin) ++part;
+        return static_cast<const typename Type::Stored*>(parts[part].rows) +
+               static_cast<u64>(source - parts[part].begin) * dim;
+    }
+};
+
+struct Occurrences {
+    const u32* sources;   // [count] output rows, ascending by position
+    const float* scales;  // [count], or null where all are 1
+    u32 count;
+    const u32* end;  // of the sources of this row and those after it, which are fetched ahead
+};
+
+constexpr u32 SOURCES_AHEAD = 16;
+
+// sum [n]: occurrences [first, last) of columns [begin, begin + n); n <= VEC
+template <class Type>
+TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Occurrences& row, u32 first, u32 last,
+                                u32 begin, u32 n) {
+    for (u32 i = first; i < last; ++i) {
+        if (begin == 0 && row.end - row.sources > i + SOURCES_AHEAD)
+            prefetch_bytes(reinterpret_cast<u64>(gradients.row<Type>(row.sources[i + SOURCES_AHEAD])),
+                           gradients.dim * static_cast<u32>(sizeof(typename Type::Stored)));
+        const typename Type::Stored* source = gradients.row<Type>(row.sources[i]) + begin;
+        const float scale = row.scales ? row.scales[i] : 1.0f;  // a product with 1 is exact
+        if (i == first)
+            for (u32 j = 0; j < n; ++j) sum[j] = scale * Type::load(source[j]);
+        else
+            for (u32 j = 0; j < n; ++j) sum[j] += scale * Type::load(source[j]);
+    }
+}
+
+// sum [n]: columns [begin, begin + n) of the row's gradient; count > 0, n <= VEC
+template <class Type>
+TIERBED_FN void sum_gradients(float* sum, const Gradients& gradients, const Occurrences& row, u32 begin, u32 n) {
+    sum_occurrences<Type>(sum, gradients, row, 0, row.count < SUM_BLOCK ? row.count : SUM_BLOCK, begin, n);
+    for (u32 first = SUM_BLOCK; first < row.count; first += SUM_BLOCK) {
+        float block[VEC];
+        const u32 last = row.count - first < SUM_BLOCK ? row.count : first + SUM_BLOCK;
+        sum_occurrences<Type>(block, gradients, row, first, last, begin, n);
+        for (u32 j = 0; j < n; ++j) sum[j] += block[j];
+    }
+}
+
+}  // namespace tierbed

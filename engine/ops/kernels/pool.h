@@ -1,0 +1,91 @@
+// One row of a lookup's output: the rows of a bag of ids, summed; a bag of one id without weights is a plain gather.
+//
+// One tile works on one bag. Rows are added in the order of their positions, in float32 from 0, each multiplied by its
+// weight if there are weights; a mean is divided by the number of rows at the end, and the result is rounded to the
+// output's type. Padding is no row; an empty bag is zeros.
+#pragma once
+#include "copy.h"
+#include "half.h"
+#include "reduce.h"
+
+namespace tierbed {
+
+struct Bag {
+    const i32* inverse;    // [count], the unique row of each position or -1
+    const float* weights;  // [count] or null
+    u32 count;
+    bool mean;
+};
+
+#ifdef TIERBED_GPU
+constexpr u32 POOL_BLOCK = 1;
+#else
+constexpr u32 POOL_BLOCK = 128;  // columns summed at a time, in registers
+#endif
+
+TIERBED_FN u32 rows_of(const Bag& bag) {
+    u32 rows = 0;
+    for (u32 i = 0; i < bag.count; ++i) rows += bag.inverse[i] >= 0;
+    return rows;
+}
+
+// columns [begin, begin + n) of the output; n <= POOL_BLOCK
+template <class Type>
+TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const Bag& bag, u32 begin, u32 n, float rows) {
+    float sum[POOL_BLOCK];
+    for (u32 j = 0; j < n; ++j) sum[j] = 0.0f;
+    for (u32 i = 0; i < bag.count; ++i) {
+        if (bag.inverse[i] < 0) continue;
+        const float* row = floats(lines[bag.inverse[i]]) + begin;
+        if (bag.weights) {
+            const float weight = bag.weights[i];
+            for (u32 j = 0; j < n; ++j) sum[j] += weight * row[j];
+        } else {
+            for (u32 j = 0; j < n; ++j) sum[j] += row[j];
+        }
+    }
+    if (bag.mean && rows != 0.0f)
+        for (u32 j = 0; j < n; ++j) sum[j] = sum[j] / rows;
+    for (u32 j = 0; j < n; ++j) out[begin + j] = Type::store(sum[j]);
+}
+
+// out [dim]; lines [unique]
+template <class Type>
+TIERBED_FN void pool_row(Tile tile, typename Type::Stored* out, const u64* lines, const Bag& bag, u32 dim) {
+    const float rows = bag.mean ? static_cast<float>(rows_of(bag)) : 0.0f;
+    u32 begin = tile.lane * POOL_BLOCK;
+    for (; begin + POOL_BLOCK <= dim; begin += tile.size * POOL_BLOCK)
+        pool_block<Type>(out, lines, bag, begin, POOL_BLOCK, rows);
+    if (POOL_BLOCK > VEC)
+        for (; begin + VEC <= dim; begin += VEC) pool_block<Type>(out, lines, bag, begin, VEC, rows);
+    if (begin < dim) pool_block<Type>(out, lines, bag, begin, dim - begin, rows);
+}
+
+// out [dim]: the embedding of a line, or zeros where `line` is 0 (padding)
+template <class Type>
+TIERBED_FN void gather_row(Tile tile, typename Type::Stored* out, u64 line, u32 dim) {
+    if (!line)
+        for (u32 c = tile.lane; c < dim; c += tile.size) out[c] = Type::store(0.0f);
+    else if (sizeof(*out) == sizeof(float))
+        copy_bytes(tile, out, floats(line), dim * 4);
+    else
+        for (u32 c = tile.lane; c < dim; c += tile.size) out[c] = Type::store(floats(line)[c]);
+}
+
+// out [count]: the gradient of each weight of a bag, <grad, row>, over the number of rows for a mean; 0 for padding.
+template <class Type>
+TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const Bag& bag,
+                                  const typename Type::Stored* grad, u32 dim) {
+    const float rows = bag.mean ? static_cast<float>(rows_of(bag)) : 0.0f;
+    for (u32 i = 0; i < bag.count; ++i) {
+        float product = 0.0f;
+        if (bag.inverse[i] >= 0) {
+            const float* row = floats(lines[bag.inverse[i]]);
+            product = sum_columns(tile, dim, [&](u32 c) TIERBED_INLINE { return Type::load(grad[c]) * row[c]; });
+            if (bag.mean) product = product / rows;
+        }
+        if (tile.lane == 0) out[i] = product;
+    }
+}
+
+}  // namespace tierbed

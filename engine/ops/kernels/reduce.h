@@ -1,0 +1,29 @@
+// The sum over the columns of a row, in an order that fits vector registers and warps alike: column c goes to partial
+// sum c % 32, columns ascending, and the 32 partial sums are added by halves: 16 + 16, 8 + 8, 4 + 4, 2 + 2, 1 + 1.
+#pragma once
+#include "portable.h"
+
+namespace tierbed {
+
+// value(c) -> float for columns c in [0, n). Every lane has the result.
+template <class Value>
+TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
+#ifdef TIERBED_GPU
+    float sum = 0.0f;
+    for (u32 c = tile.lane; c < n; c += 32) sum += value(c);
+    for (u32 half = 16; half > 0; half /= 2) sum += shuffle_down(sum, half);
+    return shuffle(sum, 0);
+#else
+    static_cast<void>(tile);
+    float sums[32] = {};
+    u32 begin = 0;
+    for (; begin + 32 <= n; begin += 32)
+        for (u32 j = 0; j < 32; ++j) sums[j] += value(begin + j);
+    for (u32 j = 0; begin + j < n; ++j) sums[j] += value(begin + j);
+    for (u32 half = 16; half > 0; half /= 2)
+        for (u32 j = 0; j < half; ++j) sums[j] += sums[j + half];
+    return sums[0];
+#endif
+}
+
+}  // namespace tierbed

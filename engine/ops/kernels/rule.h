@@ -1,0 +1,38 @@
+// What the rules of engine/optim are made of: the functions that a body may call, the clipping that every rule has, and
+// the list type of all rules. engine/optim/kernel.py makes a struct of each rule and writes them behind this header.
+#pragma once
+#include "power.h"
+
+namespace tierbed {
+
+// g, negated for `maximize`, with L2 weight decay added
+TIERBED_FN float decayed(float g, float w, float weight_decay, float maximize) {
+    const float signed_g = maximize != 0.0f ? -g : g;
+    return weight_decay != 0.0f ? signed_g + weight_decay * w : signed_g;
+}
+
+TIERBED_FN float square(float x) { return x * x; }
+TIERBED_FN float absolute(float x) { return x < 0.0f ? -x : x; }
+
+// Clipping of a row's summed gradient, before weight decay: each element to [-value, value], then the row to an L2 norm
+// of at most `norm`. 0 is none. NaN stays NaN.
+struct Clipping {
+    static constexpr u32 CLIPS = 2;
+    float clip_value, clip_norm;
+    TIERBED_FN explicit Clipping(const double* clips)
+        : clip_value(static_cast<float>(clips[0])), clip_norm(static_cast<float>(clips[1])) {}
+
+    TIERBED_FN float clipped(float g) const { return g > clip_value ? clip_value : g < -clip_value ? -clip_value : g; }
+    // what to multiply a row's gradient by, given the sum of its squares
+    TIERBED_FN float norm_scale(float squares) const {
+        const float norm = square_root(squares);
+        return norm > clip_norm ? clip_norm / norm : 1.0f;
+    }
+};
+
+template <class... Rule>
+struct Rules {
+    static constexpr u32 COUNT = sizeof...(Rule);
+};
+
+}  // namespace tierbed

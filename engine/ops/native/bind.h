@@ -1,0 +1,65 @@
+// What the files of the Python binding share. engine/_core.pyi is the contract of all of them; every loop runs without
+// the interpreter lock.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "memory.h"
+
+namespace nb = nanobind;
+
+namespace tierbed {
+
+template <class T, class... Shape>
+using In = nb::ndarray<const T, nb::c_contig, nb::device::cpu, Shape...>;
+template <class T, class... Shape>
+using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu, Shape...>;
+template <class T>
+using InVector = In<T, nb::ndim<1>>;
+template <class T>
+using OutVector = Out<T, nb::ndim<1>>;
+template <class T>
+using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+
+inline void require(bool condition, const char* message) {
+    if (!condition) throw std::invalid_argument(message);
+}
+
+template <class T>
+Array<T> own(std::vector<T>&& values) {
+    auto* kept = new std::vector<T>(std::move(values));
+    kept->reserve(1);  // NumPy wants an address even for no elements
+    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return Array<T>(kept->data(), {kept->size()}, owner);
+}
+
+template <class T>
+Array<T> view(std::vector<T>& values, nb::handle owner) {
+    values.reserve(1);
+    return Array<T>(values.data(), {values.size()}, owner);
+}
+
+// flags of n rows, filled by body without the interpreter lock
+template <class Body>
+nb::ndarray<nb::numpy, bool, nb::ndim<1>> flags(std::size_t n, const Body& body) {
+    auto* values = new bool[n + 1]();
+    nb::capsule owner(values, [](void* p) noexcept { delete[] static_cast<bool*>(p); });
+    {
+        nb::gil_scoped_release unlocked;
+        body(values);
+    }
+    return {values, {n}, owner};
+}
+
+// A view of Buffer memory that `owner` holds.
+template <class T>
+Array<T> view(Buffer<T>& values, nb::handle owner) {
+    return Array<T>(values.data(), {values.size()}, owner);
+}
+
+void bind_stores(nb::module_& m);
+
+}  // namespace tierbed

@@ -1,0 +1,40 @@
+#include "index.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "pool.h"
+
+namespace tierbed {
+
+void Index::reserve(std::size_t rows) {
+    if (rows * 4 <= std::size_t{current_.size} * 3) return;  // load factor 0.75 at most
+    parallel_for(BUCKETS, [&](std::size_t bucket) { move(static_cast<u32>(bucket), old_.size); });
+    std::size_t size = current_.size;
+    while (rows * 4 > size * 3) size *= 2;
+    if (size > (std::size_t{1} << 31)) throw std::length_error("a bucket of the table is full: 2^31 slots");
+    Generation larger(static_cast<u32>(size));
+    old_ = std::move(current_);
+    current_ = std::move(larger);
+    moved_.fill(0);
+}
+
+void Index::insert(u32 bucket, const Slot& slot) {
+    insert_row(current_.view(bucket), slot);
+    move(bucket, MOVES);
+}
+
+void Index::move(u32 bucket, u32 slots) {
+    const u32 end = std::min(old_.size, moved_[bucket] + std::min(slots, old_.size));
+    for (; moved_[bucket] < end; ++moved_[bucket])
+        if (const Slot& slot = old_.view(bucket).slots[moved_[bucket]]; slot.row)
+            insert_row(current_.view(bucket), slot);
+}
+
+void Index::drop_moved() {
+    if (std::any_of(moved_.begin(), moved_.end(), [&](u32 moved) { return moved != old_.size; })) return;
+    old_ = Generation();
+    moved_.fill(0);
+}
+
+}  // namespace tierbed

@@ -1,0 +1,51 @@
+#include "instruction_sets.h"
+
+#include <atomic>
+#include <stdexcept>
+
+namespace tierbed {
+
+extern const Loops baseline_loops;
+#ifdef TIERBED_X86
+extern const Loops avx2_loops, avx512_loops;
+#endif
+
+namespace {
+
+std::vector<const Loops*> available() {
+    std::vector<const Loops*> sets;
+#ifdef TIERBED_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
+        sets.push_back(&avx512_loops);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+        __builtin_cpu_supports("fma"))
+        sets.push_back(&avx2_loops);
+#endif
+    sets.push_back(&baseline_loops);
+    return sets;
+}
+
+std::atomic<const Loops*> chosen{available().front()};
+
+}  // namespace
+
+const Loops& loops() { return *chosen; }
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    for (const Loops* set : available()) names.emplace_back(set->name);
+    return names;
+}
+
+void use_instruction_set(const std::string& name) {
+    for (const Loops* set : available()) {
+        if (set->name != name) continue;
+        chosen = set;
+        return;
+    }
+    throw std::invalid_argument("no instruction set " + name + " on this processor");
+}
+
+}  // namespace tierbed

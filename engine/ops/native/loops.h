@@ -1,0 +1,69 @@
+// The loops over floats, which are compiled once for each instruction set and picked at run time. All builds do the
+// same IEEE operations in the same order, so their bits agree.
+#pragma once
+#include <cstddef>
+
+#include "../kernels/gradients.h"
+#include "../kernels/line.h"
+
+namespace tierbed {
+
+enum class FloatType : u32 { float32 = 0, float16 = 1, bfloat16 = 2 };
+constexpr u32 FLOAT_TYPES = 3;
+
+// Output rows [begin, end) of one lookup.
+struct GatherJob {
+    const u64* lines;      // [unique]
+    const i32* inverse;    // [positions of the lookup]
+    const i64* offsets;    // [bags + 1], or null for bags of `length`
+    const float* weights;  // [positions of the lookup] or null
+    std::size_t length, positions;
+    u32 dim;
+    bool pooled, mean;
+    void* out;
+};
+
+// The gradient of weights for bags [begin, end): out [positions].
+struct WeightsGradJob {
+    GatherJob lookup;  // `out` and `weights` unused
+    const void* grads;
+    float* out;
+};
+
+// Rows [begin, end) of a batch under an optimizer's rule.
+struct UpdateJob {
+    const u64* lines;     // [unique]
+    const u32* offsets;   // [unique + 1], where each row's occurrences start
+    const u32* sources;   // [occurrences]
+    const float* scales;  // [occurrences] or null
+    Gradients gradients;
+    LineShape shape;
+    const double* hyper;
+    u32 step;
+};
+
+struct CatchUpJob {
+    const u64* lines;
+    LineShape shape;
+    const double* hyper;
+    u32 step;
+};
+
+struct RuleLoops {
+    const char* name;
+    u32 element_states, row_states;
+    u32 hypers;  // clips included
+    // Returns how many rows were written for the first time. whole [dim]: memory of the caller.
+    std::size_t (*update[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* whole);
+    void (*catch_up)(const CatchUpJob&, std::size_t begin, std::size_t end);  // null where the rule does not
+};
+
+struct Loops {
+    const char* name;
+    void (*gather[FLOAT_TYPES])(const GatherJob&, std::size_t begin, std::size_t end);
+    void (*weights_grad[FLOAT_TYPES])(const WeightsGradJob&, std::size_t begin, std::size_t end);
+    const RuleLoops* rules;
+    u32 rule_count;
+};
+
+}  // namespace tierbed

@@ -1,0 +1,121 @@
+// Memory for rows and indexes: zeroed, from the system, on huge pages where it is large, since rows are reached at
+// random.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include <sys/mman.h>
+
+#include "../kernels/portable.h"
+
+namespace tierbed {
+
+// Scratch memory, uninitialised. Large blocks are kept for the next batch: the system would hand them out page by page,
+// and clear each.
+void* take_scratch(std::size_t bytes);
+void give_scratch(void* block, std::size_t bytes);
+
+// An array whose elements begin uninitialised: whoever makes it writes all of it.
+template <class T>
+class Buffer {
+public:
+    Buffer() = default;
+    explicit Buffer(std::size_t size)
+        : data_(static_cast<T*>(take_scratch((size + 1) * sizeof(T)))), size_(size) {}  // an address even for none
+    ~Buffer() {
+        if (data_) give_scratch(data_, (size_ + 1) * sizeof(T));
+    }
+    Buffer(Buffer&& other) noexcept { *this = std::move(other); }
+    Buffer& operator=(Buffer&& other) noexcept {
+        std::swap(data_, other.data_);
+        std::swap(size_, other.size_);
+        return *this;
+    }
+
+    T* data() { return data_; }
+    const T* data() const { return data_; }
+    T& operator[](std::size_t i) { return data_[i]; }
+    const T& operator[](std::size_t i) const { return data_[i]; }
+    std::size_t size() const { return size_; }
+
+private:
+    T* data_ = nullptr;
+    std::size_t size_ = 0;
+};
+
+// Pages of zeros.
+class Pages {
+public:
+    Pages() = default;
+    explicit Pages(std::size_t bytes) {
+        constexpr std::size_t huge_page = std::size_t{2} << 20;
+        const bool huge = bytes >= 2 * huge_page;
+        size_ = bytes;
+        mapped_ = bytes + (huge ? huge_page : 0);
+        base_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (base_ == MAP_FAILED) {
+            base_ = nullptr;
+            throw std::bad_alloc();
+        }
+        start_ = reinterpret_cast<u64>(base_);
+        if (huge) {
+            start_ = (start_ + huge_page - 1) / huge_page * huge_page;
+            madvise(reinterpret_cast<void*>(start_), size_, MADV_HUGEPAGE);
+        }
+    }
+    ~Pages() {
+        if (base_) munmap(base_, mapped_);
+    }
+    Pages(Pages&& other) noexcept { swap(other); }
+    Pages& operator=(Pages&& other) noexcept {
+        swap(other);
+        return *this;
+    }
+
+    u64 start() const { return start_; }
+    std::size_t size() const { return size_; }
+
+private:
+    void swap(Pages& other) {
+        std::swap(base_, other.base_);
+        std::swap(mapped_, other.mapped_);
+        std::swap(start_, other.start_);
+        std::swap(size_, other.size_);
+    }
+
+    void* base_ = nullptr;
+    std::size_t mapped_ = 0, size_ = 0;
+    u64 start_ = 0;
+};
+
+// Hands out pieces of ever larger pages and takes none back. May be used by several threads.
+class Arena {
+public:
+    u64 allocate(std::size_t bytes) {
+        constexpr std::size_t page = 4096, most = std::size_t{64} << 20;
+        std::lock_guard lock(mutex_);
+        bytes = (bytes + 63) / 64 * 64;
+        if (chunks_.empty() || used_ + bytes > chunks_.back().size()) {
+            const std::size_t size = std::max(bytes, std::min(most, total_));
+            chunks_.emplace_back((size + page - 1) / page * page);
+            total_ += chunks_.back().size();
+            used_ = 0;
+        }
+        const u64 start = chunks_.back().start() + used_;
+        used_ += bytes;
+        return start;
+    }
+    std::size_t bytes() const { return total_; }
+
+private:
+    std::mutex mutex_;
+    std::vector<Pages> chunks_;
+    std::size_t used_ = 0, total_ = 0;
+};
+
+}  // namespace tierbed

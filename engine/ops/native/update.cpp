@@ -1,0 +1,108 @@
+#include "update.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+
+#include "../kernels/catch_up.h"
+#include "../kernels/pool.h"
+#include "instruction_sets.h"
+#include "pool.h"
+
+namespace tierbed {
+namespace {
+
+constexpr std::size_t ROWS = 512;  // rows or positions a task
+
+const RuleLoops& rule_named(const std::string& name) {
+    const Loops& all = loops();
+    for (u32 i = 0; i < all.rule_count; ++i)
+        if (name == all.rules[i].name) return all.rules[i];
+    throw std::invalid_argument("no rule is called " + name);
+}
+
+// What each occurrence's gradient is multiplied by, empty where all are 1.
+Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>& grads) {
+    bool any = false;
+    for (const Upstream& grad : grads) any = any || grad.pooling.mean || grad.pooling.weights;
+    if (!any) return {};
+    Buffer<float> scale_of(batch.size);
+    for (std::size_t k = 0; k < grads.size(); ++k) {
+        const Batch::Lookup& lookup = batch.lookups[k];
+        const Pooling& pooling = grads[k].pooling;
+        parallel_ranges(lookup.segment.bags, ROWS, [&](std::size_t from, std::size_t to) {
+            for (std::size_t bag = from; bag < to; ++bag) {
+                const std::size_t begin = lookup.segment.bag_begin(bag), end = lookup.segment.bag_begin(bag + 1);
+                const Bag rows{&batch.inverse[lookup.begin + begin], nullptr, static_cast<u32>(end - begin), true};
+                const float share = pooling.mean ? 1.0f / static_cast<float>(rows_of(rows)) : 1.0f;
+                for (std::size_t i = begin; i < end; ++i)
+                    scale_of[lookup.begin + i] = pooling.weights ? pooling.weights[i] * share : share;
+            }
+        });
+    }
+    Buffer<float> scales(batch.occurrences.size());
+    parallel_ranges(scales.size(), 4096, [&](std::size_t begin, std::size_t end) {
+        for (std::size_t i = begin; i < end; ++i) scales[i] = scale_of[batch.occurrences[i]];
+    });
+    return scales;
+}
+
+}  // namespace
+
+BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<double> given)
+    : loops(rule_named(name)), hyper(std::move(given)) {
+    if (hyper.size() != loops.hypers)
+        throw std::invalid_argument("rule " + name + " takes " + std::to_string(loops.hypers) + " hyper-parameters");
+    if (layout.shape.width != layout.shape.dim * (1 + loops.element_states) + loops.row_states)
+        throw std::invalid_argument("the line has no room for the state of rule " + name);
+}
+
+std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstream>& grads, const BoundRule& rule,
+                   u32 step) {
+    std::vector<GradientPart> parts;
+    for (std::size_t k = 0; k < grads.size(); ++k)
+        parts.push_back({grads[k].rows, static_cast<u32>(batch.lookups[k].source)});
+    const Buffer<float> scales = occurrence_scales(batch, grads);
+    const u32* sources = batch.pooled ? batch.occurrence_sources.data() : batch.occurrences.data();
+    const u32 dim = layout.shape.dim;
+    const UpdateJob job{batch.lines.data(),
+                        batch.offsets.data(),
+                        sources,
+                        scales.size() ? scales.data() : nullptr,
+                        {parts.data(), static_cast<u32>(parts.size()), dim},
+                        layout.shape,
+                        rule.hyper.data(),
+                        step};
+    const auto run = rule.loops.update[grads.empty() ? 0 : static_cast<u32>(grads[0].pooling.type)];
+    std::atomic<std::size_t> total{0};
+    parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
+        Buffer<float> whole(dim);
+        total += run(job, begin, end, whole.data());
+    });
+    return total;
+}
+
+void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step) {
+    if (!rule.loops.catch_up) return;
+    const CatchUpJob job{lines, layout.shape, rule.hyper.data(), step};
+    parallel_ranges(n, ROWS, [&](std::size_t begin, std::size_t end) { rule.loops.catch_up(job, begin, end); });
+}
+
+void settle(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step) {
+    if (!rule.loops.catch_up) return;
+    std::vector<std::size_t> behind;
+    for (std::size_t row = 0; row < batch.unique; ++row)
+        if (is_behind(*record(batch.lines[row], layout.shape), step)) behind.push_back(row);
+    const std::vector<u64> copies = batch.allocate(behind.size(), layout.shape);
+    batch.views = Buffer<u64>(batch.unique);
+    std::copy_n(batch.lines.data(), batch.unique, batch.views.data());
+    parallel_ranges(behind.size(), ROWS, [&](std::size_t begin, std::size_t end) {
+        for (std::size_t i = begin; i < end; ++i) {
+            copy_line(THREAD, copies[i], batch.lines[behind[i]], layout.shape);
+            batch.views[behind[i]] = copies[i];
+        }
+    });
+    catch_up(layout, copies.data(), copies.size(), rule, step);
+}
+
+}  // namespace tierbed

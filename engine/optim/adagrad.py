@@ -1,0 +1,48 @@
+"""Adagrad, as torch.optim.Adagrad: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adagrad.html
+
+    s += g * g
+    w -= lr / (1 + (t - 1) * lr_decay) * (g / (sqrt(s) + eps))
+
+`g` is negated for `maximize`; weight decay then adds `weight_decay * w` to it. `t` counts the steps of the embedding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .kernel import Kernel
+from .rule import Group, Row, Rule, decayed
+
+ADAGRAD = Kernel(
+    name="adagrad",
+    hypers=("lr", "weight_decay", "maximize", "eps"),
+    element_states=("sum",),
+    element="""
+        g = decayed(g, w, weight_decay, maximize);
+        sum = sum + g * g;
+        w = w - lr * (g / (square_root(sum) + eps));
+    """,
+)
+
+
+def adagrad(x: Row) -> None:
+    g = decayed(x.g, x.w, x.weight_decay, x.maximize)
+    x.sum += g * g
+    x.w -= x.lr * (g / (np.sqrt(x.sum) + x.eps))
+
+
+def _hyper(group: Group, step: int) -> dict[str, float]:
+    return {
+        "lr": float(group["lr"]) / (1.0 + (step - 1) * float(group["lr_decay"])),
+        "weight_decay": float(group["weight_decay"]),
+        "maximize": float(group["maximize"]),
+        "eps": float(group["eps"]),
+    }
+
+
+def _initial(group: Group) -> dict[str, float]:
+    return {"sum": float(group["initial_accumulator_value"])}
+
+
+RULES = (Rule(ADAGRAD, torch.optim.Adagrad, _hyper, adagrad, _initial),)

@@ -1,0 +1,104 @@
+"""Adam and AdamW, as torch.optim: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adam.html
+
+    adam    m += (g - m) * (1 - beta1)
+            v  = beta2 * v + (1 - beta2) * g * g
+            w -= lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
+    adamw   w *= 1 - lr * weight_decay, then adam without weight decay
+
+`g` is negated for `maximize`; adam's weight decay then adds `weight_decay * w` to it. `t` counts the steps of the
+embedding. Lazy: `m` and `v` of a row decay only in steps that touch it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from .kernel import Kernel
+from .rule import Group, Row, Rule, decayed
+
+ADAM = Kernel(
+    name="adam",
+    hypers=(
+        "step_size",
+        "weight_decay",
+        "maximize",
+        "one_minus_beta1",
+        "beta2",
+        "one_minus_beta2",
+        "sqrt_correction2",
+        "eps",
+    ),
+    element_states=("exp_avg", "exp_avg_sq"),
+    element="""
+        g = decayed(g, w, weight_decay, maximize);
+        exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
+        exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
+        w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
+    """,
+)
+
+ADAMW = Kernel(
+    name="adamw",
+    hypers=("step_size", "decay", "maximize", "one_minus_beta1", "beta2", "one_minus_beta2", "sqrt_correction2", "eps"),
+    element_states=("exp_avg", "exp_avg_sq"),
+    element="""
+        g = decayed(g, w, 0.0f, maximize);
+        w = w * decay;
+        exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
+        exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
+        w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
+    """,
+)
+
+
+def adam(x: Row) -> None:
+    moments(x, decayed(x.g, x.w, x.weight_decay, x.maximize))
+
+
+def adamw(x: Row) -> None:
+    x.w *= x.decay
+    moments(x, decayed(x.g, x.w, np.float32(0), x.maximize))
+
+
+def moments(x: Row, g: np.ndarray) -> None:
+    x.exp_avg += (g - x.exp_avg) * x.one_minus_beta1
+    x.exp_avg_sq[:] = x.beta2 * x.exp_avg_sq + (x.one_minus_beta2 * g) * g
+    x.w -= x.step_size * (x.exp_avg / (np.sqrt(x.exp_avg_sq) / x.sqrt_correction2 + x.eps))
+
+
+def hyper(group: Group, step: int) -> dict[str, float]:
+    """Of both rules. Coefficients that depend on the step are computed in double and rounded once."""
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    beta1, beta2 = map(float, group["betas"])
+    return {
+        "step_size": lr / (1.0 - beta1**step),
+        "weight_decay": weight_decay,
+        "decay": 1.0 - lr * weight_decay,
+        "maximize": float(group["maximize"]),
+        "one_minus_beta1": 1.0 - beta1,
+        "beta2": beta2,
+        "one_minus_beta2": 1.0 - beta2,
+        "sqrt_correction2": math.sqrt(1.0 - beta2**step),
+        "eps": float(group["eps"]),
+    }
+
+
+def _coupled(group: Group) -> bool:
+    return not group["decoupled_weight_decay"]
+
+
+def _decoupled(group: Group) -> bool:
+    return bool(group["decoupled_weight_decay"])
+
+
+RULES = tuple(
+    rule
+    for optimizer in (torch.optim.Adam, torch.optim.AdamW)
+    for rule in (
+        Rule(ADAM, optimizer, hyper, adam, when=_coupled),
+        Rule(ADAMW, optimizer, hyper, adamw, when=_decoupled),
+    )
+)

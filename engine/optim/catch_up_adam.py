@@ -1,0 +1,147 @@
+"""Adam whose rows catch up: lazy in work, equal to dense torch.optim.Adam in values.
+
+A row moves only in steps that touch it; when it is next looked up or touched, it first takes the steps that it missed.
+Those had a gradient of zero, so each of them, for s = last + 1 ... t - 1, is
+
+    m -= (1 - beta1) * m;  v = beta2 * v
+    w -= lr / (1 - beta1^s) * (m / (sqrt(v) / sqrt(1 - beta2^s) + eps))
+
+They are taken one by one, at most `terms` of them; for the rest, w stays, and m and v are multiplied by powers of beta1
+and beta2. Error: with r = beta1 / sqrt(beta2), the move of w that comes j steps after the first missed one is at most
+r^j sqrt(1 + j) times the first (sqrt(1 - beta2^s) grows by no more than sqrt(1 + j)). `terms` is where the sum of the
+bounds that are left falls below 2^-24: less than the rounding of the first step. The lr of missed steps is taken to be
+the current one. Weight decay is not supported: it would move rows that were never touched.
+
+The bias corrections advance step by step in double. Same purpose: SmartDecayAdam of OneFlow.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from functools import cache
+
+import numpy as np
+import torch
+from torch.optim.optimizer import ParamsT
+
+from ..errors import OptimizerError
+from ..ops.arithmetic import power_by_squaring
+from .adam import hyper as adam_hyper
+from .adam import moments
+from .kernel import CatchUp, Kernel
+from .own import number
+from .rule import Group, Row, Rule, decayed
+
+ALL = 2**32 - 2**8  # missed steps, as float32 can tell
+
+CATCH_UP_ADAM = Kernel(
+    name="catch_up_adam",
+    hypers=("step_size", "maximize", "one_minus_beta1", "beta2", "one_minus_beta2", "sqrt_correction2", "eps", "terms"),
+    doubles=("lr", "decay1", "decay2"),
+    element_states=("exp_avg", "exp_avg_sq"),
+    element="""
+        g = decayed(g, w, 0.0f, maximize);
+        exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
+        exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
+        w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
+    """,
+    catch_up=CatchUp(
+        limit="terms",
+        doubles=("power1", "power2"),
+        values=("missed_size", "missed_correction2", "rest1", "rest2"),
+        begin="""
+            power1 = power(decay1, last);
+            power2 = power(decay2, last);
+        """,
+        step="""
+            power1 = power1 * decay1;
+            power2 = power2 * decay2;
+            missed_size = static_cast<float>(lr / (1.0 - power1));
+            missed_correction2 = static_cast<float>(square_root(1.0 - power2));
+        """,
+        element="""
+            exp_avg = exp_avg - exp_avg * one_minus_beta1;
+            exp_avg_sq = beta2 * exp_avg_sq;
+            w = w - missed_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
+        """,
+        rest="""
+            rest1 = static_cast<float>(power(decay1, rest));
+            rest2 = static_cast<float>(power(decay2, rest));
+        """,
+        rest_element="""
+            exp_avg = exp_avg * rest1;
+            exp_avg_sq = exp_avg_sq * rest2;
+        """,
+    ),
+)
+
+
+class CatchUpAdam(torch.optim.Adam):
+    """torch.optim.Adam whose rows end where dense Adam takes them, however rarely their ids come; see above.
+
+    Over dense parameters it is torch.optim.Adam. Raises OptimizerError for a weight decay.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, maximize=maximize)
+        for group in self.param_groups:
+            _hyper(group, 1)
+
+
+def catch_up_adam(x: Row) -> None:
+    moments(x, decayed(x.g, x.w, np.float32(0), x.maximize))
+
+
+def missed_steps(x: Row) -> None:
+    power1, power2 = power_by_squaring(x.decay1, x.last), power_by_squaring(x.decay2, x.last)
+    taken = min(x.missed, int(x.terms))
+    for _ in range(taken):
+        power1, power2 = power1 * x.decay1, power2 * x.decay2
+        size, correction2 = np.float32(x.lr / (1.0 - power1)), np.float32(math.sqrt(1.0 - power2))
+        x.exp_avg -= x.exp_avg * x.one_minus_beta1
+        x.exp_avg_sq *= x.beta2
+        x.w -= size * (x.exp_avg / (np.sqrt(x.exp_avg_sq) / correction2 + x.eps))
+    if taken < x.missed:
+        x.exp_avg *= np.float32(power_by_squaring(x.decay1, x.missed - taken))
+        x.exp_avg_sq *= np.float32(power_by_squaring(x.decay2, x.missed - taken))
+
+
+@cache
+def terms(beta1: float, beta2: float) -> int:
+    """How many missed steps are taken one by one: all, where their sum need not vanish."""
+    ratio = beta1 / math.sqrt(beta2) if beta2 else math.inf
+
+    def vanish(count: int) -> bool:  # the bounds from `count` on: a geometric sum of at most `growth`
+        growth = ratio * math.sqrt((count + 2) / (count + 1))
+        return growth < 1.0 and ratio**count * math.sqrt(count + 1) <= 2.0**-24 * (1.0 - growth)
+
+    return bisect_left(range(ALL), True, key=vanish)
+
+
+def _hyper(group: Group, step: int) -> dict[str, float]:
+    if number(group, "weight_decay"):
+        raise OptimizerError(
+            f"param group: weight_decay={group['weight_decay']!r}; CatchUpAdam takes none, which would move rows that "
+            "were never touched: use torch.optim.Adam or AdamW"
+        )
+    beta1, beta2 = map(float, group["betas"])
+    lr = number(group, "lr")
+    return {
+        **adam_hyper(group, step),
+        "lr": lr,
+        "decay1": beta1,
+        "decay2": beta2,
+        "terms": float(terms(beta1, beta2)),
+    }
+
+
+RULES = (Rule(CATCH_UP_ADAM, CatchUpAdam, _hyper, catch_up_adam, catch_up=missed_steps),)

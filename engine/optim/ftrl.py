@@ -1,0 +1,121 @@
+"""FTRL-Proximal: McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1, with a free
+power of the accumulator; the arguments are those of OneFlow's `one_embedding.Ftrl`.
+
+    n'  = n + g * g
+    z  += g - (n'^p - n^p) / lr * w;  n = n'
+    w   = 0 where |z| <= lambda1, else -(z - sign(z) * lambda1) / ((beta + n^p) / lr + lambda2)
+
+`g` is the gradient plus `weight_decay * w`. The convention is the usual one, p = -lr_power, so that steps shrink as
+the accumulator grows: lr_power = -0.5 takes the square root, and lr_power = 0 never shrinks them. `z` begins at 0, so a
+row's first step leaves of its initial weight only what its sigma = (n'^p - n^p) / lr carries over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ..ops.arithmetic import power
+from .kernel import Kernel
+from .own import OwnOptimizer, choice, number
+from .rule import Group, Row, Rule, decayed
+
+FTRL = Kernel(
+    name="ftrl",
+    hypers=("lr", "weight_decay", "power_of_sum", "lambda1", "lambda2", "beta"),
+    element_states=("sum", "z"),
+    element="""
+        g = decayed(g, w, weight_decay, 0.0f);
+        const float before = power(sum, power_of_sum);
+        sum = sum + g * g;
+        const float after = power(sum, power_of_sum);
+        z = z + (g - (after - before) / lr * w);
+        const float shrunk = z > 0.0f ? z - lambda1 : z + lambda1;
+        w = absolute(z) <= lambda1 ? 0.0f : -shrunk / ((beta + after) / lr + lambda2);
+    """,
+)
+
+
+class Ftrl(OwnOptimizer):
+    """FTRL-Proximal; see the formula above.
+
+    lr_power: the accumulator's power, negated. `power_sign="lr_power"` does not negate it, as OneFlow's kernel, which
+    makes steps grow with the accumulator for a negative lr_power. Raises OptimizerError for a negative argument other
+    than lr_power, lr = 0, and an initial_accumulator_value of 0 where its power is negative.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.0,
+        lr_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        lambda1: float = 0.0,
+        lambda2: float = 0.0,
+        beta: float = 0.0,
+        power_sign: str = "-lr_power",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "lr_power": lr_power,
+            "initial_accumulator_value": initial_accumulator_value,
+            "lambda1": lambda1,
+            "lambda2": lambda2,
+            "beta": beta,
+            "power_sign": power_sign,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            _hyper(group, 1)
+            _initial(group)
+
+    def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
+        x = _hyper(group, 1)
+        if not state:
+            state["sum"] = torch.full_like(w, group["initial_accumulator_value"])
+            state["z"] = torch.zeros_like(w)
+        g = g + x["weight_decay"] * w
+        before = state["sum"] ** x["power_of_sum"]
+        state["sum"] += g * g
+        after = state["sum"] ** x["power_of_sum"]
+        z = state["z"].add_(g - (after - before) / x["lr"] * w)
+        scale = (x["beta"] + after) / x["lr"] + x["lambda2"]
+        w.copy_(torch.where(z.abs() <= x["lambda1"], 0, -(z - z.sign() * x["lambda1"]) / scale))
+
+
+def ftrl(x: Row) -> None:
+    g = decayed(x.g, x.w, x.weight_decay, np.float32(0))
+    before = power(x.sum, x.power_of_sum)
+    x.sum += g * g
+    after = power(x.sum, x.power_of_sum)
+    x.z += g - (after - before) / x.lr * x.w
+    shrunk = np.where(x.z > 0, x.z - x.lambda1, x.z + x.lambda1)
+    x.w[:] = np.where(np.abs(x.z) <= x.lambda1, np.float32(0), -shrunk / ((x.beta + after) / x.lr + x.lambda2))
+
+
+def _hyper(group: Group, step: int) -> dict[str, float]:
+    lr_power = number(group, "lr_power", low=-8.0, high=8.0)
+    return {
+        "lr": number(group, "lr", low=2.0**-126),
+        "weight_decay": number(group, "weight_decay"),
+        "power_of_sum": -lr_power
+        if choice(group, "power_sign", ("-lr_power", "lr_power")) == "-lr_power"
+        else lr_power,
+        "lambda1": number(group, "lambda1"),
+        "lambda2": number(group, "lambda2"),
+        "beta": number(group, "beta"),
+    }
+
+
+def _initial(group: Group) -> dict[str, float]:
+    low = 2.0**-126 if _hyper(group, 1)["power_of_sum"] < 0 else 0.0
+    return {"sum": number(group, "initial_accumulator_value", low=low)}
+
+
+RULES = (Rule(FTRL, Ftrl, _hyper, ftrl, _initial),)

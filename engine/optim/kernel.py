@@ -1,0 +1,203 @@
+"""How an optimizer's file declares its kernel, and the C++ header that is made of all of them.
+
+A kernel is C++ text over named inputs, in the spirit of `cupy.ElementwiseKernel`. Each file of this folder holds
+`NAME = Kernel(...)` with literals alone, so that this module reads them without importing the files: the build runs it
+as a script, `python kernel.py OUTPUT`, with a Python that has neither torch nor NumPy; for a GPU `header()` gives the
+same text at run time.
+
+What a body may name:
+
+    element   w, g            the weight, and the row's summed and clipped gradient
+              element states  of this element; the body updates them and w
+              row_values      made by `row`
+              first, step     whether the row was never written; the embedding's step, from 1
+    row       row_states      of this row; the body updates them
+              total, dim      the sum of `term` over the row's elements (kernels/reduce.h); elements of the row
+              row_values      which the body sets
+    any       hypers          float32, rounded once from double; `doubles` stay double
+              functions       of kernels/rule.h
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CLIPS = ("clip_grad_value", "clip_grad_row_norm")  # of every rule, after its own hyper-parameters; 0 is none
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """What a row does, when it is next needed, for the steps that it missed.
+
+    At most `limit` steps (the name of a hyper-parameter) are taken one by one, the rest at once. Bodies see hypers,
+    and `values` (float32) and `doubles`, which one body leaves to the next:
+    `begin` (may name `last`, the row's step); then for each step `step`, and `element` for w and element states;
+    then `rest` and `rest_element` with `rest`, the number of steps left.
+    """
+
+    limit: str
+    values: tuple[str, ...]
+    doubles: tuple[str, ...]
+    begin: str
+    step: str
+    element: str
+    rest: str
+    rest_element: str
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One rule. A row without `term` and `row` has no pass before that over its elements."""
+
+    name: str
+    hypers: tuple[str, ...]
+    element: str
+    doubles: tuple[str, ...] = ()
+    element_states: tuple[str, ...] = ()
+    row_states: tuple[str, ...] = ()
+    term: str = ""
+    row: str = ""
+    row_values: tuple[str, ...] = ()
+    catch_up: CatchUp | None = None
+
+    @property
+    def all_hypers(self) -> tuple[str, ...]:
+        """In the order that the native rule takes them, clipping apart."""
+        return self.hypers + self.doubles
+
+
+def declared(folder: Path = Path(__file__).parent) -> list[Kernel]:
+    """Every kernel of the files in `folder`, by name. Raises ValueError for one that is not made of literals."""
+    kernels = []
+    for path in folder.glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and _called(node.value) == "Kernel":
+                kernels.append(_literal(node.value, path.name))
+    return sorted(kernels, key=lambda kernel: str(kernel.name))
+
+
+def header() -> str:
+    """The C++ text: a struct for each rule, and `AllRules`, the list of them."""
+    kernels = declared()
+    names = ", ".join(_struct_name(kernel) for kernel in kernels)
+    return "\n".join(
+        [
+            "// Made by engine/optim/kernel.py of the kernels in engine/optim.",
+            "#pragma once",
+            '#include "rule.h"',
+            "",
+            "namespace tierbed {",
+            *(_struct(kernel) for kernel in kernels),
+            f"\nusing AllRules = Rules<{names}>;",
+            "\n}  // namespace tierbed\n",
+        ]
+    )
+
+
+def _called(node: ast.expr) -> str | None:
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+
+
+def _literal(node: ast.expr, file: str) -> Any:
+    kinds = {"Kernel": Kernel, "CatchUp": CatchUp}
+    if isinstance(node, ast.Call) and _called(node) in kinds:
+        arguments = {str(keyword.arg): _literal(keyword.value, file) for keyword in node.keywords}
+        return kinds[str(_called(node))](**arguments)
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise ValueError(f"{file}, line {node.lineno}: a kernel is made of literals alone: {error}") from error
+
+
+def _struct_name(kernel: Kernel) -> str:
+    return "".join(part.capitalize() for part in kernel.name.split("_"))
+
+
+def _struct(kernel: Kernel) -> str:
+    hypers = dict.fromkeys(kernel.hypers, "float") | dict.fromkeys(kernel.doubles, "double")
+    reads = "".join(
+        f"\n        {name} = static_cast<{kind}>(hyper[{i}]);" for i, (name, kind) in enumerate(hypers.items())
+    )
+    row = {"first": "bool", "step": "u32", "total": "float", "dim": "float"} | dict.fromkeys(kernel.row_values, "float")
+    elements = {name: f"state[{i}]" for i, name in enumerate(kernel.element_states)}
+    rows = {name: f"state[{i}]" for i, name in enumerate(kernel.row_states)}
+    name = _struct_name(kernel)
+    return f"""
+struct {name} : Clipping {{
+    static constexpr const char* NAME = "{kernel.name}";
+    static constexpr u32 ELEMENT_STATES = {len(elements)}, ROW_STATES = {len(rows)}, HYPERS = {len(hypers)};
+    static constexpr bool REDUCES = {_flag(kernel.term)}, CATCHES_UP = {_flag(kernel.catch_up)};
+{_members(hypers)}
+    struct Row {{
+{_members(row, indent=8)}
+    }};
+    TIERBED_FN explicit {name}(const double* hyper) : Clipping(hyper + HYPERS) {{{reads}
+    }}
+{_function("float", "term", "float w, float g", {}, f"return {kernel.term or '0.0f'};")}
+{_function("void", "row", "Row& row, float* state", _references(rows, row), kernel.row)}
+{
+        _function(
+            "void",
+            "element",
+            "float& w, float g, float* state, const Row& row",
+            _references(elements, row),
+            kernel.element,
+        )
+    }
+{_catch_up(kernel.catch_up, elements)}}};"""
+
+
+def _catch_up(catch_up: CatchUp | None, elements: dict[str, str]) -> str:
+    if catch_up is None:
+        return ""
+    fields = {"last": "u32", "rest": "u32", **dict.fromkeys(catch_up.doubles, "double")}
+    fields |= dict.fromkeys(catch_up.values, "float")
+    values, states = _references({}, fields, "missed"), _references(elements, fields, "missed")
+    step = "float& w, float* state, const Missed& missed"
+    return "\n".join(
+        [
+            f"    struct Missed {{\n{_members(fields, indent=8)}\n    }};",
+            f"    TIERBED_FN float limit() const {{ return {catch_up.limit}; }}",
+            _function("void", "begin_missed", "Missed& missed", values, catch_up.begin),
+            _function("void", "missed_step", "Missed& missed", values, catch_up.step),
+            _function("void", "missed_element", step, states, catch_up.element),
+            _function("void", "missed_rest", "Missed& missed", values, catch_up.rest),
+            _function("void", "rest_element", step, states, catch_up.rest_element),
+            "",
+        ]
+    )
+
+
+def _references(states: dict[str, str], fields: dict[str, str], owner: str = "row") -> dict[str, str]:
+    return states | {name: f"{owner}.{name}" for name in fields}
+
+
+def _function(result: str, name: str, arguments: str, references: dict[str, str], body: str) -> str:
+    """A member function whose body names `references`; those, and arguments, that it does not name are left out."""
+    lines = [line.strip() for line in body.strip().splitlines()]
+    lines = [f"auto& {name} = {place};" for name, place in references.items() if _names(body, name)] + lines
+    text = "\n".join(lines)
+    kept = [a if _names(text, a.split()[-1]) else a.rsplit(" ", 1)[0] for a in arguments.split(", ")]
+    inner = "".join(f"\n        {line}" for line in lines)
+    return f"    TIERBED_FN {result} {name}({', '.join(kept)}) const {{{inner}\n    }}"
+
+
+def _members(types: dict[str, str], indent: int = 4) -> str:
+    return "\n".join(f"{' ' * indent}{kind} {name};" for name, kind in types.items())
+
+
+def _names(body: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", body) is not None
+
+
+def _flag(value: object) -> str:
+    return "true" if value else "false"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(header(), encoding="utf-8")

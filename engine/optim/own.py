@@ -1,0 +1,59 @@
+"""What the optimizers share that torch.optim has not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from ..errors import OptimizerError
+from .rule import Group
+
+
+def number(group: Group, name: str, low: float = 0.0, high: float = math.inf) -> float:
+    """A setting of a param group, from `low` up to below `high`. Raises OptimizerError."""
+    value: Any = group[name]
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not low <= found < high:
+        limit = "" if high == math.inf else f" and below {high}"
+        raise OptimizerError(f"param group: {name}={value!r}; give a number that is at least {low}{limit}")
+    return found
+
+
+def choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
+    """A setting that is one of `choices`. Raises OptimizerError."""
+    value: Any = group[name]
+    if value not in choices:
+        raise OptimizerError(f"param group: {name}={value!r}; give one of {', '.join(map(repr, choices))}")
+    return str(value)
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """`step()` over dense parameters; a subclass says how one of them moves."""
+
+    def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
+        """Update a parameter in place, given its gradient; `state` is empty at first."""
+        raise NotImplementedError
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Move every parameter that has a gradient. Returns what `closure`, which computes the gradients, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.move(parameter, parameter.grad, self.state[parameter], group)
+        return loss

@@ -1,0 +1,106 @@
+"""Row-wise Adagrad: one accumulator a row. The formula is FBGEMM's EXACT_ROWWISE_ADAGRAD
+(https://github.com/pytorch/FBGEMM, split table batched embeddings):
+
+    s += mean over the row of g * g
+    w -= lr / (sqrt(s) + eps) * g
+
+With `weight_decay_mode="l2"`, `g` is the gradient plus `weight_decay * w`, in the mean too; with "decoupled", `w` is
+multiplied by 1 - lr * weight_decay first. Where sqrt(s) + eps is 0 (eps = 0, and no gradient yet), the row takes no
+step by `g`, which is zero, instead of 0 / 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ..ops.arithmetic import row_sum
+from .kernel import Kernel
+from .own import OwnOptimizer, choice, number
+from .rule import Group, Row, Rule, decayed
+
+ROWWISE_ADAGRAD = Kernel(
+    name="rowwise_adagrad",
+    hypers=("lr", "weight_decay", "decay", "eps"),
+    row_states=("sum",),
+    term="square(decayed(g, w, weight_decay, 0.0f))",
+    row="""
+        sum = sum + total / dim;
+        const float root = square_root(sum) + eps;
+        multiplier = root == 0.0f ? 0.0f : lr / root;
+    """,
+    row_values=("multiplier",),
+    element="""
+        g = decayed(g, w, weight_decay, 0.0f);
+        w = w * decay - multiplier * g;
+    """,
+)
+
+
+class RowWiseAdagrad(OwnOptimizer):
+    """Adagrad with one accumulator for each row of a parameter, its last dimension; see the formula above.
+
+    weight_decay_mode: "l2" adds weight_decay * w to the gradient, "decoupled" shrinks w by lr * weight_decay.
+    Raises OptimizerError for negative arguments and other modes.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        weight_decay_mode: str = "l2",
+        initial_accumulator_value: float = 0.0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "weight_decay_mode": weight_decay_mode,
+            "initial_accumulator_value": initial_accumulator_value,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            _hyper(group, 1)
+            _initial(group)
+
+    def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
+        x = _hyper(group, 1)
+        if not state:
+            state["sum"] = torch.full_like(w.sum(-1, keepdim=True), group["initial_accumulator_value"])
+        g = g + x["weight_decay"] * w
+        state["sum"] += g.square().mean(-1, keepdim=True)
+        root = state["sum"].sqrt() + x["eps"]
+        multiplier = torch.where(root == 0, 0, x["lr"] / root)
+        w.mul_(x["decay"]).sub_(multiplier * g)
+
+
+def rowwise_adagrad(x: Row) -> None:
+    g = decayed(x.g, x.w, x.weight_decay, np.float32(0))
+    x.sum += row_sum(g * g) / x.dim
+    root = np.sqrt(x.sum) + x.eps
+    multiplier = np.where(root == 0, np.float32(0), x.lr / root)
+    x.w[:] = x.w * x.decay - multiplier * g
+
+
+def _hyper(group: Group, step: int) -> dict[str, float]:
+    lr, weight_decay = number(group, "lr"), number(group, "weight_decay")
+    decoupled = choice(group, "weight_decay_mode", ("l2", "decoupled")) == "decoupled"
+    return {
+        "lr": lr,
+        "weight_decay": 0.0 if decoupled else weight_decay,
+        "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
+        "eps": number(group, "eps"),
+    }
+
+
+def _initial(group: Group) -> dict[str, float]:
+    return {"sum": number(group, "initial_accumulator_value")}
+
+
+RULES = (Rule(ROWWISE_ADAGRAD, RowWiseAdagrad, _hyper, rowwise_adagrad, _initial),)

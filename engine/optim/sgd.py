@@ -1,0 +1,61 @@
+"""SGD, and SGD with momentum, as torch.optim.SGD: https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html
+
+    sgd            w -= lr * g
+    sgd_momentum   b  = g at the row's first write, else momentum * b + (1 - dampening) * g
+                   w -= lr * (g + momentum * b if nesterov else b)
+
+`g` is negated for `maximize`; weight decay then adds `weight_decay * w` to it. The buffer of a row decays only in steps
+that touch it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .kernel import Kernel
+from .rule import Group, Row, Rule, decayed
+
+SGD = Kernel(
+    name="sgd",
+    hypers=("lr", "weight_decay", "maximize"),
+    element="w = w - lr * decayed(g, w, weight_decay, maximize);",
+)
+
+SGD_MOMENTUM = Kernel(
+    name="sgd_momentum",
+    hypers=("lr", "weight_decay", "maximize", "momentum", "one_minus_dampening", "nesterov"),
+    element_states=("momentum_buffer",),
+    element="""
+        g = decayed(g, w, weight_decay, maximize);
+        momentum_buffer = first ? g : momentum * momentum_buffer + one_minus_dampening * g;
+        w = w - lr * (nesterov != 0.0f ? g + momentum * momentum_buffer : momentum_buffer);
+    """,
+)
+
+
+def sgd(x: Row) -> None:
+    x.w -= x.lr * decayed(x.g, x.w, x.weight_decay, x.maximize)
+
+
+def sgd_momentum(x: Row) -> None:
+    g = decayed(x.g, x.w, x.weight_decay, x.maximize)
+    x.momentum_buffer[:] = np.where(x.first, g, x.momentum * x.momentum_buffer + x.one_minus_dampening * g)
+    x.w -= x.lr * (g + x.momentum * x.momentum_buffer if x.nesterov else x.momentum_buffer)
+
+
+def _hyper(group: Group, step: int) -> dict[str, float]:
+    return {
+        "lr": float(group["lr"]),
+        "weight_decay": float(group["weight_decay"]),
+        "maximize": float(group["maximize"]),
+        "momentum": float(group["momentum"]),
+        "one_minus_dampening": 1.0 - float(group["dampening"]),
+        "nesterov": float(group["nesterov"]),
+    }
+
+
+RULES = (
+    Rule(SGD, torch.optim.SGD, _hyper, sgd, when=lambda group: not float(group["momentum"])),
+    Rule(SGD_MOMENTUM, torch.optim.SGD, _hyper, sgd_momentum, when=lambda group: bool(float(group["momentum"]))),
+)

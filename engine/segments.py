@@ -1,0 +1,100 @@
+"""Lookups as the native core sees them: segments of a batch, flat arrays in and out.
+
+Here are the checks of values, which a trace cannot make.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import _core
+from .errors import InputError
+from .inputs import OUTPUT_DTYPES, Lookup
+from .spec import TableSpec
+
+# keys [n]; table ids of the bags, or None; None for no bags, their length, or offsets [bags + 1]
+Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
+
+
+def segment(spec: TableSpec, lookup: Lookup) -> Segment:
+    """A segment of `_core.Batch`. Raises InputError for offsets and table ids that are out of range."""
+    tables = None if lookup.table_ids is None else _tables(spec, lookup.table_ids)
+    return _keys(lookup.ids), tables, _bags(spec, lookup)
+
+
+def gather(
+    batch: _core.Batch, layout: _core.Layout, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The rows of a segment whose lines are set, or its pooled bags: lookup.shape + (dim,), of `dtype`."""
+    out = torch.empty((*lookup.shape, layout.dim), dtype=dtype)
+    scales = None if weights is None else flat(weights)
+    _core.gather(batch, layout, index, array_of(out), lookup.pooling == "mean", scales, OUTPUT_DTYPES[dtype])
+    return out
+
+
+def weights_grad(batch: _core.Batch, layout: _core.Layout, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
+    """The gradient of a segment's weights, float32 of the shape of its ids, 0 for padding; grad as gathered."""
+    out = torch.empty(lookup.ids.shape, dtype=torch.float32)
+    mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
+    _core.weights_grad(batch, layout, index, array_of(grad), flat(out), mean, dtype)
+    return out
+
+
+def array_of(tensor: Tensor) -> NDArray[Any]:
+    """Rows of an output dtype as the core takes them: [n, dim], 16-bit floats as uint16. A contiguous one is shared."""
+    rows = tensor.detach().contiguous()
+    rows = rows.view(-1, rows.shape[-1])
+    return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
+
+
+def flat(weights: Tensor) -> NDArray[np.float32]:
+    """One number an id: [n]. A contiguous tensor is shared."""
+    return weights.detach().contiguous().view(-1).numpy()
+
+
+def _keys(ids: Tensor) -> NDArray[np.uint64]:
+    """Ids as the 64 bits that identify a row; int32 is sign-extended, so -1 is the same row in either type."""
+    flat = ids.detach().reshape(-1)
+    if flat.dtype == torch.int32:
+        flat = flat.to(torch.int64)
+    return flat.contiguous().numpy().view(np.uint64)
+
+
+def _tables(spec: TableSpec, table_ids: Tensor) -> NDArray[np.uint32]:
+    flat = table_ids.detach().reshape(-1).to(torch.int64)
+    outside = (flat < 0) | (flat >= spec.num_tables)
+    if outside.any():
+        position = int(outside.nonzero()[0])
+        raise InputError(
+            f"table_ids of embedding {spec.name!r}: table id {int(flat[position])} at position {position}; "
+            f"they run from 0 to {spec.num_tables - 1}"
+        )
+    return flat.to(torch.int32).numpy().view(np.uint32)
+
+
+def _bags(spec: TableSpec, lookup: Lookup) -> int | NDArray[np.int64] | None:
+    if lookup.pooling is None:
+        return None
+    if lookup.offsets is not None:
+        return _offsets(spec, lookup.offsets, lookup.ids.shape[0])
+    # bags of no ids are counted by their offsets
+    return lookup.ids.shape[-1] or np.zeros(lookup.ids.shape[:-1].numel() + 1, np.int64)
+
+
+def _offsets(spec: TableSpec, offsets: Tensor, ids: int) -> NDArray[np.int64]:
+    flat = offsets.detach().to(torch.int64).contiguous().numpy()
+    where = f"offsets of embedding {spec.name!r}"
+    if flat[0] != 0 or flat[-1] != ids:
+        raise InputError(
+            f"{where}: they run from {flat[0]} to {flat[-1]}; give bags + 1 of them, from 0 to the number of ids, {ids}"
+        )
+    down = np.flatnonzero(flat[1:] < flat[:-1])
+    if len(down):
+        at = int(down[0])
+        raise InputError(f"{where}: {flat[at]} at position {at} is followed by {flat[at + 1]}; give them ascending")
+    return flat

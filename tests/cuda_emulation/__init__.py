@@ -1,0 +1,54 @@
+"""Runs the kernels of engine/ops/cuda on a CPU: a Device whose launches go to a library that g++ makes of them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tierbed.engine.ops.cuda.device import THREADS
+from tierbed.engine.ops.cuda.program import Program
+
+HEADER = Path(__file__).with_name("emulation.h")
+BUILT = Path(__file__).parents[2] / "build" / "cuda_emulation"
+COMPILE = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fno-gnu-unique", "-w", "-x", "c++"]
+
+
+class EmulatedDevice:
+    """`seed` other than 0 starts blocks and lets lanes run in a random order."""
+
+    torch_device = torch.device("cpu")
+    blocks = 3  # few, so that kernels stride
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype)
+
+    def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
+        values = [np.ascontiguousarray(argument) for argument in arguments]
+        addresses = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+        launch = getattr(_library(program), f"launch_{kernel}")
+        if not launch(blocks, THREADS, ctypes.c_uint64(self._seed), addresses):
+            raise AssertionError(f"{kernel}: a lane waits in a collective that can never complete")
+
+
+@cache
+def _library(program: Program) -> ctypes.CDLL:
+    exports = "".join(f"TIERBED_EXPORT({kernel})\n" for kernel in program.kernels())
+    text = HEADER.read_text() + program.source() + exports
+    path = BUILT / f"{hashlib.sha256((text + ' '.join(COMPILE)).encode()).hexdigest()[:32]}.so"
+    if not path.exists():
+        BUILT.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        subprocess.run([*COMPILE, "-", "-o", temporary], input=text, text=True, check=True)
+        temporary.replace(path)  # other processes build the same
+    return ctypes.CDLL(str(path))

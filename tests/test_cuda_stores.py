@@ -1,0 +1,136 @@
+"""Rows are the same in a store of a device as in one of the CPU, whatever is cached."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cuda_tables import DeviceTable, on_devices, tensor
+from rows import Table
+
+from tierbed.engine import _core
+from tierbed.engine.errors import CapacityError, InputError
+from tierbed.engine.ops.cuda import step as cuda
+from tierbed.engine.ops.cuda.device import Device
+from tierbed.engine.ops.cuda.faults import Faults
+from tierbed.engine.ops.cuda.stores import CachedStore, DeviceStore
+from tierbed.engine.store.contract import Chunks
+from tierbed.engine.store.full import FullTable
+
+HYPER = [0.1, 0.01, 0.0, 1e-3, 0.0, 0.0]
+
+
+def scanned(chunks: Chunks) -> list[tuple[int, bytes]]:
+    buckets: dict[int, bytes] = {}
+    for bucket, rows in chunks:
+        buckets[bucket] = buckets.get(bucket, b"") + rows.tobytes()
+    return list(buckets.items())
+
+
+class Trained:
+    """The same random steps on a store of the CPU and on one of a device."""
+
+    def __init__(self, device: Device, budget: int | None) -> None:
+        self.host = Table([5], [0.1])
+        self.there = DeviceTable(device, self.host)
+        self.faults = Faults(device, "t", self.host.tables, None)
+        self.there.faults = self.faults.word
+        self.here = FullTable(self.host.layout, "device")
+        self.store: CachedStore | DeviceStore
+        if budget is None:
+            self.store = DeviceStore(self.there.layout, self.host.layout, None, self.faults)
+        else:
+            self.store = CachedStore(self.there.layout, FullTable(self.host.layout, "host"), budget)
+
+    def pin(self, batch) -> None:
+        self.store.pin(batch, None) if isinstance(self.store, CachedStore) else self.store.pin(batch)
+
+    def step(self, rng: np.random.Generator, number: int, size: int = 200) -> None:
+        keys, tables = rng.integers(0, 300, size, np.uint64), rng.integers(0, 5, size, np.uint32)
+        grads = rng.standard_normal((size, 5), np.float32)
+        host = self.host.batch(keys, tables, padding=3)
+        self.here.pin(host, None)
+        batch = self.there.batch([(keys.tolist(), tables.tolist(), None)], padding=3)
+        self.pin(batch)
+        self.host.update(host, grads, "adagrad", HYPER, number)
+        there = [tensor(self.there.device, grads, np.float32)]
+        rule = cuda.RuleKernels(self.there.layout, "adagrad", False)
+        rule.update(batch, there, [False], [None], HYPER, number, self.there.written, self.faults.word)
+        self.store.unpin(batch, dirty=True)
+        self.faults.post()
+        self.faults.check()
+
+
+@on_devices
+@pytest.mark.parametrize("budget", [None, 2000, 20_000, 200_000])
+def test_rows_do_not_depend_on_the_store(device: Device, budget: int | None) -> None:
+    both = Trained(device, budget)
+    rng = np.random.default_rng(0)
+    for number in range(1, 9):
+        both.step(rng, number, size=1500 if number == 4 else 200)
+    expected = scanned(both.here.scan())
+    assert len(expected) == 64
+    assert scanned(both.store.scan()) == expected
+    keys, tables = list(range(400)), [0] * 400
+    host = both.host.batch(keys, tables)
+    both.here.peek(host)
+    wanted = np.empty((400, 5), np.float32)
+    _core.gather(host, both.host.layout, 0, wanted)
+    batch = both.there.batch([(keys, tables, None)])
+    both.store.peek(batch)
+    out = tensor(device, np.full((400, 5), np.nan), np.float32)
+    cuda.gather(batch, both.there.layout, 0, out)
+    assert out.cpu().numpy().tobytes() == wanted.tobytes()
+    assert scanned(both.store.scan()) == expected
+    both.step(rng, 9)
+    assert scanned(both.store.scan()) == scanned(both.here.scan())
+    metrics = both.store.metrics()["device"]
+    assert metrics["hits"] > 0
+    assert metrics["misses"] > 0
+    if budget in (2000, 20_000):
+        assert metrics["evictions_dirty"] > 0
+        assert metrics["overflows"] > 0
+    both.store.close()
+
+
+@on_devices
+def test_a_scan_is_loaded_into_another_store(device: Device) -> None:
+    both = Trained(device, None)
+    rng = np.random.default_rng(1)
+    for number in (1, 2):
+        both.step(rng, number)
+    other = DeviceStore(both.there.layout, both.host.layout, None, both.faults)
+    for _, rows in both.here.scan():
+        memory, lines = both.host.lines(len(rows))
+        packed = rows.view(np.uint8).reshape(len(rows), -1)[:, 12:]
+        memory[:, : packed.shape[1]] = packed
+        other.write(rows["table"].copy(), rows["key"].copy(), lines)
+    assert scanned(other.scan()) == scanned(both.here.scan())
+
+
+@on_devices
+def test_faults_are_raised_once_and_name_the_remedy(device: Device) -> None:
+    faults = Faults(device, "users", 4, 10)
+    for bit, error, message in [
+        (1, CapacityError, "raise capacity"),
+        (2, InputError, "0 to 3"),
+        (4, InputError, "asc"),
+    ]:
+        faults.word.fill_(bit)
+        faults.check()  # has not arrived
+        faults.post()
+        with pytest.raises(error, match=message):
+            faults.check(wait=True)
+        faults.check(wait=True)
+
+
+@on_devices
+def test_a_capacity_bounds_what_a_store_takes(device: Device) -> None:
+    table = DeviceTable(device, Table([3], tables=1))
+    faults = Faults(device, "users", 1, 8)
+    store = DeviceStore(table.layout, table.table.layout, 8, faults)
+    keys = np.arange(9, dtype=np.uint64)
+    _, lines = table.table.lines(9)
+    with pytest.raises(CapacityError, match="8"):
+        store.write(np.zeros(9, np.uint32), keys, lines)
+    store.write(np.zeros(8, np.uint32), keys[:8], lines[:8])
+    assert store.metrics()["device"]["resident_rows"] == 8

@@ -1,0 +1,36 @@
+"""The declarations of kernels, and the header that the build makes of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tierbed.engine.optim import kernel
+from tierbed.engine.optim.rule import all_rules, rule_named
+
+
+def test_the_build_reads_the_kernels_without_any_package(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", "-S", kernel.__file__, str(tmp_path / "rules.h")]
+    subprocess.run(command, check=True, timeout=60)
+    assert (tmp_path / "rules.h").read_text() == kernel.header()
+
+
+def test_what_is_read_from_the_files_is_what_they_declare() -> None:
+    declared = {found.name: found for found in kernel.declared()}
+    assert declared == {rule.kernel.name: rule.kernel for rule in all_rules()}
+    assert list(declared) == sorted(declared)
+    assert all(rule_named(name).kernel.name == name for name in declared)
+
+
+def test_references_and_kernels_both_catch_up_or_neither() -> None:
+    assert {rule.kernel.name for rule in all_rules() if rule.catch_up} == {"catch_up_adam"}
+    assert all((rule.catch_up is None) == (rule.kernel.catch_up is None) for rule in all_rules())
+
+
+def test_a_kernel_that_is_not_made_of_literals_names_its_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("NAME = 'x'\n\nRULE = Kernel(name=NAME, hypers=(), element='')\n")
+    with pytest.raises(ValueError, match=r"other\.py, line 3: a kernel is made of literals alone"):
+        kernel.declared(tmp_path)
