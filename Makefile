@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 NATIVE := $(wildcard engine/ops/native/* engine/ops/kernels/*)
 
-.PHONY: demo test test-slow lint types install clean
+.PHONY: demo test test-slow sanitize lint types install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -17,6 +17,10 @@ test: lint types
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+
+# the native tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
+sanitize: install
+	PYTHON=$(BIN)/python scripts/sanitize
 
 lint: install
 	$(BIN)/ruff check .

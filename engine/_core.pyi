@@ -27,6 +27,9 @@ def instruction_sets() -> list[str]:
 def use_instruction_set(name: str) -> None:
     """For tests: all give the same bits. ValueError for one that is not there."""
 
+def scratch(bytes: int) -> U8:
+    """Uninitialised memory that is kept for the next call when the array dies: the system would clear it each time."""
+
 def buckets(tables: U32, keys: U64) -> U8:
     """[n] -> [n], the bucket 0..63 of each row: the top 6 bits of its hash."""
 
@@ -113,7 +116,7 @@ def gather(
 def weights_grad(
     batch: Batch, layout: Layout, lookup: int, grads: F32 | U16, out: F32, mean: bool = False, dtype: str = "float32"
 ) -> None:
-    """out [n]: the gradient of each weight, <grads [bags, dim] of its bag, row>, divided by the bag's rows for a mean."""
+    """out [n]: the gradient of each weight, <grads [bags, dim] of its bag, row>, over the bag's rows for a mean."""
 
 def update(
     batch: Batch,

@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 settings.register_profile("suite", max_examples=60, deadline=None)
-settings.register_profile("sanitize", max_examples=10, deadline=None)  # by --hypothesis-profile
+settings.register_profile("sanitize", max_examples=20, deadline=None)  # by --hypothesis-profile
 settings.load_profile("suite")
 
 
@@ -25,9 +25,7 @@ class _OtherCore(MetaPathFinder):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         return spec_from_file_location(name, self.path) if name == "tierbed.engine._core" else None
 
 

@@ -233,6 +233,7 @@ def test_load_killed_at_any_instant_leaves_rows_that_are_marked_as_what_they_are
         "from tierbed.engine.store.folder import StoreFolder\n"
         "from tierbed.snapshots.live import load_live; from tierbed.snapshots import Snapshot\n"
         "path = Path(sys.argv[1])\n"
+        "with StoreFolder(path) as store: load_live(store, Snapshot.open(store.snapshots / '2'))\n"
         "for round in range(15):\n"
         "    loader = os.fork()\n"
         "    while loader == 0:\n"

@@ -16,9 +16,8 @@ TIERBED_FN bool is_behind(const Record& lifecycle, u32 step) {
 template <class Rule>
 TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rule& rule, u32 last, u32 missed) {
     float w[VEC], states[Rule::ELEMENT_STATES][VEC];
-    for (u32 j = 0; j < n; ++j) w[j] = line[begin + j];
-    for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k)
-        for (u32 j = 0; j < n; ++j) states[k][j] = line[dim * (k + 1) + begin + j];
+    copy_floats(w, line + begin, n);
+    for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) copy_floats(states[k], line + dim * (k + 1) + begin, n);
     const auto for_elements = [&](const auto& body) TIERBED_INLINE {
         for (u32 j = 0; j < n; ++j) {
             float state[Rule::ELEMENT_STATES];
@@ -40,9 +39,8 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
         rule.missed_rest(values);
         for_elements([&](float& weight, float* state) TIERBED_INLINE { rule.rest_element(weight, state, values); });
     }
-    for (u32 j = 0; j < n; ++j) line[begin + j] = w[j];
-    for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k)
-        for (u32 j = 0; j < n; ++j) line[dim * (k + 1) + begin + j] = states[k][j];
+    copy_floats(line + begin, w, n);
+    for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) copy_floats(line + dim * (k + 1) + begin, states[k], n);
 }
 
 // Embedding and state of a row that is behind, as they are when `step` begins. The record stays.

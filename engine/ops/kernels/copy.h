@@ -23,7 +23,12 @@ TIERBED_FN void copy_bytes(Tile tile, void* to, const void* from, u32 bytes) {
         copy_words<Sixteen>(tile, to, from, bytes / sizeof(Sixteen));
 }
 #else
-TIERBED_FN void copy_bytes(Tile, void* to, const void* from, u32 bytes) { __builtin_memcpy(to, from, bytes); }
+TIERBED_FN void copy_bytes(Tile, void* to, const void* from, u32 bytes) {
+    auto* target = static_cast<u8*>(to);
+    const auto* source = static_cast<const u8*>(from);
+    for (; bytes >= 64; bytes -= 64, target += 64, source += 64) __builtin_memcpy(target, source, 64);  // in registers
+    __builtin_memcpy(target, source, bytes);
+}
 #endif
 
 TIERBED_FN void copy_line(Tile tile, u64 to, u64 from, const LineShape& shape) {

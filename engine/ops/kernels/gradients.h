@@ -39,14 +39,20 @@ struct Occurrences {
 
 constexpr u32 SOURCES_AHEAD = 16;
 
-// sum [n]: occurrences [first, last) of columns [begin, begin + n); n <= VEC
+// Fetches a gradient that is needed soon after that of occurrence i.
+template <class Type>
+TIERBED_FN void fetch_ahead(const Gradients& gradients, const Occurrences& row, u32 i) {
+    if (row.end - row.sources > i + SOURCES_AHEAD)
+        prefetch_bytes(reinterpret_cast<u64>(gradients.row<Type>(row.sources[i + SOURCES_AHEAD])),
+                       gradients.dim * static_cast<u32>(sizeof(typename Type::Stored)));
+}
+
+// sum [n]: occurrences [first, last) of columns [begin, begin + n)
 template <class Type>
 TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Occurrences& row, u32 first, u32 last,
                                 u32 begin, u32 n) {
     for (u32 i = first; i < last; ++i) {
-        if (begin == 0 && row.end - row.sources > i + SOURCES_AHEAD)
-            prefetch_bytes(reinterpret_cast<u64>(gradients.row<Type>(row.sources[i + SOURCES_AHEAD])),
-                           gradients.dim * static_cast<u32>(sizeof(typename Type::Stored)));
+        if (begin == 0) fetch_ahead<Type>(gradients, row, i);
         const typename Type::Stored* source = gradients.row<Type>(row.sources[i]) + begin;
         const float scale = row.scales ? row.scales[i] : 1.0f;  // a product with 1 is exact
         if (i == first)
@@ -65,6 +71,18 @@ TIERBED_FN void sum_gradients(float* sum, const Gradients& gradients, const Occu
         const u32 last = row.count - first < SUM_BLOCK ? row.count : first + SUM_BLOCK;
         sum_occurrences<Type>(block, gradients, row, first, last, begin, n);
         for (u32 j = 0; j < n; ++j) sum[j] += block[j];
+    }
+}
+
+// sum [dim]: the row's gradient, by one thread that has memory for all of it and, in `block` [dim], of a block's sum
+template <class Type>
+TIERBED_FN void sum_row(float* sum, float* block, const Gradients& gradients, const Occurrences& row) {
+    const u32 dim = gradients.dim;
+    sum_occurrences<Type>(sum, gradients, row, 0, row.count < SUM_BLOCK ? row.count : SUM_BLOCK, 0, dim);
+    for (u32 first = SUM_BLOCK; first < row.count; first += SUM_BLOCK) {
+        const u32 last = row.count - first < SUM_BLOCK ? row.count : first + SUM_BLOCK;
+        sum_occurrences<Type>(block, gradients, row, first, last, 0, dim);
+        for (u32 c = 0; c < dim; ++c) sum[c] += block[c];
     }
 }
 

@@ -15,7 +15,15 @@ struct Bag {
     const float* weights;  // [count] or null
     u32 count;
     bool mean;
+    const i32* end;  // of the positions of this bag and those after it, whose rows are fetched ahead; null for none
 };
+
+constexpr u32 ROWS_AHEAD = 16;
+
+// Fetches the row of a later position.
+TIERBED_FN void fetch_ahead(const u64* lines, const i32* position, const i32* end, u32 dim) {
+    if (end - position > ROWS_AHEAD && position[ROWS_AHEAD] >= 0) prefetch_bytes(lines[position[ROWS_AHEAD]], dim * 4);
+}
 
 #ifdef TIERBED_GPU
 constexpr u32 POOL_BLOCK = 1;
@@ -31,10 +39,12 @@ TIERBED_FN u32 rows_of(const Bag& bag) {
 
 // columns [begin, begin + n) of the output; n <= POOL_BLOCK
 template <class Type>
-TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const Bag& bag, u32 begin, u32 n, float rows) {
+TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const Bag& bag, u32 dim, u32 begin, u32 n,
+                           float rows) {
     float sum[POOL_BLOCK];
     for (u32 j = 0; j < n; ++j) sum[j] = 0.0f;
     for (u32 i = 0; i < bag.count; ++i) {
+        if (begin == 0) fetch_ahead(lines, bag.inverse + i, bag.end, dim);
         if (bag.inverse[i] < 0) continue;
         const float* row = floats(lines[bag.inverse[i]]) + begin;
         if (bag.weights) {
@@ -46,7 +56,8 @@ TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const B
     }
     if (bag.mean && rows != 0.0f)
         for (u32 j = 0; j < n; ++j) sum[j] = sum[j] / rows;
-    for (u32 j = 0; j < n; ++j) out[begin + j] = Type::store(sum[j]);
+    out += begin;
+    for (u32 j = 0; j < n; ++j) out[j] = Type::store(sum[j]);
 }
 
 // out [dim]; lines [unique]
@@ -55,10 +66,10 @@ TIERBED_FN void pool_row(Tile tile, typename Type::Stored* out, const u64* lines
     const float rows = bag.mean ? static_cast<float>(rows_of(bag)) : 0.0f;
     u32 begin = tile.lane * POOL_BLOCK;
     for (; begin + POOL_BLOCK <= dim; begin += tile.size * POOL_BLOCK)
-        pool_block<Type>(out, lines, bag, begin, POOL_BLOCK, rows);
+        pool_block<Type>(out, lines, bag, dim, begin, POOL_BLOCK, rows);
     if (POOL_BLOCK > VEC)
-        for (; begin + VEC <= dim; begin += VEC) pool_block<Type>(out, lines, bag, begin, VEC, rows);
-    if (begin < dim) pool_block<Type>(out, lines, bag, begin, dim - begin, rows);
+        for (; begin + VEC <= dim; begin += VEC) pool_block<Type>(out, lines, bag, dim, begin, VEC, rows);
+    if (begin < dim) pool_block<Type>(out, lines, bag, dim, begin, dim - begin, rows);
 }
 
 // out [dim]: the embedding of a line, or zeros where `line` is 0 (padding)
@@ -81,7 +92,7 @@ TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const
         float product = 0.0f;
         if (bag.inverse[i] >= 0) {
             const float* row = floats(lines[bag.inverse[i]]);
-            product = sum_columns(tile, dim, [&](u32 c) TIERBED_INLINE { return Type::load(grad[c]) * row[c]; });
+            product = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return Type::load(grad[c]) * row[c]; });
             if (bag.mean) product = product / rows;
         }
         if (tile.lane == 0) out[i] = product;

@@ -84,6 +84,11 @@ TIERBED_FN void prefetch_bytes(u64 address, u32 bytes) {
     for (u64 line = address / 64 * 64; line < address + bytes; line += 64)
         prefetch(reinterpret_cast<const void*>(line));
 }
+// the same, in a state that may be written at once
+TIERBED_FN void prefetch_to_write(u64 address, u32 bytes) {
+    for (u64 line = address / 64 * 64; line < address + bytes; line += 64)
+        __builtin_prefetch(reinterpret_cast<const void*>(line), 1);
+}
 TIERBED_FN u32 multiply_high(u32 a, u32 b) { return static_cast<u32>((static_cast<u64>(a) * b) >> 32); }
 TIERBED_FN u32 ballot(Tile, bool predicate) { return predicate ? 1u : 0u; }
 TIERBED_FN u32 lowest_bit(u32 mask) { return static_cast<u32>(__builtin_ctz(mask)); }

@@ -5,21 +5,23 @@
 
 namespace tierbed {
 
-// value(c) -> float for columns c in [0, n). Every lane has the result.
+// value(c) -> float for columns c in [0, n), signed numbers: vectors need an index that cannot wrap around. Every lane
+// has the result.
 template <class Value>
 TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
 #ifdef TIERBED_GPU
     float sum = 0.0f;
-    for (u32 c = tile.lane; c < n; c += 32) sum += value(c);
+    for (i32 c = static_cast<i32>(tile.lane); c < static_cast<i32>(n); c += 32) sum += value(c);
     for (u32 half = 16; half > 0; half /= 2) sum += shuffle_down(sum, half);
     return shuffle(sum, 0);
 #else
     static_cast<void>(tile);
     float sums[32] = {};
-    u32 begin = 0;
-    for (; begin + 32 <= n; begin += 32)
-        for (u32 j = 0; j < 32; ++j) sums[j] += value(begin + j);
-    for (u32 j = 0; begin + j < n; ++j) sums[j] += value(begin + j);
+    const i32 end = static_cast<i32>(n);
+    i32 begin = 0;
+    for (; begin + 32 <= end; begin += 32)
+        for (i32 j = 0; j < 32; ++j) sums[j] += value(begin + j);
+    for (i32 j = 0; begin + j < end; ++j) sums[j] += value(begin + j);
     for (u32 half = 16; half > 0; half /= 2)
         for (u32 j = 0; j < half; ++j) sums[j] += sums[j + half];
     return sums[0];

@@ -16,15 +16,20 @@ struct Entry {
     u32 position;
 };
 
+struct UniqueRow {
+    u64 hash;
+    u32 table;
+    u32 count;  // entries
+};
+
 // Most probes are decided by the tag, some bits of the hash that do not place it.
 struct Mark {
     u32 tag;
     u32 row;
 };
 
-// local [n]: the unique row of each entry; firsts [unique]: the entry that introduced it; counts [unique]. Returns
-// unique.
-TIERBED_FN u32 unique_bucket(const Entry* entries, u32 n, Mark* marks, u32 size, u32* local, u32* firsts, u32* counts) {
+// local [n]: the unique row of each entry; rows [unique]. Returns unique.
+TIERBED_FN u32 unique_bucket(const Entry* entries, u32 n, Mark* marks, u32 size, u32* local, UniqueRow* rows) {
     for (u32 i = 0; i < size; ++i) marks[i].row = NONE;
     u32 unique = 0;
     for (u32 i = 0; i < n; ++i) {
@@ -35,15 +40,13 @@ TIERBED_FN u32 unique_bucket(const Entry* entries, u32 n, Mark* marks, u32 size,
             const Mark mark = marks[at];
             if (mark.row == NONE) {
                 marks[at] = Mark{tag, unique};
-                firsts[unique] = i;
-                counts[unique] = 1;
+                rows[unique] = UniqueRow{entry.hash, entry.table, 1};
                 local[i] = unique++;
                 break;
             }
-            if (mark.tag != tag) continue;
-            const Entry& first = entries[firsts[mark.row]];
-            if (first.hash == entry.hash && first.table == entry.table) {
-                ++counts[mark.row];
+            UniqueRow& row = rows[mark.row];
+            if (mark.tag == tag && row.hash == entry.hash && row.table == entry.table) {
+                ++row.count;
                 local[i] = mark.row;
                 break;
             }

@@ -2,7 +2,7 @@
 // line and record. A rule that catches up first takes the steps that the row missed.
 //
 // One tile works on one row and nobody else touches its line. Sums and reductions have a fixed order (gradients.h,
-// reduce.h), so the result depends on neither threads nor tiers. A row without occurrences is left alone.
+// reduce.h), so the result depends on neither threads nor tiers.
 //
 // Rules are the structs that engine/optim/kernel.py makes; element states follow the embedding in the line, then one
 // float a row for each row state.
@@ -45,17 +45,17 @@ TIERBED_FN bool reduces_rows(const Rule& rule) {
     return Rule::REDUCES || rule.clip_norm > 0.0f;
 }
 
-// whole [dim]: memory of the tile, used where `reduces_rows(rule)`. Returns whether the row was written for the first
-// time.
-template <class Type, class Rule>
-TIERBED_FN bool update_row(Tile tile, u64 address, const LineShape& shape, const Gradients& gradients,
-                           const Occurrences& occurrences, const Rule& rule, u32 step, float* whole) {
-    if (occurrences.count == 0) return false;
+// One step of a row whose gradient is given by sum(g, begin, n), which sets g [n] to that of columns [begin, begin +
+// n). whole [dim]: memory of the tile, used where `reduces_rows(rule)`. Returns whether the row was written for the
+// first time.
+template <class Rule, class Sum>
+TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const Sum& sum, const Rule& rule, u32 step,
+                           float* whole) {
     const u32 dim = shape.dim;
     float* line = floats(address);
     Record* lifecycle = record(address, shape);
     const auto sum_block = [&](float* g, u32 begin, u32 n) TIERBED_INLINE {
-        sum_gradients<Type>(g, gradients, occurrences, begin, n);
+        sum(g, begin, n);
         if (rule.clip_value > 0.0f)
             for (u32 j = 0; j < n; ++j) g[j] = rule.clipped(g[j]);
     };
@@ -70,13 +70,14 @@ TIERBED_FN bool update_row(Tile tile, u64 address, const LineShape& shape, const
         for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE { sum_block(whole + begin, begin, n); });
         if (rule.clip_norm > 0.0f) {
             const float scale =
-                rule.norm_scale(sum_columns(tile, dim, [&](u32 c) TIERBED_INLINE { return square(whole[c]); }));
+                rule.norm_scale(sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(whole[c]); }));
             for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
-                for (u32 j = 0; j < n; ++j) whole[begin + j] *= scale;
+                float* block = whole + begin;
+                for (u32 j = 0; j < n; ++j) block[j] *= scale;
             });
         }
         if constexpr (Rule::REDUCES)
-            row.total = sum_columns(tile, dim, [&](u32 c) TIERBED_INLINE { return rule.term(line[c], whole[c]); });
+            row.total = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return rule.term(line[c], whole[c]); });
     }
     float row_states[Rule::ROW_STATES + 1];
     for (u32 k = 0; k < Rule::ROW_STATES; ++k) row_states[k] = line[dim * (1 + Rule::ELEMENT_STATES) + k];
@@ -84,7 +85,7 @@ TIERBED_FN bool update_row(Tile tile, u64 address, const LineShape& shape, const
     for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
         float g[VEC];
         if (reduces_rows(rule))
-            for (u32 j = 0; j < n; ++j) g[j] = whole[begin + j];
+            copy_floats(g, whole + begin, n);
         else
             sum_block(g, begin, n);
         update_block(line, dim, begin, n, g, rule, row);
@@ -96,6 +97,16 @@ TIERBED_FN bool update_row(Tile tile, u64 address, const LineShape& shape, const
         lifecycle->step = step;
     }
     return row.first;
+}
+
+// The same, given the row's occurrences. A row without any is left alone.
+template <class Type, class Rule>
+TIERBED_FN bool update_row(Tile tile, u64 address, const LineShape& shape, const Gradients& gradients,
+                           const Occurrences& occurrences, const Rule& rule, u32 step, float* whole) {
+    if (occurrences.count == 0) return false;
+    const auto sum = [&](float* g, u32 begin, u32 n)
+                         TIERBED_INLINE { sum_gradients<Type>(g, gradients, occurrences, begin, n); };
+    return apply_rule(tile, address, shape, sum, rule, step, whole);
 }
 
 }  // namespace tierbed

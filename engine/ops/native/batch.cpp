@@ -23,6 +23,14 @@ struct Chunk {
 template <class Body>
 void for_each_position(const Chunk& chunk, u32 num_tables, const Body& body) {
     const Segment& segment = *chunk.segment;
+    if (!segment.pooled) {
+        u32 turn = static_cast<u32>(chunk.begin % num_tables);
+        for (std::size_t i = chunk.begin; i < chunk.end; ++i) {
+            body(i, segment.tables ? segment.tables[i] : turn, i);
+            if (++turn == num_tables) turn = 0;
+        }
+        return;
+    }
     std::size_t bag = 0;
     if (segment.offsets)
         bag = static_cast<std::size_t>(
@@ -134,14 +142,15 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
     const Grouped grouped =
         group(chunks, size, num_tables, padding, inverse.data(), pooled ? source_of.data() : nullptr);
     const std::size_t n = grouped.entries.size();
-    Buffer<u32> local(n), firsts(n), counts(n);
+    Buffer<u32> local(n);
+    Buffer<UniqueRow> rows(n);
     std::size_t uniques[BUCKETS];
     parallel_for(BUCKETS, [&](std::size_t bucket) {
         const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin;
         const u32 slots = power_of_two_at_least(2 * count + 1);
         Buffer<Mark> marks(slots);
         uniques[bucket] = unique_bucket(&grouped.entries[begin], static_cast<u32>(count), marks.data(), slots,
-                                        &local[begin], &firsts[begin], &counts[begin]);
+                                        &local[begin], &rows[begin]);
     });
     bucket_begin[0] = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) bucket_begin[bucket + 1] = bucket_begin[bucket] + uniques[bucket];
@@ -158,19 +167,19 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
         const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin,
                           base = bucket_begin[bucket];
         u32 start = static_cast<u32>(begin);  // a bucket's occurrences take the places of its entries
-        for (std::size_t row = 0; row < uniques[bucket]; ++row) {
-            const Entry& entry = grouped.entries[begin + firsts[begin + row]];
-            keys[base + row] = key_of(entry.table, entry.hash);
-            hashes[base + row] = entry.hash;
-            tables[base + row] = entry.table;
-            lines[base + row] = 0;
-            offsets[base + row] = start;
-            start += counts[begin + row];
-            counts[begin + row] = offsets[base + row];  // from here on: where the row's next occurrence goes
+        for (std::size_t i = 0; i < uniques[bucket]; ++i) {
+            UniqueRow& row = rows[begin + i];
+            keys[base + i] = key_of(row.table, row.hash);
+            hashes[base + i] = row.hash;
+            tables[base + i] = row.table;
+            lines[base + i] = 0;
+            offsets[base + i] = start;
+            start += row.count;
+            row.count = offsets[base + i];  // from here on: where the row's next occurrence goes
         }
         for (std::size_t i = begin; i < begin + count; ++i) {
             const u32 position = grouped.entries[i].position;
-            const u32 place = counts[begin + local[i]]++;
+            const u32 place = rows[begin + local[i]].count++;
             occurrences[place] = position;
             if (pooled) occurrence_sources[place] = source_of[position];
             inverse[position] = static_cast<i32>(base + local[i]);

@@ -11,7 +11,7 @@ namespace tierbed {
 namespace {
 
 constexpr std::size_t AHEAD = 16;  // rows whose slots are fetched before they are probed
-constexpr u32 MOVES = 256;         // slots that a batch moves in each bucket while the index grows
+constexpr u32 MOVES = 256;         // slots, at least, that a batch moves in each bucket while the index grows
 
 }  // namespace
 
@@ -32,16 +32,18 @@ std::size_t FullTable::find(Batch& batch) {
     std::array<std::size_t, BUCKETS> missing{};
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
+        const Index::Reader index = index_.reader(bucket);
+        const Lines& lines = lines_[bucket];
         const std::size_t end = batch.bucket_begin[b + 1];
         std::size_t absent = 0;
         for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
-            if (i + AHEAD < end) index_.prefetch_slot(bucket, batch.hashes[i + AHEAD]);
-            const u32 row = index_.find(bucket, batch.hashes[i], batch.tables[i]);
-            batch.lines[i] = row ? line_of(bucket, row) : 0;
+            if (i + AHEAD < end) index.fetch(batch.hashes[i + AHEAD]);
+            const u32 row = index.find(batch.hashes[i], batch.tables[i]);
+            batch.lines[i] = row ? lines.address(row - 1, shape_.line_bytes) : 0;
             absent += row == 0;
         }
         missing[b] = absent;
-        index_.move(bucket, MOVES);
+        index_.move(bucket, std::max(MOVES, static_cast<u32>(end - batch.bucket_begin[b])));
     });
     index_.drop_moved();
     std::size_t total = 0;
@@ -81,9 +83,10 @@ void FullTable::read(const u32* tables, const u64* keys, const u64* lines, bool*
     const Grouped grouped = group_by_bucket(tables, keys, n);
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
+        const Index::Reader index = index_.reader(bucket);
         for (std::size_t i = grouped.begin[b]; i < grouped.begin[b + 1]; ++i) {
             const Entry& entry = grouped.entries[i];
-            const u32 row = index_.find(bucket, entry.hash, entry.table);
+            const u32 row = index.find(entry.hash, entry.table);
             found[entry.position] = row != 0 && record(line_of(bucket, row), shape_)->updates > 0;
             if (found[entry.position]) copy_line(THREAD, lines[entry.position], line_of(bucket, row), shape_);
         }
@@ -97,9 +100,10 @@ void FullTable::write(const u32* tables, const u64* keys, const u64* lines, std:
     reserve(most);
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
+        const Index::Reader index = index_.reader(bucket);
         for (std::size_t i = grouped.begin[b]; i < grouped.begin[b + 1]; ++i) {
             const Entry& entry = grouped.entries[i];
-            const u32 row = index_.find(bucket, entry.hash, entry.table);
+            const u32 row = index.find(entry.hash, entry.table);
             copy_line(THREAD, row ? line_of(bucket, row) : insert(bucket, entry.hash, entry.table),
                       lines[entry.position], shape_);
         }

@@ -15,15 +15,22 @@ class Index {
 public:
     Index() : current_(SMALLEST) {}
 
-    // The row's number + 1, or 0. May run in several threads.
-    u32 find(u32 bucket, u64 hash, u32 table) const {
-        const u32 row = find_row(THREAD, current_.view(bucket), hash, table);
-        return row || moved_[bucket] == old_.size ? row : find_row(THREAD, old_.view(bucket), hash, table);
-    }
-    void prefetch_slot(u32 bucket, u64 hash) const {
-        const IndexView view = current_.view(bucket);
-        prefetch(&view.slots[home_slot(view, hash)]);
-    }
+    // A bucket as lookups see it, until it changes. May be used in several threads.
+    struct Reader {
+        IndexView current, old;
+        bool moving;
+
+        // The row's number + 1, or 0.
+        u32 find(u64 hash, u32 table) const {
+            const u32 row = find_row(THREAD, current, hash, table);
+            return row || !moving ? row : find_row(THREAD, old, hash, table);
+        }
+        void fetch(u64 hash) const {
+            prefetch(&current.slots[home_slot(current, hash)]);
+            if (moving) prefetch(&old.slots[home_slot(old, hash)]);
+        }
+    };
+    Reader reader(u32 bucket) const { return {current_.view(bucket), old_.view(bucket), moved_[bucket] != old_.size}; }
 
     // Makes room for buckets of `rows` rows at most.
     void reserve(std::size_t rows);

@@ -30,21 +30,15 @@ std::size_t distance(u32 row_bytes) {
 template <class Type>
 void gather(const GatherJob& job, std::size_t begin, std::size_t end) {
     auto* out = static_cast<typename Type::Stored*>(job.out);
-    const std::size_t ahead = distance(job.dim * 4);
-    std::size_t fetched = bag_begin(job, begin);
-    const std::size_t last = bag_begin(job, end);
-    const auto fetch_up_to = [&](std::size_t position) {
-        for (; fetched < last && fetched < position; ++fetched)
-            if (const u64 line = line_at(job, fetched)) prefetch_bytes(line, job.dim * 4);
-    };
+    const i32* const last = job.inverse + bag_begin(job, end);
     for (std::size_t bag = begin; bag < end; ++bag) {
         const std::size_t first = bag_begin(job, bag), next = bag_begin(job, bag + 1);
-        fetch_up_to(next + ahead);
-        if (job.pooled) {
-            const Bag rows{job.inverse + first, job.weights ? job.weights + first : nullptr,
-                           static_cast<u32>(next - first), job.mean};
+        const Bag rows{job.inverse + first, job.weights ? job.weights + first : nullptr, static_cast<u32>(next - first),
+                       job.mean, last};
+        if (job.pooled)
             pool_row<Type>(ONE_THREAD, out + bag * job.dim, job.lines, rows, job.dim);
-        } else {
+        else {
+            fetch_ahead(job.lines, rows.inverse, last, job.dim);
             gather_row<Type>(ONE_THREAD, out + bag * job.dim, line_at(job, bag), job.dim);
         }
     }
@@ -55,24 +49,48 @@ void weights_grad(const WeightsGradJob& job, std::size_t begin, std::size_t end)
     const auto* grads = static_cast<const typename Type::Stored*>(job.grads);
     for (std::size_t bag = begin; bag < end; ++bag) {
         const std::size_t first = bag_begin(job.lookup, bag), next = bag_begin(job.lookup, bag + 1);
-        const Bag rows{job.lookup.inverse + first, nullptr, static_cast<u32>(next - first), job.lookup.mean};
+        const Bag rows{job.lookup.inverse + first, nullptr, static_cast<u32>(next - first), job.lookup.mean, nullptr};
         pool_weights_grad<Type>(ONE_THREAD, job.out + first, job.lookup.lines, rows, grads + bag * job.lookup.dim,
                                 job.lookup.dim);
     }
 }
 
-template <class Type, class Rule>
-std::size_t update(const UpdateJob& job, std::size_t begin, std::size_t end, float* whole) {
+using SumRow = void (*)(float*, float*, const Gradients&, const Occurrences&);
+
+// Not part of `update`, so that rules are not compiled for each type.
+template <class Type>
+__attribute__((noinline)) void sum_gradients_of(float* sum, float* block, const Gradients& gradients,
+                                                const Occurrences& row) {
+    sum_row<Type>(sum, block, gradients, row);
+}
+
+constexpr SumRow SUM_ROW[FLOAT_TYPES] = {sum_gradients_of<Float32>, sum_gradients_of<Float16>,
+                                         sum_gradients_of<BFloat16>};
+
+template <class Rule>
+std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, float* memory) {
+    const UpdateJob job = given;  // no write to a line can change it
+    const Gradients gradients = given.gradients;
     const Rule rule(job.hyper);
+    const SumRow sum_row = SUM_ROW[static_cast<u32>(job.type)];
     const std::size_t ahead = distance(job.shape.line_bytes);
+    float *sum = memory, *block = sum + job.shape.dim, *whole = block + job.shape.dim;
+    const u32* const last = job.sources + job.offsets[end];
+    const bool single = job.type == FloatType::float32 && !job.scales;  // a gradient may be taken where it is
     std::size_t written = 0;
     for (std::size_t row = begin; row < end; ++row) {
-        if (row + ahead < end) prefetch_bytes(job.lines[row + ahead], job.shape.line_bytes);
+        if (row + ahead < end) prefetch_to_write(job.lines[row + ahead], job.shape.line_bytes);
         const u32 first = job.offsets[row], count = job.offsets[row + 1] - first;
-        const Occurrences occurrences{job.sources + first, job.scales ? job.scales + first : nullptr, count,
-                                      job.sources + job.offsets[end]};
-        written +=
-            update_row<Type>(ONE_THREAD, job.lines[row], job.shape, job.gradients, occurrences, rule, job.step, whole);
+        const Occurrences occurrences{job.sources + first, job.scales ? job.scales + first : nullptr, count, last};
+        const float* gradient = sum;
+        if (count == 1 && single) {  // most rows of most batches
+            gradient = gradients.row<Float32>(*occurrences.sources);
+            fetch_ahead<Float32>(gradients, occurrences, 0);
+        } else {
+            sum_row(sum, block, gradients, occurrences);
+        }
+        const auto summed = [&](float* g, u32 from, u32 n) TIERBED_INLINE { copy_floats(g, gradient + from, n); };
+        written += apply_rule(ONE_THREAD, job.lines[row], job.shape, summed, rule, job.step, whole);
     }
     return written;
 }
@@ -90,11 +108,7 @@ void catch_up_lines(const CatchUpJob& job, std::size_t begin, std::size_t end) {
 
 template <class Rule>
 constexpr RuleLoops loops_of() {
-    RuleLoops loops{Rule::NAME,
-                    Rule::ELEMENT_STATES,
-                    Rule::ROW_STATES,
-                    Rule::HYPERS + Rule::CLIPS,
-                    {update<Float32, Rule>, update<Float16, Rule>, update<BFloat16, Rule>},
+    RuleLoops loops{Rule::NAME, Rule::ELEMENT_STATES, Rule::ROW_STATES, Rule::HYPERS + Rule::CLIPS, update<Rule>,
                     nullptr};
     if constexpr (Rule::CATCHES_UP) loops.catch_up = catch_up_lines<Rule>;
     return loops;

@@ -37,6 +37,7 @@ struct UpdateJob {
     const u32* sources;   // [occurrences]
     const float* scales;  // [occurrences] or null
     Gradients gradients;
+    FloatType type;  // of the gradients
     LineShape shape;
     const double* hyper;
     u32 step;
@@ -53,8 +54,8 @@ struct RuleLoops {
     const char* name;
     u32 element_states, row_states;
     u32 hypers;  // clips included
-    // Returns how many rows were written for the first time. whole [dim]: memory of the caller.
-    std::size_t (*update[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* whole);
+    // Returns how many rows were written for the first time. memory [3 * dim]: of the caller.
+    std::size_t (*update)(const UpdateJob&, std::size_t begin, std::size_t end, float* memory);
     void (*catch_up)(const CatchUpJob&, std::size_t begin, std::size_t end);  // null where the rule does not
 };
 

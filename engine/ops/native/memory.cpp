@@ -46,7 +46,11 @@ void* take_scratch(std::size_t bytes) {
             all.taken.clear(std::memory_order_release);
         }
     }
-    if (!block) block = std::malloc(size);
+    if (!block) {
+        const bool huge = size >= 2 * HUGE_PAGE;
+        block = std::aligned_alloc(huge ? HUGE_PAGE : 64, (size + 63) / 64 * 64);
+        if (block && huge) madvise(block, size, MADV_HUGEPAGE);
+    }
     if (!block) throw std::bad_alloc();
     return block;
 }

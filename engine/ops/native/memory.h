@@ -15,8 +15,10 @@
 
 namespace tierbed {
 
-// Scratch memory, uninitialised. Large blocks are kept for the next batch: the system would hand them out page by page,
-// and clear each.
+constexpr std::size_t HUGE_PAGE = std::size_t{2} << 20;
+
+// Scratch memory, uninitialised, at an address that vectors like. Large blocks are kept for the next batch: the system
+// would hand them out page by page, and clear each.
 void* take_scratch(std::size_t bytes);
 void give_scratch(void* block, std::size_t bytes);
 
@@ -53,10 +55,9 @@ class Pages {
 public:
     Pages() = default;
     explicit Pages(std::size_t bytes) {
-        constexpr std::size_t huge_page = std::size_t{2} << 20;
-        const bool huge = bytes >= 2 * huge_page;
+        const bool huge = bytes >= 2 * HUGE_PAGE;
         size_ = bytes;
-        mapped_ = bytes + (huge ? huge_page : 0);
+        mapped_ = bytes + (huge ? HUGE_PAGE : 0);
         base_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (base_ == MAP_FAILED) {
             base_ = nullptr;
@@ -64,7 +65,7 @@ public:
         }
         start_ = reinterpret_cast<u64>(base_);
         if (huge) {
-            start_ = (start_ + huge_page - 1) / huge_page * huge_page;
+            start_ = (start_ + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
             madvise(reinterpret_cast<void*>(start_), size_, MADV_HUGEPAGE);
         }
     }

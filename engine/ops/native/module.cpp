@@ -237,6 +237,11 @@ NB_MODULE(_core, m) {
     m.def("set_threads", &set_threads);
     m.def("instruction_sets", &instruction_sets);
     m.def("use_instruction_set", &use_instruction_set);
+    m.def("scratch", [](std::size_t bytes) {
+        auto* memory = new Buffer<u8>(bytes);
+        nb::capsule owner(memory, [](void* p) noexcept { delete static_cast<Buffer<u8>*>(p); });
+        return Array<u8>(memory->data(), {bytes}, owner);
+    });
     m.def("normal_quantile", [](double p) {
         require(p > 0.0 && p < 1.0, "p must lie between 0 and 1");
         return normal_quantile(p);

@@ -9,7 +9,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t ROWS = 512;  // rows or positions a task
+constexpr std::size_t ROWS = 1024;  // rows or positions a task
 constexpr std::size_t AHEAD = 4;
 
 // Calls body(row) -> "written for the first time" for every unique row; returns how many were.

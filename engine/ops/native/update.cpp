@@ -12,7 +12,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t ROWS = 512;  // rows or positions a task
+constexpr std::size_t ROWS = 1024;  // rows or positions a task
 
 const RuleLoops& rule_named(const std::string& name) {
     const Loops& all = loops();
@@ -33,7 +33,8 @@ Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>&
         parallel_ranges(lookup.segment.bags, ROWS, [&](std::size_t from, std::size_t to) {
             for (std::size_t bag = from; bag < to; ++bag) {
                 const std::size_t begin = lookup.segment.bag_begin(bag), end = lookup.segment.bag_begin(bag + 1);
-                const Bag rows{&batch.inverse[lookup.begin + begin], nullptr, static_cast<u32>(end - begin), true};
+                const Bag rows{&batch.inverse[lookup.begin + begin], nullptr, static_cast<u32>(end - begin), true,
+                               nullptr};
                 const float share = pooling.mean ? 1.0f / static_cast<float>(rows_of(rows)) : 1.0f;
                 for (std::size_t i = begin; i < end; ++i)
                     scale_of[lookup.begin + i] = pooling.weights ? pooling.weights[i] * share : share;
@@ -70,14 +71,14 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstrea
                         sources,
                         scales.size() ? scales.data() : nullptr,
                         {parts.data(), static_cast<u32>(parts.size()), dim},
+                        grads.empty() ? FloatType::float32 : grads[0].pooling.type,
                         layout.shape,
                         rule.hyper.data(),
                         step};
-    const auto run = rule.loops.update[grads.empty() ? 0 : static_cast<u32>(grads[0].pooling.type)];
     std::atomic<std::size_t> total{0};
     parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
-        Buffer<float> whole(dim);
-        total += run(job, begin, end, whole.data());
+        Buffer<float> memory(3 * std::size_t{dim});
+        total += rule.loops.update(job, begin, end, memory.data());
     });
     return total;
 }
