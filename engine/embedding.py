@@ -23,7 +23,6 @@ from .inputs import (
     check_weights,
     keys_from,
     rows_from,
-    table_ids_from,
 )
 from .ops import lookup as ops
 from .optimizers import RowOptimizer, row_optimizer
@@ -47,8 +46,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     seed: initial rows are a pure function of (seed, table, key, column).
     output_dtype: what a lookup returns, and its gradient has: torch.float32, float16 or bfloat16. Rows stay float32.
 
-    A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use. Raises
-    OptionError.
+    A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use, on the
+    device that the module is on, and follows it when it is moved. Raises OptionError.
     """
 
     def __init__(
@@ -122,12 +121,12 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
         Outside a `Graph` it reads. Raises InputError, StoreError.
         """
-        lookup = check_lookup(self.spec, ids, table_ids_from(self.spec, table_ids), offsets, pooling)
+        lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
         check_weights(self.spec, lookup, weights)
         if self.shadow.device != ids.device:
             raise InputError(
-                f"embedding {self.name!r} was moved to {self.shadow.device}; tables run on the CPU in this version: "
-                "move it back by .cpu(), and move the rows that it returns"
+                f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {self.shadow.device}; give "
+                f"ids.to({str(self.shadow.device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
             )
         output: Tensor = ops.lookup(self.shadow, *lookup, weights, self.handle)
         return output
@@ -138,7 +137,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
         """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
-        return self._table().read(self._lookup(keys, table_ids))
+        return self._table().get(self._lookup(keys, table_ids))
 
     def put(self, keys: Any, rows: Any, table_ids: Any = None) -> None:
         """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last stands.
@@ -249,7 +248,9 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
         ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
-        return check_lookup(self.spec, ids, table_ids_from(self.spec, table_ids))
+        lookup = check_lookup(self.spec, ids, table_ids)
+        here = None if lookup.table_ids is None else lookup.table_ids.to(self.shadow.device)
+        return Lookup(lookup.ids.to(self.shadow.device), here)
 
     def _table(self) -> OpenTable:
         return self._opened().table
@@ -260,16 +261,19 @@ class MultiTableMultiColumnEmbedding(nn.Module):
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
                 "values; look rows up by calling the embedding, and use get, put, size and metrics outside the graph"
             )
+        device = self.shadow.device
         with self._opening:
             if self._held is None:
                 if self._closed:
                     raise ClosedError(f"embedding {self.name!r} was closed; create it again")
                 try:
-                    self._held = TableHandle(self.spec, self.store_options, self.row_optimizer)
+                    self._held = TableHandle(self.spec, self.store_options, self.row_optimizer, device)
                 except OptimizerError as error:
                     self._refused = error  # its rows can still be read
-                    self._held = TableHandle(self.spec, self.store_options, None)
+                    self._held = TableHandle(self.spec, self.store_options, None, device)
                 weakref.finalize(self, self._held.close)
+            elif self._held.device != device:
+                self._held.move(device)
             return self._held
 
 

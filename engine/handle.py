@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import ClosedError, OptimizerError, StoreError
 from .home import TableHome
@@ -21,8 +25,11 @@ class TableHandle:
     Raises StoreError, OptionError, OptimizerError.
     """
 
-    def __init__(self, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> None:
+    def __init__(
+        self, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None, device: torch.device
+    ) -> None:
         self._name = spec.name
+        self.device = device
         self._process = os.getpid()
         self._table: OpenTable | None = None
         folder = None
@@ -31,7 +38,7 @@ class TableHandle:
             older = _by_folder.get(folder)
             if older is not None:
                 older.close()
-        self._home = TableHome(spec, options)
+        self._home = TableHome(spec, options, device)
         try:
             self._table = self._home.open(optimizer)
         except BaseException:
@@ -73,12 +80,13 @@ class TableHandle:
             table.optimizer, table.state = optimizer, wanted
             return
         self._home.check_row(optimizer)
-        self._table = None
-        try:
-            self._table = self._home.reopen(table, optimizer)
-        finally:
-            if self._table is None:
-                self._home.release()
+        self._replace(table, lambda: self._home.reopen(table, optimizer))
+
+    def move(self, device: torch.device) -> None:
+        """Open the table again on another device, with the rows that it has. InputError, OptionError, StoreError."""
+        table = self.table
+        self._replace(table, lambda: self._home.move(table, device))
+        self.device = device
 
     def release(self) -> None:
         """Drop the pin that a failed step left, if the table is open."""
@@ -90,20 +98,27 @@ class TableHandle:
 
     def load_snapshot(self, name: str) -> None:
         before = self.table
-        try:
-            self._table = self._home.load_snapshot(before, name)
-        except BaseException:
-            if before.stack is None:  # failed while the new rows took its place
-                self._table = None
-                self._home.release()
-            raise
+        self._replace(before, lambda: self._home.load_snapshot(before, name))
 
     def close(self) -> None:
         """Bring the rows down and let the folder go. Where that fails, everything stays open, to be closed again.
 
-        May be called again; does nothing in a forked process.
+        May be called again; does nothing in a forked process. Raises, after that, what an earlier call did wrong.
         """
         if self._table is not None and self._process == os.getpid():
-            self._home.close(self._table)
+            with _disable_current_modes():  # garbage may be collected during a trace, which would record this
+                late = self._table.late_error(wait=True)  # concerns no row: they are kept first
+                self._home.close(self._table)
             self._home.release()
             self._table = None
+            if late is not None:
+                raise late
+
+    def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
+        try:
+            self._table = build()
+        except BaseException:
+            if before.stack is None:  # failed while the new one took its place
+                self._table = None
+                self._home.release()
+            raise

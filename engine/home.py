@@ -11,12 +11,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..snapshots.format import check_description, check_name
 from ..snapshots.live import live_rows, write_based_snapshot
 from ..snapshots.reader import Snapshot, latest_snapshot
 from ..snapshots.writer import write_snapshot
 from .errors import OptimizerError, SnapshotError, StoreError
 from .interrupts import uninterrupted
+from .ops.processor import processor_of
 from .optimizers import RowOptimizer
 from .options import CachedSsdOptions, StoreOptions
 from .row_state import RowState
@@ -34,9 +37,10 @@ log = logging.getLogger("tierbed")
 class TableHome:
     """The store folder of an embedding, held while this object lives, or nothing where the options name no path."""
 
-    def __init__(self, spec: TableSpec, options: StoreOptions) -> None:
+    def __init__(self, spec: TableSpec, options: StoreOptions, device: torch.device) -> None:
         self.spec = spec
         self.options = options
+        self._processor = processor_of(device, options)
         path = options.persistent_path
         self.folder = None if path is None else StoreFolder(Path(path) / spec.name)
         self._on_disk = isinstance(options, CachedSsdOptions)
@@ -81,8 +85,9 @@ class TableHome:
         """Raises OptionError where the options name another row size than the optimizer needs."""
         self.options.check_row(self.spec.dim, self.spec.dim + optimizer.row_state(self.spec.dim).width)
 
-    def reopen(self, table: OpenTable, optimizer: RowOptimizer) -> OpenTable:
-        """The same rows with room for the optimizer's state."""
+    def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
+        """The same rows with room for the optimizer's state, and on the device that is wanted now."""
+        table.check()
         if self.folder is not None:
             self.close(table)
             return self.open(optimizer)
@@ -91,10 +96,20 @@ class TableHome:
         table.close()
         return wider
 
+    def move(self, table: OpenTable, device: torch.device) -> OpenTable:
+        """The same rows on another device. Raises InputError, OptionError, StoreError."""
+        before, self._processor = self._processor, processor_of(device, self.options)
+        try:
+            return self.reopen(table, table.optimizer)
+        except BaseException:
+            self._processor = before
+            raise
+
     def save_snapshot(self, table: OpenTable, name: str) -> None:
         """Raises SnapshotError, StoreError."""
         folder = self._folder_of(name)
         with table.lock:  # rows of one step
+            table.check()
             write_based_snapshot(folder, name, table.describe(), table.scan())
 
     def load_snapshot(self, table: OpenTable, name: str) -> OpenTable:
@@ -225,13 +240,15 @@ class TableHome:
         if optimizer is not None:
             self.check_row(optimizer)
             state = optimizer.row_state(self.spec.dim)
-        layout = self.spec.layout(state)
-        shards = None if stored is None else stored["shards"]
-        stack = build_stack(self.options, layout, place, shards)
-        table = OpenTable(self.spec, layout, stack, state, self.options.capacity, self._begin_writing)
+        rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
+        # rows that are there stay, whatever the capacity is now
+        capacity = None if self.options.capacity is None else max(self.options.capacity, rows)
+        processor = self._processor(self.spec, state, capacity)
+        stack = build_stack(self.options, processor, place, shards)
+        table = OpenTable(self.spec, processor, stack, state, capacity, self._begin_writing)
         table.optimizer = optimizer
         if stored is not None:
-            table.rows, table.step, table.hyper = stored["rows"], stored["step"], stored["hyper"]
+            table.stored_rows, table.step, table.hyper = rows, stored["step"], stored["hyper"]
         return table
 
     def _begin_writing(self) -> None:

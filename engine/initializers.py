@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -251,6 +251,18 @@ def make_table_options(param: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -
 
 
 make_table = make_table_options
+
+
+class InitialValues(NamedTuple):
+    """How new rows begin, as `_core.Layout` takes it."""
+
+    states: Sequence[float]
+    state_widths: Sequence[int]
+    seed: int
+    columns: Sequence[int]
+    kinds: Sequence[int]
+    parameters: NDArray[np.float32]
+    quantiles: NDArray[np.float64]
 
 
 def as_arrays(

@@ -12,6 +12,7 @@ from torch import Tensor
 from .errors import InputError, OptionError
 from .spec import KEY_TYPES, TableSpec
 
+DEVICES = ("cpu", "cuda")  # that tables live on
 OUTPUT_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -32,7 +33,10 @@ class Lookup(NamedTuple):
 
 
 def check_lookup(spec: TableSpec, ids: Any, table_ids: Any = None, offsets: Any = None, pooling: Any = None) -> Lookup:
-    """Table ids broadcast to the shape of the result, the rest as it is. Raises InputError."""
+    """Table ids, a tensor, an array or nested lists, broadcast to the shape of the result; the rest as it is.
+
+    All tensors are of one device. Raises InputError.
+    """
     where = f"ids of embedding {spec.name!r}"
     if not isinstance(ids, Tensor):
         raise InputError(f"{where}: got {type(ids).__name__}; give a torch.Tensor of {spec.key_type}")
@@ -40,22 +44,17 @@ def check_lookup(spec: TableSpec, ids: Any, table_ids: Any = None, offsets: Any 
         raise InputError(
             f"{where}: dtype {ids.dtype}, but key_type is {spec.key_type}; convert them by ids.to({spec.key_type})"
         )
-    _check_place(where, "ids", ids)
+    _check_place(where, "ids", ids, ids)
     _check_bags(spec, ids, offsets, pooling)
     lookup = Lookup(ids, None, offsets, pooling)
+    table_ids = _table_ids_from(spec, table_ids, ids.device)
     if table_ids is None:
         _check_tables_in_order(spec, lookup)
         return lookup
     where = f"table_ids of embedding {spec.name!r}"
-    if (
-        not isinstance(table_ids, Tensor)
-        or table_ids.dtype.is_floating_point
-        or table_ids.dtype.is_complex
-        or table_ids.dtype == torch.bool
-    ):
-        kind = table_ids.dtype if isinstance(table_ids, Tensor) else type(table_ids).__name__
-        raise InputError(f"{where}: got {kind}; give a torch.Tensor of an integer dtype")
-    _check_place(where, "table_ids", table_ids)
+    if table_ids.dtype.is_floating_point or table_ids.dtype.is_complex or table_ids.dtype == torch.bool:
+        raise InputError(f"{where}: got {table_ids.dtype}; give a torch.Tensor of an integer dtype")
+    _check_place(where, "table_ids", table_ids, ids)
     try:
         return lookup._replace(table_ids=table_ids.broadcast_to(lookup.shape))
     except RuntimeError:
@@ -86,7 +85,7 @@ def _check_bags(spec: TableSpec, ids: Tensor, offsets: Any, pooling: Any) -> Non
         raise InputError(f"{where}: got {got}; give a 1-D torch.Tensor of int64 or int32")
     if offsets.shape[0] == 0:
         raise InputError(f"{where}: shape (0,); give (bags + 1,) of them, [0] for no bag")
-    _check_place(where, "offsets", offsets)
+    _check_place(where, "offsets", offsets, ids)
     if ids.dim() != 1:
         raise InputError(
             f"ids of embedding {spec.name!r}: shape {tuple(ids.shape)} with offsets; give the ids of all bags one "
@@ -123,7 +122,17 @@ def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
     if not isinstance(weights, Tensor) or weights.dtype != torch.float32 or tuple(weights.shape) != wanted:
         got = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
         raise InputError(f"{where}: got {got}; give torch.float32 of the shape of ids, {wanted}")
-    _check_place(where, "weights", weights)
+    _check_place(where, "weights", weights, lookup.ids)
+
+
+def check_grad(spec: TableSpec, lookup: Lookup, grad: Tensor, dtype: torch.dtype) -> None:
+    """Raises InputError for a gradient that is not like what the lookup returned."""
+    wanted = (*lookup.shape, spec.dim)
+    if grad.dtype != dtype or tuple(grad.shape) != wanted or grad.device != lookup.ids.device:
+        raise InputError(
+            f"gradient of embedding {spec.name!r}: got {grad.dtype} {tuple(grad.shape)} on {grad.device}; give {dtype} "
+            f"{wanted} on {lookup.ids.device}, as the lookup returned"
+        )
 
 
 def check_output_dtype(dtype: Any) -> torch.dtype:
@@ -133,9 +142,14 @@ def check_output_dtype(dtype: Any) -> torch.dtype:
     return dtype
 
 
-def _check_place(where: str, name: str, values: Tensor) -> None:
-    if values.device.type != "cpu":
-        raise InputError(f"{where} are on {values.device}; tables run on the CPU in this version: give {name}.cpu()")
+def _check_place(where: str, name: str, values: Tensor, ids: Tensor) -> None:
+    if values.device.type not in DEVICES:
+        raise InputError(
+            f"{where} are on {values.device}; tables live on the CPU or on CUDA devices: give {name}.cpu() or "
+            f"{name}.cuda()"
+        )
+    if values.device != ids.device:
+        raise InputError(f"{where} are on {values.device} and the ids on {ids.device}; give {name}.to(ids.device)")
     if values.layout != torch.strided:
         raise InputError(f"{where} are {values.layout}; give {name}.to_dense()")
 
@@ -150,15 +164,15 @@ def keys_from(spec: TableSpec, keys: Any) -> Tensor:
     return torch.from_numpy(wanted)
 
 
-def table_ids_from(spec: TableSpec, table_ids: Any) -> Tensor | None:
-    """Table ids of an array or nested lists as a tensor. Raises InputError."""
+def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Tensor | None:
+    """Table ids of an array or nested lists as a tensor."""
     if table_ids is None or isinstance(table_ids, Tensor):
         return table_ids
     error = f"table_ids of embedding {spec.name!r}: give whole numbers"
     given = _array(table_ids, error)
     if given.dtype.kind not in "iu" or (given.astype(np.int64) != given).any():
         raise InputError(error)
-    return torch.from_numpy(given.astype(np.int64))
+    return torch.from_numpy(given.astype(np.int64)).to(device, non_blocking=True)  # a step need not wait for it
 
 
 def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32]:

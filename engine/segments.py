@@ -5,6 +5,7 @@ Here are the checks of values, which a trace cannot make.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from . import _core
 from .errors import InputError
-from .inputs import OUTPUT_DTYPES, Lookup
+from .inputs import Lookup
 from .spec import TableSpec
+
+LARGE = 1 << 20  # bytes: the system clears such memory page by page whenever it is allocated anew
 
 # keys [n]; table ids of the bags, or None; None for no bags, their length, or offsets [bags + 1]
 Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
@@ -27,22 +30,12 @@ def segment(spec: TableSpec, lookup: Lookup) -> Segment:
     return _keys(lookup.ids), tables, _bags(spec, lookup)
 
 
-def gather(
-    batch: _core.Batch, layout: _core.Layout, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """The rows of a segment whose lines are set, or its pooled bags: lookup.shape + (dim,), of `dtype`."""
-    out = torch.empty((*lookup.shape, layout.dim), dtype=dtype)
-    scales = None if weights is None else flat(weights)
-    _core.gather(batch, layout, index, array_of(out), lookup.pooling == "mean", scales, OUTPUT_DTYPES[dtype])
-    return out
-
-
-def weights_grad(batch: _core.Batch, layout: _core.Layout, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-    """The gradient of a segment's weights, float32 of the shape of its ids, 0 for padding; grad as gathered."""
-    out = torch.empty(lookup.ids.shape, dtype=torch.float32)
-    mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
-    _core.weights_grad(batch, layout, index, array_of(grad), flat(out), mean, dtype)
-    return out
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor whose memory, where it is large, serves a later one again."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < LARGE:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(_core.scratch(size)).view(dtype).view(shape)
 
 
 def array_of(tensor: Tensor) -> NDArray[Any]:

@@ -13,7 +13,7 @@ import torch
 
 from . import _core
 from .errors import OptionError
-from .initializers import AnyTableOptions, as_arrays
+from .initializers import AnyTableOptions, InitialValues, as_arrays
 from .row_state import RowState
 from .store.durable import is_folder_name
 
@@ -39,11 +39,17 @@ class TableSpec:
     def num_tables(self) -> int:
         return len(self.tables)
 
+    @property
+    def padding_key(self) -> int | None:
+        """The 64 bits of `padding_idx`."""
+        return None if self.padding_idx is None else self.padding_idx % 2**64
+
     def layout(self, state: RowState) -> _core.Layout:
-        kinds, parameters, quantiles = as_arrays(self.tables, self.columns)
-        return _core.Layout(
-            self.dim, state.initial, state.widths, self.seed % 2**64, self.columns, kinds, parameters, quantiles
-        )
+        return _core.Layout(self.dim, *self.initial_values(state))
+
+    def initial_values(self, state: RowState) -> InitialValues:
+        arrays = as_arrays(self.tables, self.columns)
+        return InitialValues(state.initial, state.widths, self.seed % 2**64, self.columns, *arrays)
 
     def plain_tables(self) -> list[dict[str, Any]]:
         return [table.as_dict() for table in self.tables]

@@ -16,50 +16,56 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _core
-from .errors import ClosedError, OptimizerError, StoreError
-from .inputs import OUTPUT_DTYPES, Lookup
+from .errors import ClosedError, OptimizerError, StoreError, TierbedError
+from .inputs import Lookup, check_grad, check_weights
 from .interrupts import uninterrupted
 from .optim.rule import catches_up
-from .segments import array_of, flat, gather, segment, weights_grad
 from .store.contract import Chunks, Store, row_dtype
 from .store.stack import Stack
 
 if TYPE_CHECKING:
+    from .ops.processor import Processor
     from .optimizers import RowOptimizer
     from .row_state import RowState
     from .spec import TableSpec
 
 
 class OpenTable:
-    """Rows in a stack of tiers.
+    """Rows in a stack of tiers, used on a processor.
 
-    `rows` counts those written so far, `step` the updates of the whole table. `state` is what rows carry beside the
-    embedding; `optimizer` is None where the table is open for reading and `put` alone.
-    `before_write` is called before each write.
+    `stored_rows` were there when it was opened; `step` counts the updates of the whole table. `state` is what rows
+    carry beside the embedding; `optimizer` is None where the table is open for reading and `put` alone. `before_write`
+    is called before each write.
     """
 
     def __init__(
         self,
         spec: TableSpec,
-        layout: _core.Layout,
+        processor: Processor[Any],
         stack: Stack,
         state: RowState,
         capacity: int | None,
         before_write: Callable[[], None],
     ) -> None:
         self.spec = spec
-        self.layout = layout
+        self.processor = processor
+        self.layout = processor.layout
         self.stack: Stack | None = stack
         self.state = state
         self.hyper: list[float] = []  # the rule's numbers at the last update
         self.optimizer: RowOptimizer | None = None
-        self.rows = 0
+        self.stored_rows = 0
         self.step = 0
         self.failure: BaseException | None = None  # what left the rows in doubt
         self._capacity = capacity
         self._before_write = before_write
         self._pinned: PinnedBatch | None = None
         self.lock = RLock()  # native loops let other threads of Python run
+
+    @property
+    def rows(self) -> int:
+        """How many were written so far; may wait for the device."""
+        return self.stored_rows + self.processor.written
 
     def describe(self) -> dict[str, Any]:
         return self.spec.describe(self.state, self.hyper, self.step)
@@ -68,13 +74,20 @@ class OpenTable:
         """Rows of ids, or pooled bags of them: lookup.shape + (dim,). Unknown rows are initial and stay unknown."""
         with self.lock:
             batch = self._peek(lookup)
-            return gather(batch, self.layout, 0, lookup, weights, dtype)
+            return self.processor.gather(batch, 0, lookup, weights, dtype)
+
+    def get(self, lookup: Lookup) -> Tensor:
+        """`read`, once it is known that nothing was wrong with it."""
+        with self.lock:
+            rows = self.read(lookup)
+            self.check()
+            return rows
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
         """The gradient of the weights of a lookup that only reads; grad is lookup.shape + (dim,)."""
         with self.lock:
             batch = self._peek(lookup)
-            return weights_grad(batch, self.layout, 0, lookup, grad)
+            return self.processor.weights_grad(batch, 0, lookup, grad)
 
     def prefetch(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32) -> PinnedBatch:
         """Deduplicate the ids, bring their rows up and pin them. `dtype`: of what is gathered, and of gradients.
@@ -89,23 +102,23 @@ class OpenTable:
     def gather(self, pinned: PinnedBatch, index: int, weights: Tensor | None) -> Tensor:
         with self.lock:
             self._check_pinned(pinned)
-            return gather(pinned.core, self.layout, index, pinned.lookups[index], weights, pinned.dtype)
+            return self.processor.gather(pinned.core, index, pinned.lookups[index], weights, pinned.dtype)
 
     def weights_grad(self, pinned: PinnedBatch, index: int, grad: Tensor) -> Tensor:
         with self.lock:
             self._check_pinned(pinned)
-            return weights_grad(pinned.core, self.layout, index, pinned.lookups[index], grad)
+            return self.processor.weights_grad(pinned.core, index, pinned.lookups[index], grad)
 
     def update(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> None:
         assert self.optimizer is not None
         step = self.step + 1
         hyper = self.optimizer.hyper(step)
-        arrays = [array_of(grad) for grad in grads]
-        means = [lookup.pooling == "mean" for lookup in pinned.lookups]
-        scales = [None if given is None else flat(given) for given in weights]
-        rule, dtype = self.optimizer.rule, OUTPUT_DTYPES[pinned.dtype]
+        for lookup, grad, given in zip(pinned.lookups, grads, weights, strict=True):
+            check_grad(self.spec, lookup, grad, pinned.dtype)
+            check_weights(self.spec, lookup, given)
+        rule = self.optimizer.rule
         with self.lock, self._writing(pinned):
-            self.rows += _core.update(pinned.core, self.layout, arrays, means, scales, rule, hyper, step, dtype)
+            self.processor.update(pinned.core, pinned.lookups, grads, weights, pinned.dtype, rule, hyper, step)
             self.step, self.hyper = step, hyper
 
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
@@ -117,9 +130,11 @@ class OpenTable:
             )
         with self.lock, uninterrupted():
             pinned = self._pin([lookup], torch.float32)
+            self.check()
             with self._writing(pinned):
-                self._catch_up(pinned.core.lines)
-                self.rows += _core.assign(pinned.core, self.layout, values, self.step)
+                if rule := self._lagging:
+                    self.processor.catch_up(pinned.core, rule, self._hyper_now(), self.step + 1)
+                self.processor.assign(pinned.core, values, self.step)
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""
@@ -142,10 +157,10 @@ class OpenTable:
     def settled(self) -> Chunks:
         """`scan`, with every row as it is after the last step, where rows catch up late."""
         for bucket, rows in self.scan():
-            if catches_up(self.state.rule):
+            if rule := self._lagging:
                 rows = rows.copy()
                 with self.lock:
-                    self._catch_up(line_addresses(rows))
+                    _core.catch_up(self.layout, line_addresses(rows), rule, self._hyper_now(), self.step + 1)
             yield bucket, rows
 
     def flush(self) -> None:
@@ -161,31 +176,56 @@ class OpenTable:
 
     def metrics(self) -> dict[str, dict[str, int]]:
         with self.lock:
-            return {"table": {"rows": self.rows, "step": self.step}, **self._store().metrics()}
+            store = self._store()
+            self.check()
+            return {"table": {"rows": self.rows, "step": self.step}, **store.metrics()}
+
+    def check(self) -> None:
+        """Wait for the processor, and raise what an earlier call did wrong. InputError, CapacityError."""
+        self._raise_late(wait=True)
+
+    def late_error(self, wait: bool) -> TierbedError | None:
+        """What an earlier call did wrong and the processor found late, once; the steps since did not happen."""
+        late = self.processor.late(wait)
+        if late is None:
+            return None
+        self.step -= late.undone
+        if late.undone and self.optimizer is not None:
+            self.hyper = self.optimizer.hyper(self.step) if self.step else []
+        return late.error
+
+    def _raise_late(self, wait: bool) -> None:
+        error = self.late_error(wait)
+        if error is not None:
+            raise error
 
     def _pin(self, lookups: list[Lookup], dtype: torch.dtype) -> PinnedBatch:
         self.release()
         batch = self._batch(lookups)
-        self._store().pin(batch, None if self._capacity is None else self._capacity - self.rows)
+        self._store().pin(batch, None if self._capacity is None else self._room)
         self._settle(batch)
         self._pinned = PinnedBatch(self, batch, lookups, dtype)
         return self._pinned
 
-    def _peek(self, lookup: Lookup) -> _core.Batch:
+    def _room(self) -> int:
+        assert self._capacity is not None
+        return max(self._capacity - self.rows, 0)
+
+    def _peek(self, lookup: Lookup) -> Any:
         batch = self._batch([lookup])
         self._store().peek(batch)
         self._settle(batch)
         return batch
 
-    def _settle(self, batch: _core.Batch) -> None:
-        """Let lookups of the batch see rows as they are after the last step, where rows catch up late."""
-        if self.step and self.state.rule is not None and catches_up(self.state.rule):
-            _core.settle(batch, self.layout, self.state.rule, self._hyper_now(), self.step + 1)
+    @property
+    def _lagging(self) -> str | None:
+        """The rule, where rows may lack steps that they take when they are next used."""
+        return self.state.rule if self.step and catches_up(self.state.rule) else None
 
-    def _catch_up(self, lines: NDArray[np.uint64]) -> None:
-        """Bring lines to the state after the last step, where rows catch up late."""
-        if self.step and self.state.rule is not None and catches_up(self.state.rule):
-            _core.catch_up(self.layout, lines, self.state.rule, self._hyper_now(), self.step + 1)
+    def _settle(self, batch: Any) -> None:
+        """Let lookups of the batch see rows as they are after the last step."""
+        if rule := self._lagging:
+            self.processor.settle(batch, rule, self._hyper_now(), self.step + 1)
 
     def _hyper_now(self) -> list[float]:
         return self.hyper if self.optimizer is None else self.optimizer.hyper(self.step + 1)
@@ -211,7 +251,7 @@ class OpenTable:
         if pinned is not self._pinned:
             raise StoreError(f"embedding {self.spec.name!r}: the batch is no longer pinned; prefetch it again")
 
-    def _store(self) -> Store:
+    def _store(self) -> Store[Any]:
         if self.stack is None:
             raise ClosedError(f"embedding {self.spec.name!r} was closed or its rows were replaced; use it anew")
         if self.failure is not None:
@@ -221,17 +261,16 @@ class OpenTable:
             ) from self.failure
         return self.stack.top
 
-    def _batch(self, lookups: list[Lookup]) -> _core.Batch:
-        _core.set_threads(torch.get_num_threads())
-        padding = None if self.spec.padding_idx is None else self.spec.padding_idx % 2**64
-        return _core.Batch([segment(self.spec, lookup) for lookup in lookups], self.spec.num_tables, padding)
+    def _batch(self, lookups: list[Lookup]) -> Any:
+        self._raise_late(wait=False)
+        return self.processor.batch(lookups)
 
 
 class PinnedBatch:
     """The unique rows of all lookups of a step, pinned in the top tier until `update` or the table's `release`."""
 
-    def __init__(self, table: OpenTable, core: _core.Batch, lookups: list[Lookup], dtype: torch.dtype) -> None:
-        self.core = core
+    def __init__(self, table: OpenTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
+        self.core = core  # the processor's batch
         self.lookups = lookups
         self.dtype = dtype
         self._table = table

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -15,22 +16,21 @@ from tierbed.engine.ops.cuda import step
 from tierbed.engine.ops.cuda.batch import Batch, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import InitialValues, Layout
+from tierbed.engine.ops.cuda.processor import on_device
 from tierbed.engine.ops.cuda.table import FullTable
+from tierbed.engine.ops.processor import PROCESSORS
 
 NO_GPU = "no NVIDIA GPU" if not torch.cuda.is_available() else ""
+EMULATED = [
+    pytest.param(EmulatedDevice, id="emulated"),
+    pytest.param(lambda: EmulatedDevice(seed=1), id="shuffled1"),
+    pytest.param(lambda: EmulatedDevice(seed=2), id="shuffled2"),
+]
+# left out where there is none: one test that needs a GPU says so for all
+GPU = [] if NO_GPU else [pytest.param(lambda: cuda_device(0), id="gpu", marks=pytest.mark.gpu)]
 
-on_devices = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param(EmulatedDevice, id="emulated"),
-        pytest.param(lambda: EmulatedDevice(seed=1), id="shuffled1"),
-        pytest.param(lambda: EmulatedDevice(seed=2), id="shuffled2"),
-        pytest.param(
-            lambda: cuda_device(0), id="gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]
-        ),
-    ],
-    indirect=True,
-)
+on_devices = pytest.mark.parametrize("device", [*EMULATED, *GPU], indirect=True)
+on_one_device = pytest.mark.parametrize("device", [*EMULATED[1:2], *GPU], indirect=True)  # for long runs
 
 HostSegment = tuple[Sequence[int], Sequence[int] | None, int | Sequence[int] | None]
 
@@ -46,6 +46,15 @@ def tensor(device: Device, values: object, dtype: type[np.generic]) -> torch.Ten
 def array(values: torch.Tensor, dtype: type[np.generic]) -> NDArray[np.generic]:
     """On the host, of the same bits."""
     return values.cpu().numpy().view(dtype)
+
+
+@contextmanager
+def tables_on(device: Device) -> Iterator[torch.device]:
+    """Embeddings on the device of torch that this yields open their tables on `device`."""
+    with pytest.MonkeyPatch.context() as patch:
+        kind = device.torch_device.type
+        patch.setitem(PROCESSORS, kind, lambda _, options: on_device(device, options))
+        yield device.torch_device
 
 
 class DeviceTable:

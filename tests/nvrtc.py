@@ -1,43 +1,65 @@
-"""NVIDIA's runtime compiler by its C interface. It needs no GPU and no driver."""
+"""NVIDIA's runtime compiler from its wheel, with the functions of `cupy.cuda.nvrtc`. It needs no GPU and no driver."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import files
 
 
-def compile_cubin(source: str, options: Sequence[str]) -> tuple[bytes, str]:
-    """The machine code of `source`, and what the compiler and its assembler said. AssertionError with that where it
-    does not compile."""
-    nvrtc, program = _nvrtc(), ctypes.c_void_p()
-    _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None))
-    try:
-        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        result = nvrtc.nvrtcCompileProgram(program, len(options), given)
-        log = _read(nvrtc, program, "ProgramLog").rstrip(b"\0").decode()
-        assert result == 0, log
-        return _read(nvrtc, program, "CUBIN"), log
-    finally:
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+class NVRTCError(RuntimeError):
+    pass
 
 
-def _read(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+def getVersion() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
+
+
+def createProgram(source: str, name: str, headers: Sequence[str], include_names: Sequence[str]) -> int:
+    program = ctypes.c_void_p()
+    _check(_library().nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
+    assert program.value is not None
+    return program.value
+
+
+def compileProgram(program: int, options: Sequence[str]) -> None:
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    _check(_library().nvrtcCompileProgram(ctypes.c_void_p(program), len(options), given))
+
+
+def getCUBIN(program: int) -> bytes:
+    return _read(program, "CUBIN")
+
+
+def getProgramLog(program: int) -> str:
+    return _read(program, "ProgramLog").rstrip(b"\0").decode()
+
+
+def destroyProgram(program: int) -> None:
+    _check(_library().nvrtcDestroyProgram(ctypes.byref(ctypes.c_void_p(program))))
+
+
+def _read(program: int, what: str) -> bytes:
     size = ctypes.c_size_t()
-    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    _check(getattr(_library(), f"nvrtcGet{what}Size")(ctypes.c_void_p(program), ctypes.byref(size)))
     buffer = ctypes.create_string_buffer(size.value)
-    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}")(program, buffer))
+    _check(getattr(_library(), f"nvrtcGet{what}")(ctypes.c_void_p(program), buffer))
     return buffer.raw
 
 
-def _check(nvrtc: ctypes.CDLL, result: int) -> None:
-    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
-    assert result == 0, nvrtc.nvrtcGetErrorString(result).decode()
+def _check(result: int) -> None:
+    if result:
+        raise NVRTCError(_library().nvrtcGetErrorString(result).decode())
 
 
-def _nvrtc() -> ctypes.CDLL:
+@cache
+def _library() -> ctypes.CDLL:
     wheel = files("nvidia-cuda-nvrtc")
     assert wheel is not None
-    library = next(file for file in wheel if file.name.startswith("libnvrtc.so"))
-    return ctypes.CDLL(os.fspath(library.locate()))
+    library = ctypes.CDLL(os.fspath(next(file for file in wheel if file.name.startswith("libnvrtc.so")).locate()))
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return library

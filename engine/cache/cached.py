@@ -11,10 +11,16 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..errors import OptionError, StoreError
-from ..store.contract import Chunks, Found, Keys, Lines, Tables, Tier
+from ..store.contract import Chunks, Found, Keys, Lines, Room, Tables, Tier
 from ..store.full import check_room
 
 MB = 1 << 20
+
+
+def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exception) -> OptionError:
+    """A ValueError of a cache is one that is too small; any other is a lack of memory."""
+    problem = "too small for" if isinstance(error, ValueError) else "more than this machine has memory for, with"
+    return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
 
 
 class CachedStore:
@@ -27,16 +33,11 @@ class CachedStore:
         try:
             self._cache = _core.Cache(layout, int(budget_mb * MB))
         except (ValueError, MemoryError) as error:
-            problem = (
-                "too small for" if isinstance(error, ValueError) else "more than this machine has memory for, with"
-            )
-            raise OptionError(
-                f"{option}={budget_mb} is {problem} rows of {layout.line_bytes} bytes: {error}; give another budget"
-            ) from None
+            raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None
         self._pinned: tuple[_core.Batch, _core.Admission] | None = None
         self._reads = {"hits": 0, "misses": 0}  # that `peek` and `read` served
 
-    def pin(self, batch: _core.Batch, room: int | None) -> None:
+    def pin(self, batch: _core.Batch, room: Room | None) -> None:
         if self._pinned is not None:
             raise StoreError("a batch is still pinned; one step at a time")
         admission = self._make_room(batch.tables, batch.keys)

@@ -6,14 +6,14 @@ import numpy as np
 
 from .. import _core
 from ..errors import CapacityError
-from .contract import BUCKETS, Chunks, Found, Keys, Lines, Tables, row_dtype
+from .contract import BUCKETS, Chunks, Found, Keys, Lines, Room, Tables, row_dtype
 
 
-def check_room(new: int, room: int | None) -> None:
+def check_room(new: int, room: Room | None) -> None:
     """Raises CapacityError where a batch brings more new rows than there is room for."""
-    if new and room is not None and new > room:
+    if new and room is not None and new > (left := room()):
         raise CapacityError(
-            f"capacity: the batch brings {new} new rows and there is room for {max(room, 0)}; raise capacity, or leave "
+            f"capacity: the batch brings {new} new rows and there is room for {left}; raise capacity, or leave "
             "unseen ids out. Nothing was changed"
         )
 
@@ -27,7 +27,7 @@ class FullTable:
         self._table = _core.FullTable(layout)
         self._counts = {"hits": 0, "misses": 0}
 
-    def pin(self, batch: _core.Batch, room: int | None) -> None:
+    def pin(self, batch: _core.Batch, room: Room | None) -> None:
         missing = self._table.find(batch)
         self._count(batch.unique, missing)
         if room is not None:

@@ -41,8 +41,9 @@ TIERBED_FN bool note_hit(const Admission& all, u64 row, Way* set, u32 way, u32 n
     return hit;
 }
 
-TIERBED_FN void note_miss(const Admission& all, u64 row, const Way* set, u32 way, u32 number, u64 memory,
-                          Counts& counted) {
+TIERBED_FN void admit_miss(const Admission& all, u64 row, Way* set, u32 number, const Way& wanted, u64 memory,
+                           Counts& counted) {
+    const u32 way = victim_way(set, wanted.tick);
     ++counted.found[MISSES];
     if (way == NONE) {
         ++counted.found[OVERFLOWS];
@@ -54,6 +55,7 @@ TIERBED_FN void note_miss(const Admission& all, u64 row, const Way* set, u32 way
     all.before[row] = set[way];
     counted.found[EVICTIONS_CLEAN] += set[way].state == CLEAN;
     counted.found[EVICTIONS_DIRTY] += set[way].state == DIRTY;
+    set[way] = wanted;
 }
 
 }  // namespace
@@ -83,16 +85,12 @@ extern "C" __global__ void admit_rows(Way* ways, u32 sets, u64 memory, u32 tick,
                 const u32 way = probe_set(tile, set, tables[row], hashes[row]);
                 if (tile.lane == 0) counted.found[HITS] += note_hit(all, row, set, way, number, tick, memory);
             }
-            synchronise(tile);
-            for (u64 i = begin; i < end; ++i) {
+            for (u64 i = begin; tile.lane == 0 && i < end; ++i) {
                 const u64 row = static_cast<u64>(order[i]);
-                if (all.hit[row]) continue;
-                const u32 way = victim_way(set, tick);
-                if (tile.lane == 0) note_miss(all, row, set, way, number, memory, counted);
-                synchronise(tile);  // every lane has chosen the way
-                if (way != NONE && tile.lane == 0) set[way] = Way{hashes[row], tables[row], tick, 1, CLEAN};
-                synchronise(tile);
+                const Way wanted{hashes[row], tables[row], tick, 1, CLEAN};
+                if (!all.hit[row]) admit_miss(all, row, set, number, wanted, memory, counted);
             }
+            synchronise(tile);
         }
     });
     for (u32 k = 0; k < 5; ++k)

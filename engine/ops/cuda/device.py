@@ -5,6 +5,7 @@ Memory is torch's, on both sides of a launch: its allocator, its current stream,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...errors import StoreError
-from .program import OPTIONS, Program
+from .compiler import compiled
+from .program import Program
 
 THREADS = 256  # a block
 Argument = Tensor | np.generic | np.ndarray | None  # memory, a number of the parameter's type, a struct by value
@@ -49,13 +51,14 @@ def _value(argument: Argument) -> np.generic | np.ndarray:
 
 
 class CudaDevice:
-    """An NVIDIA GPU. Programs are compiled at their first use and kept on disk by CuPy."""
+    """An NVIDIA GPU. Programs are compiled at their first use."""
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         self._cupy = _cupy()
-        processors = torch.cuda.get_device_properties(index).multi_processor_count
-        self.blocks = processors * 16
+        properties = torch.cuda.get_device_properties(index)
+        self.blocks = properties.multi_processor_count * 16
+        self._architecture = f"sm_{properties.major}{properties.minor}"
         self._functions: dict[tuple[Program, str], Any] = {}
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -66,7 +69,8 @@ class CudaDevice:
         with self._cupy.cuda.Device(self.torch_device.index), self._cupy.cuda.ExternalStream(stream):
             function = self._functions.get((program, kernel))
             if function is None:
-                module = self._cupy.RawModule(code=program.source(), options=OPTIONS, backend="nvrtc")
+                code = compiled(self._cupy.cuda.nvrtc, program, self._architecture)
+                module = self._cupy.RawModule(path=os.fspath(code))
                 for name in program.kernels():
                     self._functions[program, name] = module.get_function(name)
                 function = self._functions[program, kernel]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...errors import CapacityError, InputError
+from ...errors import CapacityError, InputError, TierbedError
 from .device import Device
 
 NO_ROOM, BAD_TABLE, BAD_OFFSETS = 1, 2, 4  # as in items.h
@@ -23,25 +23,28 @@ class Faults:
         """Send the word to the host, without waiting."""
         self._seen.copy_(self.word, non_blocking=True)
 
-    def check(self, wait: bool = False) -> None:
-        """Raise what has arrived, or with `wait` what there is. InputError, CapacityError."""
-        found = int(self.word if wait else self._seen)
+    def seen(self, wait: bool) -> int:
+        """The bits that have arrived, or with `wait` those that there are."""
+        return int(self.word if wait else self._seen)
+
+    def take(self, found: int) -> TierbedError | None:
+        """What these bits mean; none are set from then on."""
         if not found:
-            return
+            return None
         self.word.zero_()
         self._seen.zero_()
-        where = f"embedding {self._name!r}"
+        where, since = f"embedding {self._name!r}", "Its batch and the steps since changed nothing"
         if found & BAD_TABLE:
-            raise InputError(
-                f"table_ids of {where}: an id of an earlier batch is not from 0 to {self._num_tables - 1}; nothing was "
-                "changed by it and the steps since"
-            )
+            return InputError(f"table_ids of {where}: one is not from 0 to {self._num_tables - 1}. {since}")
         if found & BAD_OFFSETS:
-            raise InputError(
-                f"offsets of {where}: those of an earlier batch do not ascend from 0 to the number of ids; nothing was "
-                "changed by it and the steps since"
-            )
-        raise CapacityError(
-            f"capacity of {where}: an earlier batch brought more new rows than {self._capacity} leaves room for; raise "
-            "capacity, or leave unseen ids out. Nothing was changed by it and the steps since"
+            return InputError(f"offsets of {where}: they do not ascend from 0 to the number of ids. {since}")
+        return CapacityError(
+            f"capacity of {where}: a batch brought more new rows than {self._capacity} leaves room for; raise "
+            f"capacity, or leave unseen ids out. {since}"
         )
+
+    def check(self) -> None:
+        """Wait, and raise what there is. InputError, CapacityError."""
+        error = self.take(self.seen(wait=True))
+        if error is not None:
+            raise error

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...initializers import InitialValues
 from .device import Device
 from .program import Program
 
@@ -26,19 +24,6 @@ _ROW = np.dtype(
     ],
     align=True,
 )
-
-
-@dataclass(frozen=True)
-class InitialValues:
-    """What `_core.Layout` takes."""
-
-    states: Sequence[float]
-    state_widths: Sequence[int]
-    seed: int
-    columns: Sequence[int]
-    kinds: Sequence[int]
-    parameters: NDArray[np.float32]
-    quantiles: NDArray[np.float64]
 
 
 class Layout:

@@ -118,9 +118,9 @@ class RuleKernels:
         self._run("settle_rows", batch.size, batch.lines, batch.count, _hyper(hyper), np.uint32(step), address, views)
         batch.views = views
 
-    def catch_up(self, lines: Tensor, hyper: Sequence[float], step: int) -> None:
-        """Bring embedding and state of lines [n] to the beginning of `step`, for a rule that catches up."""
-        self._run("catch_up_lines", len(lines), lines, np.uint64(len(lines)), _hyper(hyper), np.uint32(step))
+    def catch_up(self, batch: Batch, hyper: Sequence[float], step: int) -> None:
+        """Bring embedding and state of the rows to the beginning of `step`, for a rule that catches up."""
+        self._run("catch_up_lines", batch.size, batch.lines, batch.count, _hyper(hyper), np.uint32(step))
 
     def _run(self, kernel: str, items: int, *arguments: Argument) -> None:
         launch(self._layout.device, self._program(torch.float32), kernel, items, WARP, *arguments)
@@ -139,11 +139,10 @@ def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Ten
     )  # fmt: skip
 
 
-def count_new(batch: Batch, layout: Layout) -> Tensor:
-    """[1], how many lines have `updates == 0`; a zero address counts as new."""
-    total = torch.zeros(1, dtype=torch.int64, device=batch.lines.device)
-    program = layout.program("lines.cu")
-    launch(layout.device, program, "count_new", batch.size, 1, batch.lines, batch.count, total)
+def count_new(layout: Layout, lines: Tensor, count: Tensor) -> Tensor:
+    """[1], how many of the first `count` [1] lines have `updates == 0`; a zero address counts as new."""
+    total = torch.zeros(1, dtype=torch.int64, device=lines.device)
+    launch(layout.device, layout.program("lines.cu"), "count_new", len(lines), 1, lines, count, total)
     return total
 
 

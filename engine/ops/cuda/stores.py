@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import _core
 from ...errors import StoreError
-from ...store.contract import BUCKETS, Chunks, Keys, Lines, Tables, Tier, row_dtype
+from ...store.contract import BUCKETS, Chunks, Keys, Lines, Room, Tables, Tier, row_dtype
 from ...store.full import check_room
 from .batch import Batch
 from .cache import Admission, Cache
@@ -36,17 +36,24 @@ class DeviceStore:
         self._table = FullTable(layout, capacity, faults.word)
         self._staging = Staging(layout)
 
-    def pin(self, batch: Batch) -> None:
-        """Insert the rows of a batch. With a capacity, those that do not fit set a fault and are zeros."""
-        self._table.insert_missing(batch, self._table.find(batch))
+    def pin(self, batch: Batch, room: Room | None) -> None:
+        """With a capacity, rows that do not fit set a fault and are zeros: the table's memory is the bound, not `room`.
+
+        Those of a step that failed take room as well.
+        """
+        ranks = self._table.find(batch)
+        self._table.insert_missing(batch, ranks)
+        self._table.count(batch, ranks)
+        self._faults.post()
 
     def unpin(self, batch: Batch, dirty: bool) -> None:
         """Lines never move: there is nothing to end."""
 
     def peek(self, batch: Batch) -> None:
         ranks = self._table.find(batch)
-        self._table.count(batch, ranks, inserted=False)
+        self._table.count(batch, ranks)
         initialise_missing(batch, self._layout, ranks)
+        self._faults.post()
 
     def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
         """Rows of host memory, each once. CapacityError."""
@@ -57,12 +64,12 @@ class DeviceStore:
         ids = torch.from_numpy(keys.view(np.int64)).to(device)
         most = int(tables.max(initial=0)) + 1
         batch = Batch(self._layout.device, [(ids, owners, None)], most, None, self._faults.word)
-        self.pin(batch)
-        self._faults.check(wait=True)
+        self._table.insert_missing(batch, self._table.find(batch))
+        self._faults.check()
         all_of = torch.ones(batch.size, dtype=torch.int32, device=device)
         ranks = all_of.cumsum(0, dtype=torch.int32)  # rows are distinct, so they come in the order given
         self._staging.fill(batch, all_of, ranks, np.ones(batch.size, np.bool_))
-        self._faults.check(wait=True)
+        ranks.cpu()  # waits: the staging memory is used again
 
     def scan(self) -> Chunks:
         hashes, tables, lines, updates = self._table.rows()
@@ -104,17 +111,17 @@ class DeviceStore:
 class CachedStore:
     """A write-back cache in device memory in front of a tier of the host."""
 
-    def __init__(self, layout: Layout, below: Tier, budget_bytes: int) -> None:
+    def __init__(self, layout: Layout, below: Tier, budget_bytes: int, faults: Faults) -> None:
         """ValueError where the budget has no room for one set."""
-        self._layout, self._below = layout, below
+        self._layout, self._below, self._faults = layout, below, faults
         self._cache = Cache(layout, budget_bytes)
         self._program = layout.program("cache.cu")
         self._down, self._up = Staging(layout), Staging(layout)  # of victims, and of rows to fetch
         self._pinned: tuple[Batch, Admission, Tensor, int] | None = None
         self._reads = {"hits": 0, "misses": 0}  # that `peek` served
 
-    def pin(self, batch: Batch, room: int | None) -> None:
-        """As `engine/cache/cached.py`; waits for the device once, twice where `room` is given."""
+    def pin(self, batch: Batch, room: Room | None) -> None:
+        """As `engine/cache/cached.py`; waits for the device once, and raises its faults at once."""
         if self._pinned is not None:
             raise StoreError("a batch is still pinned; one step at a time")
         admission = self._cache.admit(batch)
@@ -124,6 +131,7 @@ class CachedStore:
         launch(device, self._program, "sort_out", batch.size, 1, struct, batch.count, n, victims, absent, overflows)
         victim_ranks, ranks = victims.cumsum(0, dtype=torch.int32), absent.cumsum(0, dtype=torch.int32)
         batch.lines.copy_(admission.lines)
+        unwritten = count_new(self._layout, torch.where(admission.hit != 0, batch.lines, 0), batch.count)
         while True:
             room_down = np.uint64(self._down.room)
             launch(
@@ -132,19 +140,22 @@ class CachedStore:
             )  # fmt: skip
             self._down.bring(batch.lines, victims, victim_ranks)
             self._up.identify(batch, absent, ranks)
-            down, up, over = torch.stack([victims.sum(), absent.sum(), overflows.sum()]).tolist()  # waits
+            numbers = [victims.sum(), absent.sum(), overflows.sum(), unwritten[0], self._faults.word[0]]
+            down, up, over, new, fault = torch.stack([number.to(torch.int64) for number in numbers]).tolist()  # waits
             if not self._down.reserve(down) | self._up.reserve(up):
                 break
         try:
+            if error := self._faults.take(fault):
+                raise error
             self._below.write(*self._down.rows(down))
         except BaseException:
             self._cache.cancel(admission, restore=True)
             raise
         try:
             self._place(batch, overflows.cumsum(0, dtype=torch.int32), over)
-            self._fetch(batch, absent, ranks, up)
-            if room is not None:
-                check_room(int(count_new(batch, self._layout)), room)
+            found = self._below.read(*self._up.rows(up))
+            check_room(new - int(found.sum()), room)
+            self._up.fill(batch, absent, ranks, found)
         except BaseException:
             self._cache.cancel(admission, restore=False)
             raise
@@ -169,13 +180,16 @@ class CachedStore:
         ranks = absent.cumsum(0, dtype=torch.int32)
         while True:
             self._up.identify(batch, absent, ranks)
-            missing, unique = torch.stack([absent.sum(), batch.count[0].to(torch.int64)]).tolist()  # waits
+            numbers = [absent.sum(), batch.count[0], self._faults.word[0]]
+            missing, unique, fault = torch.stack([number.to(torch.int64) for number in numbers]).tolist()  # waits
             if not self._up.reserve(missing):
                 break
+        if error := self._faults.take(fault):
+            raise error
         self._reads["hits"] += unique - missing
         self._reads["misses"] += missing
         self._place(batch, ranks, missing)
-        self._fetch(batch, absent, ranks, missing)
+        self._up.fill(batch, absent, ranks, self._below.read(*self._up.rows(missing)))
 
     def scan(self) -> Chunks:
         self.flush()
@@ -214,10 +228,6 @@ class CachedStore:
         memory = torch.empty(count * self._layout.line_bytes, dtype=torch.uint8, device=ranks.device)
         address, program = np.uint64(batch.own(memory)), self._layout.program("lines.cu")
         launch(self._layout.device, program, "place_lines", batch.size, 1, ranks, batch.count, address, batch.lines)
-
-    def _fetch(self, batch: Batch, absent: Tensor, ranks: Tensor, count: int) -> None:
-        found = self._below.read(*self._up.rows(count))
-        self._up.fill(batch, absent, ranks, found)
 
 
 def _keys(layout: Layout, hashes: Tensor, tables: Tensor) -> Tensor:

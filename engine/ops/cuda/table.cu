@@ -46,14 +46,17 @@ extern "C" __global__ void find_rows(Slot* slots, u32 mask, Lines memory, const 
 }
 
 // ranks [n], the running sum of `missing`: puts the missing rows behind the `held` rows of the table and initialises
-// them. None is put where they do not all fit, or after a fault.
+// them. Where they do not all fit, or after a fault, none is put and `nowhere` is the line of each.
 extern "C" __global__ void insert_rows(Slot* slots, u32 mask, Lines memory, const u64* held, const u64* hashes,
                                        const u32* tables, const u32* count, const i32* ranks, u64 n, u64* lines,
-                                       InitialRow initial, u32* faults) {
-    if (*faults) return;
+                                       InitialRow initial, u64 nowhere, u32* faults) {
     const u64 before = *held;
-    if (before + static_cast<u32>(ranks[n - 1]) > memory.room) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) atomicOr(faults, NO_ROOM);
+    const bool fits = before + static_cast<u32>(ranks[n - 1]) <= memory.room;
+    if (*faults || !fits) {
+        if (!fits && blockIdx.x == 0 && threadIdx.x == 0) atomicOr(faults, NO_ROOM);
+        for_each(*count, [&](u64 i) {
+            if (lines[i] == 0) lines[i] = nowhere;
+        });
         return;
     }
     for_each_item<WARP>(*count, [&](Tile tile, u64 i) {
@@ -69,12 +72,15 @@ extern "C" __global__ void insert_rows(Slot* slots, u32 mask, Lines memory, cons
     });
 }
 
-// After `insert_rows`. counts: rows held, hits, misses; the last two are counted without inserting, too.
-extern "C" __global__ void count_rows(const u32* count, const i32* ranks, u64 n, u32 inserted, u64* counts,
-                                      const u32* faults) {
+// After `insert_rows`. counts: rows held, hits, misses.
+extern "C" __global__ void count_held(const i32* ranks, u64 n, u64* counts, const u32* faults) {
+    if (blockIdx.x == 0 && threadIdx.x == 0 && !*faults) counts[0] += static_cast<u32>(ranks[n - 1]);
+}
+
+// Of the first `count` rows, those that were found are hits.
+extern "C" __global__ void count_asked(const u32* count, const i32* ranks, u64 n, u64* counts) {
     if (blockIdx.x != 0 || threadIdx.x != 0) return;
     const u64 missing = static_cast<u32>(ranks[n - 1]);
-    if (inserted && !*faults) counts[0] += missing;
     counts[1] += *count - missing;
     counts[2] += missing;
 }

@@ -39,6 +39,7 @@ class FullTable:
         self._addresses = self._zeros(32, torch.int64)
         self._room = 0  # rows that there is memory for
         self._bound = 0  # the most rows that there can be, as far as is known without waiting
+        self._nowhere = self._zeros(layout.line_bytes, torch.uint8)
         self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
         self._counts = self._zeros(3, torch.int64)  # rows, hits, misses
         if capacity is not None:
@@ -55,20 +56,22 @@ class FullTable:
         return missing.cumsum(0, dtype=torch.int32)
 
     def insert_missing(self, batch: Batch, ranks: Tensor) -> None:
-        """Insert and initialise each row whose line is zero, given what `find` returned."""
+        """Insert and initialise each row whose line is zero, given what `find` returned.
+
+        Those that may not come have a line of zeros, so that the steps until the fault is raised can go on.
+        """
         if not self._fixed:
             self._reserve(batch.size, ranks)
         n = np.uint64(batch.size)
         self._run(
             "insert_rows", batch.size, WARP, *self._index(), self._lines(), self._counts, batch.hashes, batch.tables,
-            batch.count, ranks, n, batch.lines, self._layout.initial, self._faults,
+            batch.count, ranks, n, batch.lines, self._layout.initial, self._nowhere, self._faults,
         )  # fmt: skip
-        self.count(batch, ranks, inserted=True)
+        self._run("count_held", min(batch.size, 1), 1, ranks, n, self._counts, self._faults)
 
-    def count(self, batch: Batch, ranks: Tensor, inserted: bool) -> None:
-        """Count the rows that `find` found and missed, and those that were inserted."""
-        n, flag = np.uint64(batch.size), np.uint32(inserted)
-        self._run("count_rows", min(batch.size, 1), 1, batch.count, ranks, n, flag, self._counts, self._faults)
+    def count(self, batch: Batch, ranks: Tensor) -> None:
+        """Count the rows that `find` found and missed as hits and misses."""
+        self._run("count_asked", min(batch.size, 1), 1, batch.count, ranks, np.uint64(batch.size), self._counts)
 
     def counts(self) -> dict[str, int]:
         """Waits for the device."""

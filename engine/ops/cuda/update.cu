@@ -109,9 +109,9 @@ TIERBED_FN void settle(const u64* lines, u64 count, const Rule& rule, u32 step, 
 }
 
 template <class Rule>
-TIERBED_FN void catch_up_all(const u64* lines, u64 n, const Rule& rule, u32 step) {
+TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 step) {
     if constexpr (Rule::CATCHES_UP)
-        for_each_item<WARP>(n, [&](Tile tile, u64 i) {
+        for_each_item<WARP>(count, [&](Tile tile, u64 i) {
             const Record lifecycle = *record(lines[i], SHAPE);
             if (is_behind(lifecycle, step)) catch_up(tile, floats(lines[i]), SHAPE.dim, rule, lifecycle.step, step);
         });
@@ -124,7 +124,8 @@ extern "C" __global__ void settle_rows(const u64* lines, const u32* count, const
     settle(lines, *count, Rule(hyper.values), step, memory, views);
 }
 
-// Brings embedding and state of lines [n] to the beginning of `step`.
-extern "C" __global__ void catch_up_lines(const u64* lines, u64 n, const __grid_constant__ Hyper hyper, u32 step) {
-    catch_up_all(lines, n, Rule(hyper.values), step);
+// Brings embedding and state of the first `count` lines to the beginning of `step`.
+extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const __grid_constant__ Hyper hyper,
+                                          u32 step) {
+    catch_up_all(lines, *count, Rule(hyper.values), step);
 }

@@ -1,0 +1,85 @@
+"""Tables on the CPU: the native core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import _core
+from ..cache.cached import CachedStore
+from ..inputs import OUTPUT_DTYPES, Lookup
+from ..segments import array_of, empty, flat, segment
+from ..store.contract import Tier
+from ..store.full import FullTable
+
+if TYPE_CHECKING:
+    from ..row_state import RowState
+    from ..spec import TableSpec
+
+
+class CpuProcessor:
+    """As `Processor`. It finds nothing late: what it is asked for is done when the call returns."""
+
+    def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
+        self.device = torch.device("cpu")
+        self.layout = spec.layout(state)
+        self.written = 0
+        self._spec = spec
+
+    def late(self, wait: bool) -> None:
+        return None
+
+    def full_table(self, tier: str) -> FullTable:
+        return FullTable(self.layout, tier)
+
+    def cache(self, below: Tier, budget_mb: float) -> CachedStore:
+        return CachedStore(self.layout, below, budget_mb, "device", "cache_budget_mb")
+
+    def batch(self, lookups: Sequence[Lookup]) -> _core.Batch:
+        _core.set_threads(torch.get_num_threads())
+        segments = [segment(self._spec, lookup) for lookup in lookups]
+        return _core.Batch(segments, self._spec.num_tables, self._spec.padding_key)
+
+    def gather(
+        self, batch: _core.Batch, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        out = empty((*lookup.shape, self.layout.dim), dtype)
+        mean, scales = lookup.pooling == "mean", None if weights is None else flat(weights)
+        _core.gather(batch, self.layout, index, array_of(out), mean, scales, OUTPUT_DTYPES[dtype])
+        return out
+
+    def weights_grad(self, batch: _core.Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
+        out = torch.empty(lookup.ids.shape, dtype=torch.float32)
+        mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
+        _core.weights_grad(batch, self.layout, index, array_of(grad), flat(out), mean, dtype)
+        return out
+
+    def update(
+        self,
+        batch: _core.Batch,
+        lookups: Sequence[Lookup],
+        grads: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        rule: str,
+        hyper: Sequence[float],
+        step: int,
+    ) -> None:
+        arrays = [array_of(grad) for grad in grads]
+        means = [lookup.pooling == "mean" for lookup in lookups]
+        scales = [None if given is None else flat(given) for given in weights]
+        self.written += _core.update(batch, self.layout, arrays, means, scales, rule, hyper, step, OUTPUT_DTYPES[dtype])
+
+    def assign(self, batch: _core.Batch, values: NDArray[np.float32], step: int) -> None:
+        self.written += _core.assign(batch, self.layout, values, step)
+
+    def settle(self, batch: _core.Batch, rule: str, hyper: Sequence[float], step: int) -> None:
+        _core.settle(batch, self.layout, rule, hyper, step)
+
+    def catch_up(self, batch: _core.Batch, rule: str, hyper: Sequence[float], step: int) -> None:
+        _core.catch_up(self.layout, batch.lines, rule, hyper, step)

@@ -1,0 +1,149 @@
+"""Tables on an NVIDIA GPU, as `engine/ops/processor.py` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ... import _core
+from ...cache.cached import MB, wrong_budget
+from ...errors import OptionError
+from ...inputs import Lookup
+from ...optim.rule import rule_named
+from ...options import HostMemOptions, StoreOptions
+from ...store.contract import Tier
+from ..processor import Factory, Late
+from . import step as kernels
+from .batch import Batch, Segment
+from .device import Device
+from .faults import Faults
+from .layout import Layout
+from .stores import CachedStore, DeviceStore
+
+if TYPE_CHECKING:
+    from ...row_state import RowState
+    from ...spec import TableSpec
+
+
+def on_device(device: Device, options: StoreOptions) -> Factory:
+    """Raises OptionError for a store that a GPU cannot use."""
+    if isinstance(options, HostMemOptions):
+        raise OptionError(
+            f"store={options.store!r}: its rows stay in host memory, and lookups on a GPU need them in device memory; "
+            "use make_device_mem_store_options, or make_cached_host_mem_store_options(cache_budget_mb)"
+        )
+    return lambda spec, state, capacity: CudaProcessor(device, spec, state, capacity)
+
+
+class CudaProcessor:
+    """Finds bad table ids and offsets, and rows beyond a fixed capacity, late: a call returns before the device ran."""
+
+    def __init__(self, device: Device, spec: TableSpec, state: RowState, capacity: int | None) -> None:
+        self.device = device.torch_device
+        self.layout = spec.layout(state)
+        self._spec, self._capacity, self._on = spec, capacity, device
+        self._layout = Layout(device, spec.initial_values(state))
+        self._faults = Faults(device, spec.name, spec.num_tables, capacity)
+        self._written = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._asked = 0  # updates, of which the device took
+        self._taken = torch.zeros_like(self._written)
+
+    @property
+    def written(self) -> int:
+        return int(self._written)
+
+    def late(self, wait: bool) -> Late | None:
+        error = self._faults.take(self._faults.seen(wait))
+        if error is None:
+            return None
+        taken, asked = int(self._taken), self._asked
+        self._asked = taken
+        return Late(error, asked - taken)
+
+    def full_table(self, tier: str) -> DeviceStore:
+        try:
+            return DeviceStore(self._layout, self.layout, self._capacity, self._faults)
+        except torch.OutOfMemoryError as error:
+            raise OptionError(
+                f"capacity={self._capacity} is more than {self.device} has memory for, with rows of "
+                f"{self._layout.line_bytes} bytes: {error}; give another capacity, or None for a table that grows"
+            ) from None
+
+    def cache(self, below: Tier, budget_mb: float) -> CachedStore:
+        try:
+            return CachedStore(self._layout, below, int(budget_mb * MB), self._faults)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            raise wrong_budget("cache_budget_mb", budget_mb, self._layout.line_bytes, error) from None
+
+    def batch(self, lookups: Sequence[Lookup]) -> Batch:
+        _core.set_threads(torch.get_num_threads())  # tiers below a cache are of the host
+        segments = [_segment(lookup) for lookup in lookups]
+        return Batch(self._on, segments, self._spec.num_tables, self._spec.padding_key, self._faults.word)
+
+    def gather(self, batch: Batch, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        out = torch.empty((*lookup.shape, self._layout.dim), dtype=dtype, device=self.device)
+        kernels.gather(batch, self._layout, index, out, lookup.pooling == "mean", _contiguous(weights))
+        return out
+
+    def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
+        out = torch.empty(lookup.ids.shape, dtype=torch.float32, device=self.device)
+        kernels.weights_grad(batch, self._layout, index, grad.contiguous(), out, lookup.pooling == "mean")
+        return out
+
+    def update(
+        self,
+        batch: Batch,
+        lookups: Sequence[Lookup],
+        grads: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        rule: str,
+        hyper: Sequence[float],
+        step: int,
+    ) -> None:
+        rows = [grad.detach().reshape(-1, self._layout.dim).contiguous() for grad in grads]
+        means = [lookup.pooling == "mean" for lookup in lookups]
+        scales = [_contiguous(given) for given in weights]
+        self._rule(rule).update(batch, rows, means, scales, hyper, step, self._written, self._faults.word)
+        self._asked += 1
+        self._taken += self._faults.word == 0
+
+    def assign(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:
+        there = torch.from_numpy(values).to(self.device)
+        kernels.assign(batch, self._layout, there, step, self._written, self._faults.word)
+
+    def settle(self, batch: Batch, rule: str, hyper: Sequence[float], step: int) -> None:
+        self._rule(rule).settle(batch, hyper, step)
+
+    def catch_up(self, batch: Batch, rule: str, hyper: Sequence[float], step: int) -> None:
+        self._rule(rule).catch_up(batch, hyper, step)
+
+    def _rule(self, rule: str) -> kernels.RuleKernels:
+        return kernels.RuleKernels(self._layout, rule, bool(rule_named(rule).kernel.term))
+
+
+def _segment(lookup: Lookup) -> Segment:
+    """On the device alone: no value is read here."""
+    ids = lookup.ids.detach().reshape(-1).contiguous()
+    keys = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
+    tables = None
+    if lookup.table_ids is not None:
+        tables = lookup.table_ids.detach().reshape(-1).to(torch.int64).contiguous()
+    bags: int | Tensor | None = None
+    if lookup.offsets is not None:
+        bags = lookup.offsets.detach().to(torch.int64).contiguous()
+    elif lookup.pooling is not None:
+        # bags of no ids are counted by their offsets
+        bags = lookup.ids.shape[-1] or torch.zeros(
+            lookup.ids.shape[:-1].numel() + 1, dtype=torch.int64, device=ids.device
+        )
+    return keys, tables, bags
+
+
+def _contiguous(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.detach().contiguous()

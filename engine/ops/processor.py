@@ -1,0 +1,120 @@
+"""What an open table asks of the processor that its rows are used on: one obvious way of a batch for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import _core
+from ..errors import InputError, TierbedError
+from ..inputs import DEVICES, Lookup
+from ..options import StoreOptions
+from ..store.contract import FullStore, Store, Tier
+
+if TYPE_CHECKING:
+    from ..row_state import RowState
+    from ..spec import TableSpec
+
+B = TypeVar("B")
+
+
+class Late(NamedTuple):
+    """A mistake that the processor found when the call that made it had returned; nothing changed since."""
+
+    error: TierbedError
+    undone: int  # of the latest updates, how many did not happen
+
+
+class Processor(Protocol[B]):
+    """Runs the operations of one table on one kind of device. Rows and outputs have the same bits on all of them.
+
+    `B` is its batch: the unique rows of lookups, whose addresses a store sets. Tensors are on `device`.
+    """
+
+    device: torch.device
+    layout: _core.Layout  # of lines in host memory
+
+    @property
+    def written(self) -> int:
+        """How many rows were written for the first time; may wait for the device."""
+
+    def late(self, wait: bool) -> Late | None:
+        """What was found since it was asked last, once; with `wait`, in all that was asked for."""
+
+    def full_table(self, tier: str) -> FullStore[B]:
+        """`tier`: "device" or "host". Raises OptionError where its memory is too small."""
+
+    def cache(self, below: Tier, budget_mb: float) -> Store[B]:
+        """Raises OptionError for a budget that cannot work."""
+
+    def batch(self, lookups: Sequence[Lookup]) -> B:
+        """Raises InputError for offsets and table ids that are out of range, or finds it late."""
+
+    def gather(self, batch: B, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`."""
+
+    def weights_grad(self, batch: B, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
+        """The gradient of its weights, float32 of the shape of its ids, 0 for padding; grad as gathered."""
+
+    def update(
+        self,
+        batch: B,
+        lookups: Sequence[Lookup],
+        grads: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        rule: str,
+        hyper: Sequence[float],
+        step: int,
+    ) -> None:
+        """Reduce each row's gradients and apply the rule; grads are of `dtype`, as gathered.
+
+        TypeError or ValueError for others, and nothing is written.
+        """
+
+    def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:
+        """Write values [positions, dim] to the rows of a lookup without bags, the last occurrence standing."""
+
+    def settle(self, batch: B, rule: str, hyper: Sequence[float], step: int) -> None:
+        """Let lookups see rows at the beginning of `step`, for a rule that catches up. No line changes."""
+
+    def catch_up(self, batch: B, rule: str, hyper: Sequence[float], step: int) -> None:
+        """Bring the lines of the batch to the beginning of `step`, for a rule that catches up."""
+
+
+# makes the processor of a table: (spec, state, the most rows or None)
+Factory = Callable[["TableSpec", "RowState", int | None], Processor[Any]]
+
+
+def _cpu(device: torch.device, options: StoreOptions) -> Factory:
+    from .cpu import CpuProcessor
+
+    return CpuProcessor
+
+
+def _cuda(device: torch.device, options: StoreOptions) -> Factory:
+    from .cuda.device import cuda_device
+    from .cuda.processor import on_device
+
+    return on_device(cuda_device(device.index), options)
+
+
+PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], Factory]] = {"cpu": _cpu, "cuda": _cuda}
+
+
+def processor_of(device: torch.device, options: StoreOptions) -> Factory:
+    """For tables on a device of torch. InputError for one that has no tables, OptionError for options that it lacks.
+
+    StoreError where the software for it is not installed.
+    """
+    if device.type not in DEVICES:
+        raise InputError(
+            f"the embedding was moved to {device}; tables live on the CPU or on CUDA devices: move it by .cpu() or "
+            ".cuda()"
+        )
+    return PROCESSORS[device.type](device, options)

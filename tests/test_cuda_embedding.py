@@ -1,0 +1,161 @@
+"""Embeddings and graphs whose tables are on a device: the same bits as on the CPU, whatever store and rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_tables import on_devices, on_one_device, tables_on
+from embeddings import DIM, OPTIMIZERS, contents, make, options
+from torch import Tensor
+
+from tierbed.engine import MultiTableEmbedding
+from tierbed.engine.ops.cuda.device import Device
+from tierbed.graph import Graph
+from tierbed.snapshots.reader import Snapshot
+
+STORES = ["device", "capacity", "cached_host", "ssd", "ssd_host"]
+PADDING = 3
+STEPS = 7
+
+
+class Step(Graph):
+    """Two lookups, one of them pooled; gradients of results are given, so that all processors have the same."""
+
+    def __init__(self, rows: MultiTableEmbedding, optimizer: torch.optim.Optimizer, pooling: str | None) -> None:
+        super().__init__()
+        self.rows, self.pooling = rows, pooling
+        self.add_optimizer(optimizer)
+
+    def build(self, ids: Tensor, tables: Tensor, grad: Tensor, bags: Tensor, weights: Tensor, ends: Tensor) -> Any:
+        out = self.rows(ids, tables)
+        loss = (out * grad).sum()
+        if self.pooling is None:
+            loss.backward()
+            return out
+        weights = (weights * 1).requires_grad_()
+        dense = self.rows(bags, 1, pooling=self.pooling, weights=weights)
+        jagged = self.rows(ids.flatten(), 2, ends, self.pooling)
+        loss = loss + (dense * grad[: len(bags), 0]).sum() + (jagged * grad[: len(ends) - 1, 1]).sum()
+        slope, shadow = torch.autograd.grad(loss, [weights, self.rows.shadow])
+        self.rows.shadow.grad = shadow
+        return out, dense, jagged, slope
+
+
+@dataclass
+class Run:
+    """Steps of a graph, and all that they returned."""
+
+    graph: Step
+    place: torch.device
+    seen: list[Tensor] = field(default_factory=list)
+
+    def steps(self, seed: int, count: int = STEPS) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        rows = self.graph.rows
+        for number in range(count):
+            size = (30, 150, 0, 7)[number % 4]
+            ids = torch.randint(-90, 90, (size, 2), generator=generator) * (2**40 + 1)
+            tables = torch.randint(0, 3, (size, 2), generator=generator)
+            ids[tables == 1] = PADDING
+            grad = torch.randn(size, 2, DIM, generator=generator).to(rows.output_dtype)
+            bags = torch.randint(-5, 5, (size // 2, 4), generator=generator)
+            weights = torch.randn(size // 2, 4, generator=generator)
+            ends = torch.randint(0, 2 * size + 1, (max(size, 1) // 2,), generator=generator).sort().values
+            ends = torch.cat([torch.tensor([0]), ends, torch.tensor([2 * size])])[: size + 1 if size else 1]
+            ends[-1] = 2 * size
+            out = self.graph(*(given.to(self.place) for given in (ids, tables, grad, bags, weights, ends)))
+            self.seen += [value.cpu() for value in (out if isinstance(out, tuple) else (out,))]
+
+
+def started(
+    store: str, optimizer: str, path: Path | None, place: torch.device, pooling: str | None = None, **more: Any
+) -> Run:
+    kind, settings = OPTIMIZERS[optimizer]
+    bound = {"capacity": 1000} if store == "capacity" else {}
+    where = options("device" if store == "capacity" else store, path, **bound)
+    rows = make(where, key_type=torch.int64, padding_idx=PADDING, **more)
+    run = Run(Step(rows, kind(rows.parameters(), **settings), pooling), place)
+    run.graph.to(place)
+    return run
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert x.dtype == y.dtype
+        assert x.view(torch.uint8).numpy().tobytes() == y.view(torch.uint8).numpy().tobytes()
+
+
+def of_steps(embedding: MultiTableEmbedding) -> dict[str, Any]:
+    """What metrics count of rows at the top. Memory differs, and in a host cache the order of a batch's rows."""
+    metrics = embedding.metrics()
+    return {tier: {k: v for k, v in metrics[tier].items() if k != "bytes"} for tier in ("table", "device")}
+
+
+@on_one_device
+@pytest.mark.parametrize(
+    ("store", "optimizer"),
+    [("device", name) for name in OPTIMIZERS]
+    + [(store, name) for store in STORES[1:] for name in ("rowwise", "adam", "catch-up")],
+)
+def test_a_run_has_the_bits_of_the_cpu(tmp_path: Path, device: Device, store: str, optimizer: str) -> None:
+    here = started(store, optimizer, tmp_path / "here", torch.device("cpu"))
+    here.steps(0)
+    with tables_on(device) as place:
+        there = started(store, optimizer, tmp_path / "there", place)
+        there.steps(0)
+        pair = (here.graph.rows, there.graph.rows)
+        same(here.seen, there.seen)
+        assert contents(pair[1]).tobytes() == contents(pair[0]).tobytes()
+        assert of_steps(pair[1]) == of_steps(pair[0])
+        assert pair[1].size() == pair[0].size() > 100
+        for a, b in zip(pair[0].chunks(), pair[1].chunks(), strict=True):
+            same(list(a), list(b))
+        keys = torch.arange(-9, 9).repeat(3, 1).T * (2**40 + 1)
+        same([pair[0].get(keys)], [pair[1].get(keys).cpu()])
+        same([pair[0](keys)], [pair[1](keys.to(place)).cpu()])
+        for rows in pair:
+            rows.put([[5, 6, 5]], torch.arange(3.0 * DIM).reshape(1, 3, DIM), [[0, 1, 0]])
+            rows.save_snapshot("first")
+        assert snapshot(tmp_path / "there") == snapshot(tmp_path / "here")
+        for run in (here, there):
+            run.steps(1, 3)
+            run.graph.rows.load_snapshot("first")
+            run.steps(2, 2)
+        same(here.seen, there.seen)
+        expected = contents(pair[0])
+        assert contents(pair[1]).tobytes() == expected.tobytes()
+        for rows in pair:
+            rows.close()
+        again = started(store, optimizer, tmp_path / "there", place)
+        assert contents(again.graph.rows).tobytes() == expected.tobytes()
+        again.steps(3, 2)
+        expected = contents(again.graph.rows)
+        again.graph.rows.close()
+    # what a device left, the CPU goes on with
+    resumed = started(store, optimizer, tmp_path / "there", torch.device("cpu"))
+    assert contents(resumed.graph.rows).tobytes() == expected.tobytes()
+    resumed.graph.rows.close()
+
+
+def snapshot(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Its description, and its files of rows by name."""
+    folder = path / "rows" / "snapshots" / "first"
+    return Snapshot.open(folder).description, {file.name: file.read_bytes() for file in folder.glob("bucket*")}
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("store", ["device", "cached_host"])
+def test_bags_have_the_bits_of_the_cpu(device: Device, store: str, pooling: str, dtype: torch.dtype) -> None:
+    here = started(store, "adagrad", None, torch.device("cpu"), pooling, output_dtype=dtype)
+    here.steps(4)
+    with tables_on(device) as place:
+        there = started(store, "adagrad", None, place, pooling, output_dtype=dtype)
+        there.steps(4)
+        same(here.seen, there.seen)
+        assert contents(there.graph.rows).tobytes() == contents(here.graph.rows).tobytes()
