@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import signal
 import threading
+from _signal import getsignal  # type: ignore[import-not-found]  # signal's own makes enums, which a step would notice
+from _signal import signal as set_handler
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 # what users handle: Ctrl-C raises, and a SIGTERM handler may save a checkpoint
-_HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+_HELD = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)))
+_holding = False  # in the main thread
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Handlers written in Python wait until the block ends. They run in the main thread alone."""
-    if threading.current_thread() is not threading.main_thread():
+    """Handlers written in Python wait until the outermost such block ends. They run in the main thread alone."""
+    global _holding
+    if threading.current_thread() is not threading.main_thread() or _holding:
         yield
         return
     came: list[tuple[int, FrameType | None]] = []
@@ -23,13 +27,15 @@ def uninterrupted() -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         came.append((number, frame))
 
-    handlers = {number: handler for number in _HELD if callable(handler := signal.getsignal(number))}
+    handlers = {number: handler for number in _HELD if callable(handler := getsignal(number))}
     for held in handlers:
-        signal.signal(held, note)
+        set_handler(held, note)
+    _holding = True
     try:
         yield
     finally:
+        _holding = False
         for held, handler in handlers.items():
-            signal.signal(held, handler)
+            set_handler(held, handler)
         for came_number, frame in came:
-            handlers[signal.Signals(came_number)](came_number, frame)
+            handlers[came_number](came_number, frame)
