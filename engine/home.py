@@ -248,7 +248,8 @@ class TableHome:
         table = OpenTable(self.spec, processor, stack, state, capacity, self._begin_writing)
         table.optimizer = optimizer
         if stored is not None:
-            table.stored_rows, table.step, table.hyper = rows, stored["step"], stored["hyper"]
+            table.stored_rows, table.step = rows, stored["step"]
+            table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []
         return table
 
     def _begin_writing(self) -> None:

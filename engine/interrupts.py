@@ -28,10 +28,10 @@ def uninterrupted() -> Iterator[None]:
         came.append((number, frame))
 
     handlers = {number: handler for number in _HELD if callable(handler := getsignal(number))}
-    for held in handlers:
-        set_handler(held, note)
-    _holding = True
     try:
+        for held in handlers:
+            set_handler(held, note)
+        _holding = True
         yield
     finally:
         _holding = False

@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimize
     """The row optimizer of one of `optimizer.param_groups`.
 
     Raises OptimizerError for any but torch's SGD, Adagrad, Adam and AdamW and those of `engine.optim`, by exact type;
-    for amsgrad or differentiable; for clips that are no positive numbers.
+    for amsgrad or differentiable; for clips that are no positive numbers of float32.
     """
     return RowOptimizer(optimizer, group)
 
@@ -91,6 +92,8 @@ def _clip(group: Group, name: str) -> float:
     value: Any = group.get(name)
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _SMALLEST <= value <= _LARGEST:
-        raise OptimizerError(f"param group: {name}={value!r}; give a positive number, or leave it out")
+    if isinstance(value, bool) or not isinstance(value, Real) or not _SMALLEST <= value <= _LARGEST:
+        raise OptimizerError(
+            f"param group: {name}={value!r}; give a number from {_SMALLEST:.2g} to {_LARGEST:.2g}, or leave it out"
+        )
     return float(value)

@@ -52,7 +52,7 @@ class OpenTable:
         self.layout = processor.layout
         self.stack: Stack | None = stack
         self.state = state
-        self.hyper: list[float] = []  # the rule's numbers at the last update
+        self.hyper: list[float] = []  # the rule's numbers at its last update; empty before its first
         self.optimizer: RowOptimizer | None = None
         self.stored_rows = 0
         self.step = 0
@@ -97,7 +97,9 @@ class OpenTable:
         if self.optimizer is None:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
         with self.lock, uninterrupted():
-            return self._pin(lookups, dtype)
+            pinned = self._pin(lookups, dtype)
+            self._settle(pinned.core)
+            return pinned
 
     def gather(self, pinned: PinnedBatch, index: int, weights: Tensor | None) -> Tensor:
         with self.lock:
@@ -203,7 +205,6 @@ class OpenTable:
         self.release()
         batch = self._batch(lookups)
         self._store().pin(batch, None if self._capacity is None else self._room)
-        self._settle(batch)
         self._pinned = PinnedBatch(self, batch, lookups, dtype)
         return self._pinned
 
@@ -220,7 +221,7 @@ class OpenTable:
     @property
     def _lagging(self) -> str | None:
         """The rule, where rows may lack steps that they take when they are next used."""
-        return self.state.rule if self.step and catches_up(self.state.rule) else None
+        return self.state.rule if self.hyper and catches_up(self.state.rule) else None
 
     def _settle(self, batch: Any) -> None:
         """Let lookups of the batch see rows as they are after the last step."""

@@ -55,7 +55,17 @@ def _poisoned(allocate: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Fresh memory holds NaN and nonsense, so that a result nobody wrote cannot pass for zeros."""
+    from tierbed.engine import _core, segments
+
+    def scratch(size: int) -> np.ndarray:
+        memory = allocate_scratch(size)
+        memory.fill(0xFF)  # NaN of any width
+        return memory
+
+    allocate_scratch = _core.scratch
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_core, "scratch", scratch)
+        patch.setattr(segments, "LARGE", 256)
         patch.setattr(np, "empty", _poisoned(np.empty))
         patch.setattr(np, "empty_like", _poisoned(np.empty_like))
         # torch fills its own where algorithms are deterministic; without the variable cuBLAS warns of that

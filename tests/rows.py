@@ -76,7 +76,8 @@ class Table:
         tables: Sequence[int] | NDArray[np.uint32],
         padding: int | None = None,
     ) -> _core.Batch:
-        return _core.Batch([(np.asarray(keys, np.uint64), np.asarray(tables, np.uint32), None)], self.tables, padding)
+        segment = np.ascontiguousarray(keys, np.uint64), np.ascontiguousarray(tables, np.uint32), None
+        return _core.Batch([segment], self.tables, padding)
 
     def update(
         self, batch: _core.Batch, grads: NDArray[np.float32], rule: str, hyper: Sequence[float], step: int

@@ -15,6 +15,7 @@ from ..store.contract import Chunks, Found, Keys, Lines, Room, Tables, Tier
 from ..store.full import check_room
 
 MB = 1 << 20
+FLUSH_ROWS = 1 << 24  # rows a write of `flush`: a tier below need not take all at once
 
 
 def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exception) -> OptionError:
@@ -102,7 +103,10 @@ class CachedStore:
         yield from self._below.scan()
 
     def flush(self) -> None:
-        self._below.write(*self._cache.dirty())
+        tables, keys, lines = self._cache.dirty()
+        for begin in range(0, len(keys), FLUSH_ROWS):
+            part = slice(begin, begin + FLUSH_ROWS)
+            self._below.write(tables[part], keys[part], lines[part])
         self._cache.mark_clean()
         self._below.flush()
 

@@ -30,7 +30,7 @@ from ..ops.arithmetic import power_by_squaring
 from .adam import hyper as adam_hyper
 from .adam import moments
 from .kernel import CatchUp, Kernel
-from .own import number
+from .own import SMALLEST, number
 from .rule import Group, Row, Rule, decayed
 
 ALL = 2**32 - 2**8  # missed steps, as float32 can tell
@@ -80,7 +80,8 @@ CATCH_UP_ADAM = Kernel(
 class CatchUpAdam(torch.optim.Adam):
     """torch.optim.Adam whose rows end where dense Adam takes them, however rarely their ids come; see above.
 
-    Over dense parameters it is torch.optim.Adam. Raises OptimizerError for a weight decay.
+    Over dense parameters it is torch.optim.Adam. Raises OptimizerError for a weight decay, and for eps = 0: a row
+    that was put has moments of 0, and its missed steps would be 0 / 0.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
     return {
         **adam_hyper(group, step),
         "lr": lr,
+        "eps": number(group, "eps", low=SMALLEST),
         "decay1": beta1,
         "decay2": beta2,
         "terms": float(terms(beta1, beta2)),

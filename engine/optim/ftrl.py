@@ -5,6 +5,7 @@ power of the accumulator; the arguments are those of OneFlow's `one_embedding.Ft
     z  += g - (n'^p - n^p) / lr * w;  n = n'
     w   = 0 where |z| <= lambda1, else -(z - sign(z) * lambda1) / ((beta + n^p) / lr + lambda2)
 
+Where that denominator is 0 (n = 0 at first, and g * g underflows), w stays as it is instead.
 `g` is the gradient plus `weight_decay * w`. The convention is the usual one, p = -lr_power, so that steps shrink as
 the accumulator grows: lr_power = -0.5 takes the square root, and lr_power = 0 never shrinks them. `z` begins at 0, so a
 row's first step leaves of its initial weight only what its sigma = (n'^p - n^p) / lr carries over.
@@ -35,7 +36,9 @@ FTRL = Kernel(
         const float after = power(sum, power_of_sum);
         z = z + (g - (after - before) / lr * w);
         const float shrunk = z > 0.0f ? z - lambda1 : z + lambda1;
-        w = absolute(z) <= lambda1 ? 0.0f : -shrunk / ((beta + after) / lr + lambda2);
+        const float scale = (beta + after) / lr + lambda2;
+        const float moved = scale == 0.0f ? w : -shrunk / scale;
+        w = absolute(z) <= lambda1 ? 0.0f : moved;
     """,
 )
 
@@ -86,7 +89,8 @@ class Ftrl(OwnOptimizer):
         after = state["sum"] ** x["power_of_sum"]
         z = state["z"].add_(g - (after - before) / x["lr"] * w)
         scale = (x["beta"] + after) / x["lr"] + x["lambda2"]
-        w.copy_(torch.where(z.abs() <= x["lambda1"], 0, -(z - z.sign() * x["lambda1"]) / scale))
+        moved = torch.where(scale == 0, w, -(z - z.sign() * x["lambda1"]) / scale)
+        w.copy_(torch.where(z.abs() <= x["lambda1"], 0, moved))
 
 
 def ftrl(x: Row) -> None:
@@ -96,7 +100,9 @@ def ftrl(x: Row) -> None:
     after = power(x.sum, x.power_of_sum)
     x.z += g - (after - before) / x.lr * x.w
     shrunk = np.where(x.z > 0, x.z - x.lambda1, x.z + x.lambda1)
-    x.w[:] = np.where(np.abs(x.z) <= x.lambda1, np.float32(0), -shrunk / ((x.beta + after) / x.lr + x.lambda2))
+    scale = (x.beta + after) / x.lr + x.lambda2
+    moved = np.where(scale == 0, x.w, -shrunk / scale)
+    x.w[:] = np.where(np.abs(x.z) <= x.lambda1, np.float32(0), moved)
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:

@@ -13,7 +13,10 @@ from ..errors import OptimizerError
 from .rule import Group
 
 
-def number(group: Group, name: str, low: float = 0.0, high: float = math.inf) -> float:
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of numbers that float32 holds with full precision
+
+
+def number(group: Group, name: str, low: float = 0.0, high: float = LARGEST) -> float:
     """A setting of a param group, from `low` up to below `high`. Raises OptimizerError."""
     value: Any = group[name]
     try:
@@ -21,8 +24,7 @@ def number(group: Group, name: str, low: float = 0.0, high: float = math.inf) ->
     except (TypeError, ValueError):
         found = math.nan
     if not low <= found < high:
-        limit = "" if high == math.inf else f" and below {high}"
-        raise OptimizerError(f"param group: {name}={value!r}; give a number that is at least {low}{limit}")
+        raise OptimizerError(f"param group: {name}={value!r}; give a number that is at least {low} and below {high}")
     return found
 
 

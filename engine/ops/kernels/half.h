@@ -1,7 +1,7 @@
 // The types that a lookup's output and its gradient may have. Rows are float32; a value is rounded once, to nearest
 // even.
 //
-// Integer operations alone, so that the bits are the same everywhere; NaNs become the quiet NaN that torch writes.
+// A fixed sequence of operations, so that the bits are the same everywhere; a NaN becomes a quiet NaN without payload.
 #pragma once
 #include "portable.h"
 

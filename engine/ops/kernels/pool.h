@@ -1,4 +1,4 @@
-// One row of a lookup's output: the rows of a bag of ids, summed; a bag of one id without weights is a plain gather.
+// One row of a lookup's output: the rows of a bag of ids, summed, or without pooling the row of an id.
 //
 // One tile works on one bag. Rows are added in the order of their positions, in float32 from 0, each multiplied by its
 // weight if there are weights; a mean is divided by the number of rows at the end, and the result is rounded to the

@@ -155,7 +155,6 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
     bucket_begin[0] = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) bucket_begin[bucket + 1] = bucket_begin[bucket] + uniques[bucket];
     unique = bucket_begin[BUCKETS];
-    keys = Buffer<u64>(unique);
     hashes = Buffer<u64>(unique);
     lines = Buffer<u64>(unique);
     tables = Buffer<u32>(unique);
@@ -169,7 +168,6 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
         u32 start = static_cast<u32>(begin);  // a bucket's occurrences take the places of its entries
         for (std::size_t i = 0; i < uniques[bucket]; ++i) {
             UniqueRow& row = rows[begin + i];
-            keys[base + i] = key_of(row.table, row.hash);
             hashes[base + i] = row.hash;
             tables[base + i] = row.table;
             lines[base + i] = 0;
@@ -185,6 +183,16 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
             inverse[position] = static_cast<i32>(base + local[i]);
         }
     });
+}
+
+Buffer<u64>& Batch::keys() {
+    if (keys_.size() != unique) {
+        keys_ = Buffer<u64>(unique);
+        parallel_ranges(unique, CHUNK, [&](std::size_t begin, std::size_t end) {
+            for (std::size_t row = begin; row < end; ++row) keys_[row] = key(row);
+        });
+    }
+    return keys_;
 }
 
 std::vector<u64> Batch::allocate(std::size_t n, const LineShape& shape) {

@@ -31,7 +31,7 @@ struct Grouped {
     std::size_t begin[BUCKETS + 1];
 };
 
-// Positions number the keys of all segments, one after another.
+// Positions number the rows as they are given.
 Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 
 class Batch {
@@ -39,6 +39,9 @@ public:
     Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding);
     Batch(const Batch&) = delete;
 
+    u64 key(std::size_t row) const { return key_of(tables[row], hashes[row]); }
+    // [unique], made when they are asked for first
+    Buffer<u64>& keys();
     // Memory for `n` lines that lives as long as the batch.
     std::vector<u64> allocate(std::size_t n, const LineShape& shape);
 
@@ -55,7 +58,7 @@ public:
     std::size_t sources = 0;  // output rows
     std::size_t unique = 0;
     bool pooled = false;                    // any segment
-    Buffer<u64> keys, hashes, lines;        // [unique]
+    Buffer<u64> hashes, lines;              // [unique]
     Buffer<u64> views;                      // [unique] what lookups read; empty where those are the lines
     Buffer<u32> tables;                     // [unique]
     Buffer<i32> inverse;                    // [size]
@@ -65,6 +68,7 @@ public:
     std::size_t bucket_begin[BUCKETS + 1];  // unique rows by bucket
 
 private:
+    Buffer<u64> keys_;
     std::vector<std::unique_ptr<char[]>> owned_;
 };
 

@@ -1,5 +1,5 @@
-// What the files of the Python binding share. engine/_core.pyi is the contract of all of them; every loop runs without
-// the interpreter lock.
+// What the files of the Python binding share. engine/_core.pyi is the contract of all of them; loops over
+// rows run without the interpreter lock.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -13,10 +13,42 @@ namespace nb = nanobind;
 
 namespace tierbed {
 
+// An array that is taken as it is or refused. nanobind would convert it, and results written to the copy would be lost.
+template <class... Annotations>
+struct Exact : nb::ndarray<Annotations...> {
+    using nb::ndarray<Annotations...>::ndarray;
+    Exact(const nb::ndarray<Annotations...>& array) : nb::ndarray<Annotations...>(array) {}
+};
+
+}  // namespace tierbed
+
+namespace nanobind::detail {
+
+template <class... Annotations>
+struct type_caster<tierbed::Exact<Annotations...>> {
+    using Array = type_caster<ndarray<Annotations...>>;
+    NB_TYPE_CASTER(tierbed::Exact<Annotations...>, Array::Name)
+
+    bool from_python(handle source, uint8_t flags, cleanup_list* cleanup) noexcept {
+        Array array;
+        if (!array.from_python(source, flags & ~static_cast<uint8_t>(cast_flags::convert), cleanup)) return false;
+        value = array.value;
+        return true;
+    }
+    static handle from_cpp(const tierbed::Exact<Annotations...>& array, rv_policy policy,
+                           cleanup_list* cleanup) noexcept {
+        return Array::from_cpp(array, policy, cleanup);
+    }
+};
+
+}  // namespace nanobind::detail
+
+namespace tierbed {
+
 template <class T, class... Shape>
-using In = nb::ndarray<const T, nb::c_contig, nb::device::cpu, Shape...>;
+using In = Exact<const T, nb::c_contig, nb::device::cpu, Shape...>;
 template <class T, class... Shape>
-using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu, Shape...>;
+using Out = Exact<T, nb::c_contig, nb::device::cpu, Shape...>;
 template <class T>
 using InVector = In<T, nb::ndim<1>>;
 template <class T>
@@ -26,6 +58,13 @@ using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 
 inline void require(bool condition, const char* message) {
     if (!condition) throw std::invalid_argument(message);
+}
+
+template <class T>
+T as(nb::handle source, const char* wanted) {
+    T value;
+    if (!nb::try_cast(source, value)) throw nb::type_error(wanted);
+    return value;
 }
 
 template <class T>

@@ -1,7 +1,6 @@
 #include "full_table.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
 #include "packed_row.h"
@@ -64,6 +63,10 @@ u64 FullTable::insert(u32 bucket, u64 hash, u32 table) {
 }
 
 void FullTable::insert_missing(Batch& batch, const Layout& layout) {
+    if (layout.shape.line_bytes != shape_.line_bytes ||
+        std::any_of(batch.tables.data(), batch.tables.data() + batch.unique,
+                    [&](u32 table) { return table >= layout.tables; }))
+        throw std::invalid_argument("the layout is not that of the table");
     std::array<std::size_t, BUCKETS> missing{};
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
         missing[bucket] = static_cast<std::size_t>(std::count(batch.lines.data() + batch.bucket_begin[bucket],
@@ -74,7 +77,7 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
         for (std::size_t i = batch.bucket_begin[b]; i < batch.bucket_begin[b + 1]; ++i) {
             if (batch.lines[i]) continue;
             batch.lines[i] = insert(bucket, batch.hashes[i], batch.tables[i]);
-            layout.initialise(batch.lines[i], batch.tables[i], batch.keys[i]);
+            layout.initialise(batch.lines[i], batch.tables[i], batch.key(i));
         }
     });
 }
@@ -95,9 +98,13 @@ void FullTable::read(const u32* tables, const u64* keys, const u64* lines, bool*
 
 void FullTable::write(const u32* tables, const u64* keys, const u64* lines, std::size_t n) {
     const Grouped grouped = group_by_bucket(tables, keys, n);
-    std::array<std::size_t, BUCKETS> most;
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) most[bucket] = grouped.begin[bucket + 1] - grouped.begin[bucket];
-    reserve(most);
+    std::array<std::size_t, BUCKETS> missing{};
+    parallel_for(BUCKETS, [&](std::size_t b) {
+        const Index::Reader index = index_.reader(static_cast<u32>(b));
+        for (std::size_t i = grouped.begin[b]; i < grouped.begin[b + 1]; ++i)
+            missing[b] += index.find(grouped.entries[i].hash, grouped.entries[i].table) == 0;
+    });
+    reserve(missing);
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         const Index::Reader index = index_.reader(bucket);
@@ -107,7 +114,9 @@ void FullTable::write(const u32* tables, const u64* keys, const u64* lines, std:
             copy_line(THREAD, row ? line_of(bucket, row) : insert(bucket, entry.hash, entry.table),
                       lines[entry.position], shape_);
         }
+        index_.move(bucket, std::max(MOVES, static_cast<u32>(grouped.begin[b + 1] - grouped.begin[b])));
     });
+    index_.drop_moved();
 }
 
 std::size_t FullTable::held(u32 bucket) const {

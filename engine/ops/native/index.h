@@ -1,7 +1,8 @@
 // Where each row of the full table is: one open-addressing index a bucket, all of the same size in one piece of memory.
 //
 // Growing is incremental: a larger index takes new rows at once, and every batch and every insertion moves a few slots
-// of the old one, which is searched until all of them were moved. So no step pays for the whole table.
+// of the old one, which is searched until all of them were moved. So no step pays for the whole table, but for one that
+// brings more rows than the index held.
 #pragma once
 #include <array>
 

@@ -16,12 +16,8 @@ std::vector<const Loops*> available() {
     std::vector<const Loops*> sets;
 #ifdef TIERBED_X86
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
-        sets.push_back(&avx512_loops);
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
-        __builtin_cpu_supports("fma"))
-        sets.push_back(&avx2_loops);
+    if (__builtin_cpu_supports("x86-64-v4")) sets.push_back(&avx512_loops);
+    if (__builtin_cpu_supports("x86-64-v3")) sets.push_back(&avx2_loops);
 #endif
     sets.push_back(&baseline_loops);
     return sets;

@@ -7,7 +7,12 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t SMALLEST = std::size_t{64} << 10, MOST_KEPT = std::size_t{512} << 20;
+constexpr std::size_t SMALLEST = std::size_t{64} << 10;
+#ifdef __SANITIZE_ADDRESS__
+constexpr std::size_t MOST_KEPT = 0;  // a kept block would hide its use after its end
+#else
+constexpr std::size_t MOST_KEPT = std::size_t{512} << 20;
+#endif
 constexpr std::size_t BLOCKS = 32;  // of a class
 
 u32 size_class(std::size_t bytes) { return 64 - static_cast<u32>(__builtin_clzll((bytes - 1) / SMALLEST | 1)); }

@@ -1,4 +1,4 @@
-// Memory for rows and indexes: zeroed, from the system, on huge pages where it is large, since rows are reached at
+// Memory: scratch for batches, and pages for rows and indexes, huge ones where there is much, since rows are reached at
 // random.
 #pragma once
 #include <algorithm>

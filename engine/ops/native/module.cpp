@@ -17,7 +17,7 @@ Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
         kept.push_back(nb::cast(values));
         return values;
     };
-    const auto keys = array(nb::cast<InVector<u64>>(given[0]));
+    const auto keys = array(as<InVector<u64>>(given[0], "keys must be contiguous uint64"));
     Segment segment{keys.data(), nullptr, keys.size(), keys.size(), 1, nullptr, false};
     if (nb::isinstance<nb::int_>(given[2])) {
         segment.pooled = true;
@@ -25,7 +25,7 @@ Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
         require(segment.length > 0 ? keys.size() % segment.length == 0 : keys.size() == 0, "bags differ in length");
         segment.bags = segment.length > 0 ? keys.size() / segment.length : 0;
     } else if (!given[2].is_none()) {
-        const auto offsets = array(nb::cast<InVector<i64>>(given[2]));
+        const auto offsets = array(as<InVector<i64>>(given[2], "offsets must be contiguous int64"));
         require(offsets.size() > 0 && offsets.data()[0] == 0 &&
                     offsets.data()[offsets.size() - 1] == static_cast<i64>(keys.size()) &&
                     std::is_sorted(offsets.data(), offsets.data() + offsets.size()),
@@ -35,7 +35,7 @@ Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
         segment.bags = offsets.size() - 1;
     }
     if (!given[1].is_none()) {
-        const auto tables = array(nb::cast<InVector<u32>>(given[1]));
+        const auto tables = array(as<InVector<u32>>(given[1], "table ids must be contiguous uint32"));
         require(tables.size() == segment.bags, "one table id for each bag");
         segment.tables = tables.data();
     }
@@ -58,7 +58,7 @@ void bind_batch(nb::module_& m) {
         .def_ro("size", &Batch::size)
         .def_ro("sources", &Batch::sources)
         .def_ro("unique", &Batch::unique)
-        .def_prop_ro("keys", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).keys, self); })
+        .def_prop_ro("keys", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).keys(), self); })
         .def_prop_ro("tables", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).tables, self); })
         .def_prop_ro("lines", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).lines, self); })
         .def_prop_ro("views",
@@ -89,6 +89,9 @@ void bind_layout(nb::module_& m) {
                 std::size_t total = 0;
                 for (const u32 c : columns) total += c;
                 require(dim > 0 && total == dim, "columns must sum to dim");
+                std::size_t width = dim;
+                for (const u32 w : state_widths) width += w;
+                require(width <= std::size_t{1} << 28, "a line of over 2^28 floats");
                 std::vector<InitialValues> values;
                 for (std::size_t i = 0; i < kinds.size(); ++i) {
                     require(kinds[i] <= 2, "kinds are 0, 1, 2");
@@ -104,8 +107,8 @@ void bind_layout(nb::module_& m) {
         .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });
 }
 
-using InRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using OutRows = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using InRows = Exact<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutRows = Exact<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 Pooling pooling_of(const Batch& batch, std::size_t lookup, bool mean, const std::optional<InVector<float>>& weights,
                    const std::string& dtype) {
@@ -192,9 +195,10 @@ void bind_step(nb::module_& m) {
             std::vector<nb::object> kept;
             std::vector<Upstream> upstream;
             for (std::size_t k = 0; k < grads.size(); ++k) {
-                const auto rows = nb::cast<InRows>(grads[k]);
+                const auto rows = as<InRows>(grads[k], "gradients must be contiguous");
                 std::optional<InVector<float>> scale;
-                if (!weights[k].is_none()) scale = nb::cast<InVector<float>>(weights[k]);
+                if (!weights[k].is_none())
+                    scale = as<InVector<float>>(weights[k], "weights must be contiguous float32");
                 const Pooling pooling = pooling_of(batch, k, means[k], scale, dtype);
                 require_outputs(batch, layout, k, rows, pooling);
                 kept.push_back(nb::cast(rows));

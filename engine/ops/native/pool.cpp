@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -71,6 +72,7 @@ private:
     }
 
     void work() {
+        std::fesetenv(FE_DFL_ENV);
         std::size_t seen = 0;
         for (;;) {
             spin([&] { return stopping_ || round_ != seen; });
@@ -134,7 +136,21 @@ Process& process() {
 
 void set_threads(std::size_t threads) { wanted_threads = std::max<std::size_t>(threads, 1); }
 
+// Rounding and the flushing of denormals belong to a thread; rows must not depend on whose they are.
+class DefaultArithmetic {
+public:
+    DefaultArithmetic() {
+        std::fegetenv(&before_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultArithmetic() { std::fesetenv(&before_); }
+
+private:
+    std::fenv_t before_;
+};
+
 void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task) {
+    const DefaultArithmetic arithmetic;
     const std::size_t workers = wanted_threads - 1;
     if (workers > 0 && tasks > 1) {
         Process& here = process();

@@ -29,7 +29,7 @@ std::size_t count_rows(const Batch& batch, const Body& body) {
 
 }  // namespace
 
-GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
+static GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
     const Batch::Lookup& of = batch.lookups.at(lookup);
     GatherJob job{};
     job.lines = batch.views.size() ? batch.views.data() : batch.lines.data();
@@ -93,7 +93,7 @@ void initialise_missing(Batch& batch, const Layout& layout) {
     const std::vector<u64> lines = batch.allocate(missing.size(), layout.shape);
     parallel_ranges(missing.size(), ROWS, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
-            layout.initialise(lines[i], batch.tables[missing[i]], batch.keys[missing[i]]);
+            layout.initialise(lines[i], batch.tables[missing[i]], batch.key(missing[i]));
             batch.lines[missing[i]] = lines[i];
         }
     });

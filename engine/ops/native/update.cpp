@@ -95,7 +95,7 @@ void settle(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step)
     for (std::size_t row = 0; row < batch.unique; ++row)
         if (is_behind(*record(batch.lines[row], layout.shape), step)) behind.push_back(row);
     const std::vector<u64> copies = batch.allocate(behind.size(), layout.shape);
-    batch.views = Buffer<u64>(batch.unique);
+    if (batch.views.size() != batch.unique) batch.views = Buffer<u64>(batch.unique);  // Python may hold a view of it
     std::copy_n(batch.lines.data(), batch.unique, batch.views.data());
     parallel_ranges(behind.size(), ROWS, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
