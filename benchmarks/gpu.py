@@ -1,6 +1,6 @@
 """Time tables in the memory of an NVIDIA GPU: whole steps, finds, gathers; README.md here.
 
-    python benchmarks/gpu.py [--repeats N]
+    python benchmarks/gpu.py [--repeats N] [--json FILE]
 
 A figure is printed only where the device gives the bits of the CPU core. Exits with 1 if a bar is missed.
 """
@@ -8,8 +8,10 @@ A figure is printed only where the device gives the bits of the CPU core. Exits 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -34,6 +36,10 @@ FIND_DIM, FIND_SLOTS, FIND_BAR = 8, 1 << 25, 4.0  # 10^9 rows a second
 LOADS = (0.5, 0.75, 0.95)
 GATHER_BAR = 0.7  # of the copy bandwidth
 BATCHES, CHECKED = 4, 3
+
+
+class Mismatch(Exception):
+    """The device does not give what the CPU core gives: there is nothing to time."""
 
 
 class Tables:
@@ -95,7 +101,7 @@ def power_law(rng: np.random.Generator, count: int, rows: int, tables: int) -> N
 
 
 def checked_step(device: Device, optimizer: str, ids: int, rows: int, tables: int, dim: int) -> Callable[[int], Tensor]:
-    """A step of batch `i % BATCHES`, after outputs of some steps had the bits of the CPU core. AssertionError."""
+    """A step of batch `i % BATCHES`, after outputs of some steps had the bits of the CPU core. Mismatch."""
     rng = np.random.default_rng(0)
     place = device.torch_device
     batches = [torch.from_numpy(power_law(rng, ids, rows, tables)).to(place) for _ in range(BATCHES)]
@@ -104,7 +110,7 @@ def checked_step(device: Device, optimizer: str, ids: int, rows: int, tables: in
     for index in range(CHECKED):
         given = batches[index % 2], grads  # rows of the third step were updated in the first
         _same(both.step(*given), both.step_on_host(*given))
-    assert int(both.faults) == 0
+    _no_fault(both)
     return lambda index: both.step(batches[index % BATCHES], grads)
 
 
@@ -130,7 +136,7 @@ def checked_find(device: Device, slots: int, load: float, asked: int) -> tuple[C
     expected = np.empty((len(wanted), FIND_DIM), np.float32)
     _core.initialise(both.host_layout, np.zeros(len(wanted), np.uint32), wanted.cpu().numpy().view(np.uint64), expected)
     _same(find(), torch.from_numpy(expected))
-    assert int(both.faults) == 0
+    _no_fault(both)
     return find, len(wanted)
 
 
@@ -156,7 +162,13 @@ def checked_gather(device: Device, rows: int, asked: int) -> tuple[Callable[[], 
 
 
 def _same(actual: Tensor, expected: Tensor) -> None:
-    assert torch.equal(actual.cpu().view(torch.int32), expected.view(torch.int32)), "the device's bits differ"
+    if not torch.equal(actual.cpu().view(torch.int32), expected.view(torch.int32)):
+        raise Mismatch("the device's bits differ from those of the CPU core")
+
+
+def _no_fault(tables: Tables) -> None:
+    if fault := int(tables.faults):
+        raise Mismatch(f"the device found fault {fault}")
 
 
 def milliseconds(run: Callable[[int], object], repeats: int) -> float:
@@ -175,18 +187,19 @@ def milliseconds(run: Callable[[int], object], repeats: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=100)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    arguments = parser.parse_args()
+    repeats = arguments.repeats
     if not torch.cuda.is_available():
         print("no NVIDIA GPU: nothing to measure", file=sys.stderr)
         return 2
     device = cuda_device(torch.cuda.current_device())
-    _print_machine()
-    missed = 0
+    machine, figures = _machine(), []
+    print(machine)
 
     def report(name: str, figure: float, unit: str, bar: float, below: bool) -> None:
-        nonlocal missed
         good = figure <= bar if below else figure >= bar
-        missed += not good
+        figures.append({"name": name, "figure": figure, "unit": unit, "bar": bar, "passed": good})
         print(f"{name:32} {figure:10.3f} {unit:12} bar {bar:g}  {'ok' if good else 'MISSED'}")
 
     for optimizer, bar in STEP_BARS.items():
@@ -204,15 +217,19 @@ def main() -> int:
     gather, moved = checked_gather(device, 1 << 22, 1 << 20)
     share = moved / milliseconds(lambda _: gather(), repeats) / 1e6 / copied
     report(f"gather of {DIM} columns", share, "of the copy", GATHER_BAR, below=False)
-    return 1 if missed else 0
+    if arguments.json is not None:
+        content = {"machine": machine, "copy_gb_per_s": copied, "figures": figures}
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+    return int(not all(figure["passed"] for figure in figures))
 
 
-def _print_machine() -> None:
+def _machine() -> str:
     import cupy  # type: ignore[import-not-found]
 
     name = torch.cuda.get_device_name()
     driver, runtime = cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
-    print(f"{name}; CUDA driver {driver}, CuPy's runtime {runtime}; torch {torch.__version__}, CuPy {cupy.__version__}")
+    versions = f"torch {torch.__version__}, CuPy {cupy.__version__}"
+    return f"{name}; CUDA driver {driver}, CuPy's runtime {runtime}; {versions}"
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         pooling: "sum" or "mean" of the rows of a bag, those of padding_idx left out; a bag of none is zeros. The bags
         are the last dimension of ids [..., L]; or with offsets, int64 or int32 [bags + 1] from 0 to n and ascending,
         bag b is ids[offsets[b]:offsets[b + 1]] of ids [n].
-        weights: float32 of the shape of ids, for pooling: sum(w * row), or that divided by the number of ids but padding.
+        weights: float32 of the shape of ids, for pooling: sum(w * row), for a mean divided by the ids but padding.
         table_ids: integers that broadcast to ids.shape, or to the shape of the bags; without them and with several
         tables, the last dimension of that shape is the tables, in order.
 

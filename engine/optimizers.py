@@ -13,11 +13,12 @@ import torch
 
 from .errors import OptimizerError
 from .optim.kernel import CLIPS
+from .optim.own import LARGEST, SMALLEST, number
 from .optim.rule import Group, Rule, all_rules
 from .row_state import RowState
 
 _REFUSED = ("amsgrad", "differentiable")
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # of clips, which are float32
+_NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # at least 0, in every optimizer that has them
 
 
 class RowOptimizer:
@@ -50,6 +51,7 @@ class RowOptimizer:
                 f"{type(self._optimizer).__name__} began as rule {self.rule!r} and now asks for {rule.kernel.name!r}, "
                 "whose state the rows lack; keep momentum (zero or not) and decoupled_weight_decay as they were"
             )
+        _check(group)
         values = rule.hyper(group, step)
         return [*(float(values[name]) for name in rule.kernel.all_hypers), *(_clip(group, name) for name in CLIPS)]
 
@@ -88,12 +90,26 @@ def _name(kind: type) -> str:
     return f"{module.rpartition('.')[0] if module.startswith(('torch.', __package__)) else module}.{kind.__qualname__}"
 
 
+def _check(group: Group) -> None:
+    """What torch checks when an optimizer is made, and no more after that."""
+    for name in _NUMBERS:
+        if name in group:
+            number(group, name)
+    betas = group.get("betas", ())
+    if not all(0.0 <= float(beta) < 1.0 for beta in betas):
+        raise OptimizerError(f"param group: betas={betas!r}; give two numbers that are at least 0 and below 1")
+    for name in group:
+        if name.startswith("clip") and name not in CLIPS:
+            raise OptimizerError(f"param group: {name}={group[name]!r}; rows are clipped by {' and '.join(CLIPS)}")
+
+
 def _clip(group: Group, name: str) -> float:
     value: Any = group.get(name)
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, Real) or not _SMALLEST <= value <= _LARGEST:
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if not real or not SMALLEST <= value <= LARGEST:
         raise OptimizerError(
-            f"param group: {name}={value!r}; give a number from {_SMALLEST:.2g} to {_LARGEST:.2g}, or leave it out"
+            f"param group: {name}={value!r}; give a number from {SMALLEST:.3g} to {LARGEST:.2g}, or leave it out"
         )
     return float(value)

@@ -1,4 +1,4 @@
-"""Snapshot format 0: names, the manifest, and the header of a bucket file. `docs/snapshots.md` says it in prose."""
+"""Snapshot format 1: names, the manifest, and the header of a bucket file. `docs/snapshots.md` says it in prose."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from ..engine.errors import SnapshotError
+from ..engine.optim.kernel import CLIPS
+from ..engine.optim.rule import rule_named
 from ..engine.store.contract import BUCKETS, row_dtype
 from ..engine.store.durable import is_folder_name, seal, unseal
 
-FORMAT = 0
+FORMAT = 1
 MANIFEST = "manifest.msgpack"
 HEADER_BYTES = 256
 TEMPORARY = ".tmp-"
@@ -65,7 +67,10 @@ class Manifest:
         """Read a manifest file, trusting nothing in it. Raises ValueError saying what is wrong."""
         value = unseal(data)
         _require(type(value) is dict and _is_count(value.get("format")), "it is not a manifest")
-        _require(value["format"] == FORMAT, f"its format is {value['format']}, and this tierbed reads {FORMAT}")
+        _require(
+            value["format"] == FORMAT,
+            f"its format is {value['format']}, and this tierbed reads {FORMAT}: use the version that wrote it",
+        )
         fields = {field.name for field in dataclasses.fields(Manifest)}
         _require(value.keys() == fields | {"format"}, "fields are missing or foreign")
         check_description(value["description"])
@@ -116,6 +121,21 @@ def check_description(value: Any) -> None:
     _require(all(w in (1, dim) for w in widths), "description has 'state_widths' that are neither 1 nor the columns'")
     width = dim + sum(widths)
     _require(width == value["width"], "description has a 'width' that is not that of its columns and states")
+    _check_rule(value, dim)
+
+
+def _check_rule(value: dict[str, Any], dim: int) -> None:
+    """States and `hyper` are those of the rule, where it is known here; `hyper` is empty before its first update."""
+    name = value["optimizer"]
+    try:
+        rule = rule_named(name)
+    except KeyError:
+        return
+    states = list(zip(rule.states, rule.state_widths(dim), strict=True))
+    found = list(zip(value["states"], value["state_widths"], strict=True))
+    _require(found == states, f"description has 'states' and 'state_widths' {found}, and rule {name!r} has {states}")
+    given, taken = len(value["hyper"]), len(rule.kernel.all_hypers) + len(CLIPS)
+    _require(given in (0, taken), f"description has 'hyper' of {given} numbers, and rule {name!r} takes {taken}")
 
 
 def _is_count(value: Any) -> bool:

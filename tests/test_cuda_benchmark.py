@@ -45,5 +45,5 @@ def test_gathers(gpu: ModuleType, device: Device) -> None:
 
 
 def test_a_wrong_output_has_no_figure(gpu: ModuleType) -> None:
-    with pytest.raises(AssertionError, match="bits differ"):
+    with pytest.raises(gpu.Mismatch, match="bits differ"):
         gpu._same(torch.zeros(2), torch.tensor([0.0, -0.0]))

@@ -12,6 +12,7 @@ from embeddings import DIM, STORES, contents, make, options
 from torch import Tensor
 
 from tierbed.engine import MultiTableEmbedding
+from tierbed.engine.errors import OptimizerError
 from tierbed.engine.inputs import Lookup
 from tierbed.engine.optim import CatchUpAdam
 from tierbed.engine.optim.catch_up_adam import ALL, terms
@@ -98,6 +99,40 @@ def test_put_lets_the_moments_catch_up_and_sets_the_row() -> None:
             put.put([6, ROWS - 1], torch.ones(2, DIM))
             dense.data[[6, ROWS - 1]] = 1.0
     torch.testing.assert_close(put.get(IDS), dense.detach(), rtol=0, atol=5e-7)
+
+
+def test_a_wrong_setting_of_the_group_leaves_no_batch_pinned() -> None:
+    embedding = make(options("cached_host"), tables=1)
+    optimizer = CatchUpAdam(embedding.parameters(), lr=0.01)
+    embedding.attach(optimizer, optimizer.param_groups[0])
+    embedding.prefetch([Lookup(IDS)]).update([torch.ones(ROWS, DIM)])
+    embedding.prefetch([Lookup(IDS[:1])]).update([torch.ones(1, DIM)])
+    optimizer.param_groups[0]["lr"] = -1.0
+    for _ in range(2):
+        with pytest.raises(OptimizerError, match=r"lr=-1\.0"):
+            embedding.prefetch([Lookup(IDS)])
+        with pytest.raises(OptimizerError, match=r"lr=-1\.0"):
+            embedding.put(IDS, torch.ones(ROWS, DIM))
+    optimizer.param_groups[0]["lr"] = 0.01
+    embedding.put(IDS, torch.ones(ROWS, DIM))
+    assert (embedding.prefetch([Lookup(IDS)]).gather(0) == 1).all()
+
+
+@pytest.mark.parametrize("store", ["device", "host", "ssd"])
+def test_numbers_of_the_rule_before_are_not_taken_for_those_of_catch_up_adam(tmp_path: Path, store: str) -> None:
+    for path in (tmp_path, None) if store != "ssd" else (tmp_path,):
+        with make(options(store, path), tables=1, padding_idx=0) as embedding:
+            sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
+            embedding.attach(sgd, sgd.param_groups[0])
+            embedding.prefetch([Lookup(IDS[:1])]).update([torch.ones(1, DIM)])
+            optimizer = CatchUpAdam(embedding.parameters(), lr=0.01)
+            embedding.attach(optimizer, optimizer.param_groups[0])
+            embedding.put([3], torch.ones(1, DIM))
+            description = embedding._table().describe()
+            assert (description["optimizer"], description["hyper"], description["step"]) == ("catch_up_adam", [], 1)
+    with make(options(store, tmp_path), tables=1, padding_idx=0) as reader:
+        assert (reader.get(IDS[3:4]) == 1).all()
+        assert [row.tolist() for _, _, row in reader] == [[1.0] * DIM]
 
 
 def test_rows_do_not_depend_on_the_store_or_threads(tmp_path: Path, native_threads: Callable[[int], None]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from graphs import DIM, Rating, dense_copy, embedding, id_batches, mlp, train
 
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
+from tierbed.engine.optimizers import row_optimizer
 
 IDS = torch.arange(50)
 
@@ -49,10 +52,17 @@ def test_the_row_norm_of_a_step_is_limited_by_the_group() -> None:
     assert 0 < moved.max() < 1.01e-4
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e-60, "1", True])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e-39, 1e39, 10**400, "1", True])
 @pytest.mark.parametrize("name", ["clip_grad_value", "clip_grad_row_norm"])
-def test_clips_that_are_no_positive_numbers_are_refused(name: str, value: Any) -> None:
+def test_clips_that_are_no_positive_numbers_of_float32_are_refused(name: str, value: Any) -> None:
     rows, net = embedding(), mlp(3 * DIM)
     optimizer = torch.optim.SGD([{"params": rows.parameters(), name: value}], lr=1.0)
-    with pytest.raises(OptimizerError, match=f"{name}=.*give a positive number"):
+    with pytest.raises(OptimizerError, match=f"{name}=.*give a number from 1.18e-38 to 1.7e\\+38"):
         Rating(rows, net, optimizer, torch.optim.SGD(net.parameters(), lr=1.0))
+
+
+@pytest.mark.parametrize("value", [1, np.float32(0.5), Fraction(1, 2)])
+def test_a_clip_may_be_any_real_number(value: Any) -> None:
+    group = {"params": [torch.nn.Parameter(torch.zeros(1))], "clip_grad_value": value}
+    optimizer = torch.optim.SGD([group], lr=1.0)
+    assert row_optimizer(optimizer, optimizer.param_groups[0]).hyper(1)[-2:] == [float(value), 0.0]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from embeddings import make, options, train
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,6 +112,25 @@ def test_without_eps_a_row_without_gradient_stays_and_nan_is_not_hidden() -> Non
     assert parameter.tolist() == [[1, 1], [1, 1]]
 
 
+def test_ftrl_does_not_divide_by_an_accumulator_that_underflowed() -> None:
+    parameter = torch.nn.Parameter(torch.tensor([[1.0, -2.0, 3.0]]))
+    optimizer = Ftrl([parameter], lr=0.1, initial_accumulator_value=0.0)
+    rows = row_optimizer(optimizer, optimizer.param_groups[0])
+    values = np.array([[1, -2, 3, 0, 0, 0, 0, 0, 0]], np.float32)
+    grads = np.array([[1e-24, -1e-24, 0]], np.float32)  # whose squares are 0 in float32
+    naive.update(values, np.zeros(1, np.uint32), grads, rows.rule, rows.hyper(1))
+    parameter.grad = torch.from_numpy(grads)
+    optimizer.step()
+    assert values[0, :3].tolist() == parameter[0].tolist() == [1, -2, 0]
+    assert values[0, 6:].tolist() == optimizer.state[parameter]["z"][0].tolist() == grads[0].tolist()
+    embedding = make(options("device"), tables=1)
+    before = embedding.get([1, 2])
+    optimizer = Ftrl(embedding.parameters(), lr=0.1, initial_accumulator_value=0.0)
+    embedding.attach(optimizer, optimizer.param_groups[0])
+    train(embedding, [1, 2], grad=1e-24)
+    assert torch.equal(embedding.get([1, 2]), before)
+
+
 @pytest.mark.parametrize("kind", [RowWiseAdagrad, Ftrl, CatchUpAdam])
 def test_the_dense_step_moves_any_shape_runs_a_closure_and_is_saved(kind: type[torch.optim.Optimizer]) -> None:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3, 4), (5,), ())]
@@ -144,12 +164,16 @@ def test_the_dense_step_moves_any_shape_runs_a_closure_and_is_saved(kind: type[t
             "weight_decay_mode='cowclip'; give one of 'l2', 'decoupled'",
         ),
         (RowWiseAdagrad, {"initial_accumulator_value": -0.1}, "initial_accumulator_value=-0.1"),
+        (RowWiseAdagrad, {"lr": 1e39}, r"lr=1e\+39; give a number .* below 1\.7"),
+        (Ftrl, {"lambda1": 10**400}, "lambda1=1000"),
         (Ftrl, {"lr": 0.0}, r"lr=0\.0"),
         (Ftrl, {"lr_power": "x"}, "lr_power='x'"),
         (Ftrl, {"lr_power": -9.0}, r"lr_power=-9\.0.*at least -8\.0 and below 8\.0"),
         (Ftrl, {"power_sign": "+"}, "power_sign='\\+'"),
         (Ftrl, {"lr_power": 0.5, "initial_accumulator_value": 0.0}, r"initial_accumulator_value=0\.0"),
         (CatchUpAdam, {"lr": -1.0}, "earning rate"),
+        (CatchUpAdam, {"eps": 0.0}, r"eps=0\.0"),
+        (CatchUpAdam, {"eps": 1e-50}, "eps=1e-50"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(kind: Any, options: dict[str, Any], named: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from rows import Table
 from tierbed.engine import _core
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.ops import naive
+from tierbed.engine.optim import CatchUpAdam
 from tierbed.engine.optimizers import RowOptimizer, row_optimizer
 
 CASES = [
@@ -213,3 +215,25 @@ def test_what_rows_cannot_follow_is_refused_by_name(kind: type, options: dict, n
 def test_options_that_choose_an_implementation_are_accepted(option: str) -> None:
     rows = rows_of(torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], **{option: True}))
     assert (rows.rule, rows.states, rows.initial) == ("adam", ("exp_avg", "exp_avg_sq"), [0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (torch.optim.SGD, "lr", math.nan),
+        (torch.optim.Adam, "lr", -1.0),
+        (torch.optim.Adam, "eps", -1.0),
+        (torch.optim.Adam, "betas", (1.0, 0.9)),
+        (CatchUpAdam, "betas", (0.9, 1.0)),
+        (torch.optim.Adagrad, "weight_decay", math.inf),
+        (torch.optim.SGD, "clip_grad_norm", 1.0),
+    ],
+)
+def test_a_wrong_setting_of_a_running_optimizer_is_refused_by_name(
+    kind: type[torch.optim.Optimizer], name: str, value: object
+) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    rows = rows_of(optimizer)
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(OptimizerError, match=f"{name}="):
+        rows.hyper(3)

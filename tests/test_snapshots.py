@@ -198,7 +198,11 @@ def test_description_that_msgpack_cannot_hold_is_refused(tmp_path: Path) -> None
 
 
 def test_a_row_state_takes_one_float(tmp_path: Path) -> None:
-    manifest = write_snapshot(tmp_path / "s", description(4, columns=[3], state_widths=[1]), [(0, make_rows(4, 5))])
+    manifest = write_snapshot(
+        tmp_path / "s",
+        description(4, columns=[3], optimizer="rowwise_adagrad", state_widths=[1]),
+        [(0, make_rows(4, 5))],
+    )
     assert manifest.width == 4
 
 

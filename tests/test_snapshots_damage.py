@@ -78,7 +78,7 @@ def test_pipe_in_the_place_of_a_file_does_not_block(sound: Path, tmp_path: Path)
 def _manifest(**changes: Any) -> dict[str, Any]:
     entry = {"rows": 1, "bytes": 256 + 44, "crc32": 0}
     return {
-        "format": 0,
+        "format": 1,
         "description": description(),
         "rows": 1,
         "files": {"bucket-00.npy": entry},
@@ -110,8 +110,11 @@ HOSTILE = {
     "huge width": {"description": description(width=2**40)},
     "nil": {"files": None},
     "description": {"description": []},
+    "hyper of another rule": {"description": description(hyper=[0.1])},
+    "state of another rule": {"description": description(states=["momentum_buffer"])},
+    "state as wide as another rule's": {"description": description(columns=[5], state_widths=[1])},
     "foreign": {"extra": 1},
-    "format": {"format": 1},
+    "format": {"format": 2},
     "no format": {"format": None},
 }
 
@@ -164,8 +167,30 @@ def test_manifest_of_any_content_is_read_or_refused(
     assert seal(changed) == seal(content)
 
 
+def test_a_snapshot_of_format_0_is_refused_for_its_format_and_not_as_damaged(tmp_path: Path) -> None:
+    older = {field: value for field, value in description().items() if field not in ("hyper", "state_widths")}
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / MANIFEST).write_bytes(seal(_manifest(format=0, description=older)))
+    with pytest.raises(SnapshotError, match="its format is 0, and this tierbed reads 1: use the version that wrote it"):
+        Snapshot.open(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"hyper": [0.1]}, "'hyper' of 1 numbers, and rule 'adagrad' takes 6"),
+        ({"states": ["z"]}, r"'states' and 'state_widths' \[\('z', 3\)\], and rule 'adagrad' has \[\('sum', 3\)\]"),
+    ],
+)
+def test_a_description_with_the_numbers_or_states_of_another_rule_is_named(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(SnapshotError, match=problem):
+        save(tmp_path / "s", **changes)
+
+
 def test_unknown_format_names_both_numbers(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / MANIFEST).write_bytes(seal({"format": 7, "of": "the future"}))
-    with pytest.raises(SnapshotError, match="format is 7, and this tierbed reads 0"):
+    with pytest.raises(SnapshotError, match="format is 7, and this tierbed reads 1"):
         Snapshot.open(tmp_path / "s")

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from embeddings import DIM, ONE_SET_MB, OPTIMIZERS, STORES, attach, contents, make, options, train
-from rows import same_bits
+from rows import Table, same_bits
 
 from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError
+from tierbed.engine.cache import cached
 from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops import naive
 from tierbed.engine.store import rocksdb
+from tierbed.engine.store.contract import Keys, Lines, Tables
+from tierbed.engine.store.full import FullTable
 
 KEYS = [0, 1, 2, 3, 10, 11, -1, -2, -(2**63), -(2**63) + 1, 2**63 - 1, 2**63 - 2, 2**32, 2**32 - 1, -(2**31)]
 
@@ -134,6 +137,23 @@ def test_a_read_between_prefetch_and_update_changes_no_row(tmp_path: Path, store
         pinned.update([torch.sin(phase) + rows / 8])
     assert contents(embedding).tobytes() == expected.tobytes()
     embedding.close()
+
+
+def test_a_flush_asks_the_tier_below_for_no_more_rows_at_once_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bounded(FullTable):
+        def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
+            assert len(keys) <= 7
+            super().write(tables, keys, lines)
+
+    monkeypatch.setattr(cached, "FLUSH_ROWS", 7)
+    table = Table([DIM])
+    cache = cached.CachedStore(table.layout, Bounded(table.layout, "host"), 1.0, "device", "cache_budget_mb")
+    _memory, lines = table.lines(40)
+    for line in lines:
+        table.view(line)[1][0] = 1  # written
+    cache.write(np.zeros(40, np.uint32), np.arange(40, dtype=np.uint64), lines)
+    cache.flush()
+    assert sorted(key for _, rows in cache.scan() for key in rows["key"].tolist()) == list(range(40))
 
 
 @pytest.mark.parametrize("store", ["cached_host", "ssd", "ssd_host"])

@@ -90,15 +90,7 @@ def lookup_grad(
 
 
 @lookup_grad.register_fake
-def _(
-    grad: Tensor,
-    ids: Tensor,
-    table_ids: Tensor | None,
-    offsets: Tensor | None,
-    pooling: str | None,
-    weights: Tensor | None,
-    handle: int,
-) -> Tensor:
+def _(grad: Tensor, *rest: Any) -> Tensor:
     return grad.new_empty((1,), dtype=torch.float32)
 
 
@@ -120,15 +112,7 @@ def lookup_weights_grad(
 
 
 @lookup_weights_grad.register_fake
-def _(
-    grad: Tensor,
-    ids: Tensor,
-    table_ids: Tensor | None,
-    offsets: Tensor | None,
-    pooling: str,
-    shadow: Tensor,
-    handle: int,
-) -> Tensor:
+def _(grad: Tensor, ids: Tensor, *rest: Any) -> Tensor:
     return torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
 
 

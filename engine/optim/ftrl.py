@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 
 from ..ops.arithmetic import power
 from .kernel import Kernel
-from .own import OwnOptimizer, choice, number
+from .own import SMALLEST, OwnOptimizer, choice, number
 from .rule import Group, Row, Rule, decayed
 
 FTRL = Kernel(
@@ -108,7 +108,7 @@ def ftrl(x: Row) -> None:
 def _hyper(group: Group, step: int) -> dict[str, float]:
     lr_power = number(group, "lr_power", low=-8.0, high=8.0)
     return {
-        "lr": number(group, "lr", low=2.0**-126),
+        "lr": number(group, "lr", low=SMALLEST),
         "weight_decay": number(group, "weight_decay"),
         "power_of_sum": -lr_power
         if choice(group, "power_sign", ("-lr_power", "lr_power")) == "-lr_power"
@@ -120,7 +120,7 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
 
 
 def _initial(group: Group) -> dict[str, float]:
-    low = 2.0**-126 if _hyper(group, 1)["power_of_sum"] < 0 else 0.0
+    low = SMALLEST if _hyper(group, 1)["power_of_sum"] < 0 else 0.0
     return {"sum": number(group, "initial_accumulator_value", low=low)}
 
 

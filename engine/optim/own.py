@@ -12,7 +12,6 @@ from torch import Tensor
 from ..errors import OptimizerError
 from .rule import Group
 
-
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of numbers that float32 holds with full precision
 
 
@@ -21,7 +20,7 @@ def number(group: Group, name: str, low: float = 0.0, high: float = LARGEST) -> 
     value: Any = group[name]
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not low <= found < high:
         raise OptimizerError(f"param group: {name}={value!r}; give a number that is at least {low} and below {high}")
