@@ -6,6 +6,9 @@ has room for are served from memory of the batch (the overflow) and go straight 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +25,15 @@ def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exceptio
     """A ValueError of a cache is one that is too small; any other is a lack of memory."""
     problem = "too small for" if isinstance(error, ValueError) else "more than this machine has memory for, with"
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
+
+
+def cache_metrics(cache: Any, reads: Mapping[str, int]) -> dict[str, int]:
+    """Counters and sizes of a cache of any processor, with the hits and misses of what only read."""
+    counts = cache.counts
+    for name, count in reads.items():
+        counts[name] += count
+    counts["evictions"] = counts["evictions_clean"] + counts["evictions_dirty"]
+    return {**counts, "capacity": cache.capacity, "resident_rows": cache.used, "bytes": cache.bytes}
 
 
 class CachedStore:
@@ -114,12 +126,7 @@ class CachedStore:
         self._below.close()
 
     def metrics(self) -> dict[str, dict[str, int]]:
-        sizes = {"capacity": self._cache.capacity, "resident_rows": self._cache.used, "bytes": self._cache.bytes}
-        counts = self._cache.counts
-        for name, count in self._reads.items():
-            counts[name] += count
-        counts["evictions"] = counts["evictions_clean"] + counts["evictions_dirty"]
-        return {self._tier: {**counts, **sizes}, **self._below.metrics()}
+        return {self._tier: cache_metrics(self._cache, self._reads), **self._below.metrics()}
 
     def _count(self, absent: NDArray[np.bool_]) -> None:
         missed = int(absent.sum())

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import _core
+from ...cache.cached import cache_metrics
 from ...errors import StoreError
 from ...store.contract import BUCKETS, Chunks, Keys, Lines, Room, Tables, Tier, row_dtype
 from ...store.full import check_room
@@ -214,12 +215,7 @@ class CachedStore:
         self._below.close()
 
     def metrics(self) -> dict[str, dict[str, int]]:
-        sizes = {"capacity": self._cache.capacity, "resident_rows": self._cache.used, "bytes": self._cache.bytes}
-        counts = self._cache.counts
-        for name, count in self._reads.items():
-            counts[name] += count
-        counts["evictions"] = counts["evictions_clean"] + counts["evictions_dirty"]
-        return {"device": {**counts, **sizes}, **self._below.metrics()}
+        return {"device": cache_metrics(self._cache, self._reads), **self._below.metrics()}
 
     def _place(self, batch: Batch, ranks: Tensor, count: int) -> None:
         """Give rows without a line one in memory of the batch."""

@@ -47,9 +47,8 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
 template <class Rule>
 TIERBED_FN void catch_up(Tile tile, float* line, u32 dim, const Rule& rule, u32 last, u32 step) {
     const u32 missed = step - 1 - last;
-    u32 begin = tile.lane * VEC;
-    for (; begin + VEC <= dim; begin += tile.size * VEC) catch_up_block(line, dim, begin, VEC, rule, last, missed);
-    if (begin < dim) catch_up_block(line, dim, begin, dim - begin, rule, last, missed);
+    for_blocks(tile, dim,
+               [&](u32 begin, u32 n) TIERBED_INLINE { catch_up_block(line, dim, begin, n, rule, last, missed); });
 }
 
 }  // namespace tierbed

@@ -62,28 +62,23 @@ TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Oc
     }
 }
 
-// sum [n]: columns [begin, begin + n) of the row's gradient; count > 0, n <= VEC
+// sum [n]: columns [begin, begin + n) of the row's gradient; count > 0. block [n]: memory for a block's sum.
 template <class Type>
-TIERBED_FN void sum_gradients(float* sum, const Gradients& gradients, const Occurrences& row, u32 begin, u32 n) {
+TIERBED_FN void sum_blocks_of(float* sum, float* block, const Gradients& gradients, const Occurrences& row, u32 begin,
+                              u32 n) {
     sum_occurrences<Type>(sum, gradients, row, 0, row.count < SUM_BLOCK ? row.count : SUM_BLOCK, begin, n);
     for (u32 first = SUM_BLOCK; first < row.count; first += SUM_BLOCK) {
-        float block[VEC];
         const u32 last = row.count - first < SUM_BLOCK ? row.count : first + SUM_BLOCK;
         sum_occurrences<Type>(block, gradients, row, first, last, begin, n);
         for (u32 j = 0; j < n; ++j) sum[j] += block[j];
     }
 }
 
-// sum [dim]: the row's gradient, by one thread that has memory for all of it and, in `block` [dim], of a block's sum
+// The same for n <= VEC.
 template <class Type>
-TIERBED_FN void sum_row(float* sum, float* block, const Gradients& gradients, const Occurrences& row) {
-    const u32 dim = gradients.dim;
-    sum_occurrences<Type>(sum, gradients, row, 0, row.count < SUM_BLOCK ? row.count : SUM_BLOCK, 0, dim);
-    for (u32 first = SUM_BLOCK; first < row.count; first += SUM_BLOCK) {
-        const u32 last = row.count - first < SUM_BLOCK ? row.count : first + SUM_BLOCK;
-        sum_occurrences<Type>(block, gradients, row, first, last, 0, dim);
-        for (u32 c = 0; c < dim; ++c) sum[c] += block[c];
-    }
+TIERBED_FN void sum_gradients(float* sum, const Gradients& gradients, const Occurrences& row, u32 begin, u32 n) {
+    float block[VEC];
+    sum_blocks_of<Type>(sum, block, gradients, row, begin, n);
 }
 
 }  // namespace tierbed

@@ -118,4 +118,12 @@ TIERBED_FN void synchronise(Tile) {}
 
 #endif
 
+// Calls body(begin, n) for the tile's blocks of columns.
+template <class Body>
+TIERBED_FN void for_blocks(Tile tile, u32 dim, const Body& body) {
+    u32 begin = tile.lane * VEC;
+    for (; begin + VEC <= dim; begin += tile.size * VEC) body(begin, VEC);
+    if (begin < dim) body(begin, dim - begin);
+}
+
 }  // namespace tierbed

@@ -31,14 +31,6 @@ TIERBED_FN void update_block(float* line, u32 dim, u32 begin, u32 n, const float
     for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) copy_floats(line + dim * (k + 1) + begin, states[k], n);
 }
 
-// Calls body(begin, n) for the tile's blocks of columns.
-template <class Body>
-TIERBED_FN void for_blocks(Tile tile, u32 dim, const Body& body) {
-    u32 begin = tile.lane * VEC;
-    for (; begin + VEC <= dim; begin += tile.size * VEC) body(begin, VEC);
-    if (begin < dim) body(begin, dim - begin);
-}
-
 // Whether `update_row` needs the whole gradient of a row before it changes its first element.
 template <class Rule>
 TIERBED_FN bool reduces_rows(const Rule& rule) {

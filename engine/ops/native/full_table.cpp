@@ -50,11 +50,13 @@ std::size_t FullTable::find(Batch& batch) {
     return total;
 }
 
-void FullTable::reserve(const std::array<std::size_t, BUCKETS>& more) {
+std::size_t FullTable::fullest(const std::array<std::size_t, BUCKETS>& more) const {
     std::size_t most = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) most = std::max(most, lines_[bucket].size() + more[bucket]);
-    index_.reserve(most);
+    return most;
 }
+
+void FullTable::reserve(const std::array<std::size_t, BUCKETS>& more) { index_.reserve(fullest(more)); }
 
 u64 FullTable::insert(u32 bucket, u64 hash, u32 table) {
     const u32 row = lines_[bucket].append(arena_, shape_.line_bytes) + 1;
@@ -98,13 +100,17 @@ void FullTable::read(const u32* tables, const u64* keys, const u64* lines, bool*
 
 void FullTable::write(const u32* tables, const u64* keys, const u64* lines, std::size_t n) {
     const Grouped grouped = group_by_bucket(tables, keys, n);
-    std::array<std::size_t, BUCKETS> missing{};
-    parallel_for(BUCKETS, [&](std::size_t b) {
-        const Index::Reader index = index_.reader(static_cast<u32>(b));
-        for (std::size_t i = grouped.begin[b]; i < grouped.begin[b + 1]; ++i)
-            missing[b] += index.find(grouped.entries[i].hash, grouped.entries[i].table) == 0;
-    });
-    reserve(missing);
+    std::array<std::size_t, BUCKETS> more;
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) more[bucket] = grouped.begin[bucket + 1] - grouped.begin[bucket];
+    if (!index_.has_room(fullest(more))) {  // rows that are there need none
+        more.fill(0);
+        parallel_for(BUCKETS, [&](std::size_t b) {
+            const Index::Reader index = index_.reader(static_cast<u32>(b));
+            for (std::size_t i = grouped.begin[b]; i < grouped.begin[b + 1]; ++i)
+                more[b] += index.find(grouped.entries[i].hash, grouped.entries[i].table) == 0;
+        });
+    }
+    reserve(more);
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         const Index::Reader index = index_.reader(bucket);

@@ -46,7 +46,9 @@ public:
 private:
     u64 line_of(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
     u64 insert(u32 bucket, u64 hash, u32 table);
-    // Makes room for more[bucket] new rows in each bucket.
+    // Rows of the fullest bucket, with more[bucket] new ones in each.
+    std::size_t fullest(const std::array<std::size_t, BUCKETS>& more) const;
+    // Makes room for them.
     void reserve(const std::array<std::size_t, BUCKETS>& more);
 
     LineShape shape_;

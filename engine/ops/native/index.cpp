@@ -8,7 +8,7 @@
 namespace tierbed {
 
 void Index::reserve(std::size_t rows) {
-    if (rows * 4 <= std::size_t{current_.size} * 3) return;  // load factor 0.75 at most
+    if (has_room(rows)) return;
     parallel_for(BUCKETS, [&](std::size_t bucket) { move(static_cast<u32>(bucket), old_.size); });
     std::size_t size = current_.size;
     while (rows * 4 > size * 3) size *= 2;

@@ -33,6 +33,7 @@ public:
     };
     Reader reader(u32 bucket) const { return {current_.view(bucket), old_.view(bucket), moved_[bucket] != old_.size}; }
 
+    bool has_room(std::size_t rows) const { return rows * 4 <= std::size_t{current_.size} * 3; }  // load factor 0.75
     // Makes room for buckets of `rows` rows at most.
     void reserve(std::size_t rows);
     // Puts a row that is not there, where there is room. Buckets may be filled in several threads.

@@ -59,13 +59,12 @@ using SumRow = void (*)(float*, float*, const Gradients&, const Occurrences&);
 
 // Not part of `update`, so that rules are not compiled for each type.
 template <class Type>
-__attribute__((noinline)) void sum_gradients_of(float* sum, float* block, const Gradients& gradients,
-                                                const Occurrences& row) {
-    sum_row<Type>(sum, block, gradients, row);
+__attribute__((noinline)) void sum_whole_row(float* sum, float* block, const Gradients& gradients,
+                                             const Occurrences& row) {
+    sum_blocks_of<Type>(sum, block, gradients, row, 0, gradients.dim);
 }
 
-constexpr SumRow SUM_ROW[FLOAT_TYPES] = {sum_gradients_of<Float32>, sum_gradients_of<Float16>,
-                                         sum_gradients_of<BFloat16>};
+constexpr SumRow SUM_ROW[FLOAT_TYPES] = {sum_whole_row<Float32>, sum_whole_row<Float16>, sum_whole_row<BFloat16>};
 
 template <class Rule>
 std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, float* memory) {

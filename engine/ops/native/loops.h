@@ -10,6 +10,7 @@ namespace tierbed {
 
 enum class FloatType : u32 { float32 = 0, float16 = 1, bfloat16 = 2 };
 constexpr u32 FLOAT_TYPES = 3;
+constexpr std::size_t ROWS = 1024;  // rows or bags a task
 
 // Output rows [begin, end) of one lookup.
 struct GatherJob {
@@ -17,7 +18,7 @@ struct GatherJob {
     const i32* inverse;    // [positions of the lookup]
     const i64* offsets;    // [bags + 1], or null for bags of `length`
     const float* weights;  // [positions of the lookup] or null
-    std::size_t length, positions;
+    std::size_t length;
     u32 dim;
     bool pooled, mean;
     void* out;

@@ -9,7 +9,6 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t ROWS = 1024;  // rows or positions a task
 constexpr std::size_t AHEAD = 4;
 
 // Calls body(row) -> "written for the first time" for every unique row; returns how many were.
@@ -27,20 +26,19 @@ std::size_t count_rows(const Batch& batch, const Body& body) {
     return total;
 }
 
-}  // namespace
-
-static GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
+GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
     const Batch::Lookup& of = batch.lookups.at(lookup);
     GatherJob job{};
     job.lines = batch.views.size() ? batch.views.data() : batch.lines.data();
     job.inverse = batch.inverse.data() + of.begin;
     job.offsets = of.segment.offsets;
     job.length = of.segment.length;
-    job.positions = of.segment.n;
     job.dim = layout.shape.dim;
     job.pooled = of.segment.pooled;
     return job;
 }
+
+}  // namespace
 
 void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out) {
     GatherJob job = job_of(batch, layout, lookup);

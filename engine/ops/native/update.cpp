@@ -12,8 +12,6 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t ROWS = 1024;  // rows or positions a task
-
 const RuleLoops& rule_named(const std::string& name) {
     const Loops& all = loops();
     for (u32 i = 0; i < all.rule_count; ++i)
