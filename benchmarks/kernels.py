@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     arguments = parser.parse_args()
     torch.set_num_threads(THREADS)
-    about = machine()
+    about = machine("tierbed", "torch", "fbgemm-gpu-cpu", "numpy")
     chosen = [work for work in WORKLOADS if arguments.workload is None or work.name in arguments.workload]
     results, failed = [], False
     for work in chosen:

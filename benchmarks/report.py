@@ -59,10 +59,10 @@ class Result:
         return {**asdict(self), **ratios, "passed": self.passed}
 
 
-def machine() -> dict[str, str]:
-    """CPU model, threads and versions."""
+def machine(*packages: str) -> dict[str, str]:
+    """CPU model, threads and the packages' versions."""
     models = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    versions = {name: importlib.metadata.version(name) for name in ("tierbed", "torch", "fbgemm-gpu-cpu", "numpy")}
+    versions = {name: importlib.metadata.version(name) for name in packages}
     return {
         "cpu": models[0] if models else platform.machine(),
         "cores": str(os.cpu_count()),

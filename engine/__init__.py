@@ -23,6 +23,7 @@ from .initializers import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
+from .observe import MetricsCollector, prometheus_text, write_tensorboard
 from .optimizers import RowOptimizer, row_optimizer
 from .options import (
     load_store_options,
@@ -31,18 +32,22 @@ from .options import (
     make_device_mem_store_options,
     make_host_mem_store_options,
 )
+from .plan import Curve, Plan, plan
 
 __version__ = _version("tierbed")
 
 __all__ = [
     "CapacityError",
     "ClosedError",
+    "Curve",
     "GraphError",
     "InputError",
+    "MetricsCollector",
     "MultiTableEmbedding",
     "MultiTableMultiColumnEmbedding",
     "OptimizerError",
     "OptionError",
+    "Plan",
     "RowOptimizer",
     "SnapshotError",
     "StoreError",
@@ -60,5 +65,8 @@ __all__ = [
     "make_table_options",
     "make_trunc_normal_initializer",
     "make_uniform_initializer",
+    "plan",
+    "prometheus_text",
     "row_optimizer",
+    "write_tensorboard",
 ]

@@ -4,6 +4,7 @@ Wrong sizes and dtypes raise `TypeError`/`ValueError`: callers inside the packag
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,8 +66,11 @@ class Batch:
     occurrences: U32  # [size - padding], positions grouped by unique row, ascending within one
     offsets: U32  # [unique + 1], where each row's occurrences start
 
+    own_lines: U64  # [unique], the lines of rows that `Ledger.admit` refused, 0 for others; empty where it refused none
     def allocate(self, n: int, layout: Layout) -> U64:
         """[n], the addresses of fresh lines that live as long as the batch."""
+    def use_own_lines(self) -> None:
+        """Put them in the place of the lines that a tier has for those rows."""
 
 class Layout:
     """What a line looks like and how a new one begins."""
@@ -163,7 +167,17 @@ def copy_lines(layout: Layout, source: U64, to: U64) -> None:
 def initialise_missing(batch: Batch, layout: Layout) -> None:
     """Give each unique row whose line is zero initial values in memory that the batch owns."""
 
-class FullTable:
+class Tier:
+    """Rows below a cache. No array holds a row (table, key) twice."""
+
+    def read(self, tables: U32, keys: U64, lines: U64, touch: bool = True) -> Bools:
+        """Copy each held row to its line. `touch`: the read counts for recency. Returns which are held."""
+    def write(self, tables: U32, keys: U64, lines: U64) -> None:
+        """Copy each line to its row, inserting it where it is new."""
+    def erase(self, tables: U32, keys: U64) -> None:
+        """Forget rows; those that are not there are fine."""
+
+class FullTable(Tier):
     """Every row in memory: an open-addressing index per bucket, lines in segments that never move."""
 
     def __init__(self, layout: Layout) -> None: ...
@@ -171,8 +185,9 @@ class FullTable:
         """Set `batch.lines`, zero where a row is absent. Returns how many are absent."""
     def insert_missing(self, batch: Batch, layout: Layout) -> None:
         """Insert and initialise each row whose line is zero."""
-    def read(self, tables: U32, keys: U64, lines: U64) -> Bools: ...
-    def write(self, tables: U32, keys: U64, lines: U64) -> None: ...
+    def where(self, table: int, key: int) -> dict[str, int] | None:
+        """`updates` and `last_step` of a row, and its `line` in its bucket; None where it is not here."""
+    def metrics(self) -> dict[str, float]: ...
     def held(self, bucket: int) -> int:
         """Rows of the bucket with `updates > 0`."""
     def scan(self, bucket: int, rows: U8) -> None:
@@ -180,40 +195,96 @@ class FullTable:
     rows: int
     bytes: int
 
-class Admission:
-    """What `Cache.admit` decided for n rows, and what must happen before their lines are used."""
+class CachedTier(Tier):
+    """A set-associative write-back cache over another tier: the store of a step, and a tier itself.
 
-    lines: U64  # [n], where each row is or shall be; 0 where its set had no room
-    hit: Bools  # [n], whether the line holds the row already
-    victim_tables: U32  # dirty rows that gave way: write them down before the misses are fetched
-    victim_keys: U64
-    victim_lines: U64
+    Errors of the tier below are raised as they are; those of its writing thread at the next call.
+    """
 
-class Cache:
-    """A set-associative LRU cache of lines. It decides and remembers; it moves nothing."""
+    def __init__(
+        self,
+        layout: Layout,
+        below: Tier,
+        *,
+        budget_bytes: int,
+        overflow_bytes: int,
+        policy: str,
+        io_threads: int,
+    ) -> None:
+        """ValueError where the budget has no room for one set. `policy`: lru or lfu."""
+    def announce(self, batch: Batch) -> None: ...
+    def prefetch(self, batch: Batch) -> bool: ...
+    def cancel(self) -> None: ...
+    def pin(self, batch: Batch) -> None:
+        """Bring up the rows of an announced batch, or of one while none is announced, and set their addresses."""
+    def unpin(self, batch: Batch) -> None: ...
+    def peek(self, batch: Batch) -> None: ...
+    def flush(self) -> None:
+        """Write every dirty line to the tier below."""
+    def close(self) -> None:
+        """End the thread. Nothing may be used after it."""
+    def where(self, table: int, key: int) -> dict[str, Any] | None: ...
+    def metrics(self) -> dict[str, float]: ...
 
-    def __init__(self, layout: Layout, budget_bytes: int) -> None:
-        """ValueError where the budget has no room for one set."""
-    def admit(self, tables: U32, keys: U64) -> Admission:
-        """Make room for distinct rows and pin them."""
-    def release(self, admission: Admission, dirty: bool) -> None:
-        """End the pins of an admission whose lines were filled."""
-    def cancel(self, admission: Admission, restore: bool) -> None:
-        """Undo an admission: `restore` where its victims were not written down."""
-    def find(self, tables: U32, keys: U64, lines: U64) -> None:
-        """Set lines [n] to where each row is, 0 where it is not up. Changes nothing."""
-    def dirty(self) -> tuple[U32, U64, U64]:
-        """Tables, keys and lines of the dirty rows."""
-    def mark_clean(self) -> None: ...
-    capacity: int  # lines
-    used: int  # lines
+def use_own_pool(threads: int) -> None:
+    """Let loops that the calling thread runs from here on have their own threads, apart from those of steps."""
+
+class Admitted:
+    """What `Ledger.admit` decided about a batch."""
+
+    fresh: int  # new rows that are kept, where they had to be counted
+    refused: int  # new rows that are not kept
+    lacking: int  # rows too many: the batch must not be written
+    def take_victims(self) -> tuple[U32, U64]:
+        """Tables and keys of the rows that must go before the batch is written; empty from then on."""
+
+class Ledger:
+    """How often and when each row was written: what decides which rows stay, and which new ones are kept.
+
+    Asked in the order of steps, it answers the same whatever tiers the rows are in.
+    """
+
+    def __init__(
+        self, *, eviction: str, capacity: int | None, ttl_steps: int, sights: int, chance: float, seed: int
+    ) -> None:
+        """`eviction`, `capacity`, `ttl_steps` (0: none) as in `StoreOptions`. `sights` > 1, or `chance` < 1: admission."""
+    def admit(self, batch: Batch, layout: Layout, now: int, training: bool) -> Admitted:
+        """Decide what becomes of a batch that step `now` writes; without `training` no row is refused.
+
+        Refused rows get initial values in lines of the batch's own. The ledger does not change.
+        """
+    def commit(self, batch: Batch, now: int) -> None:
+        """The batch was written: each of its rows once, but for refused ones, which count as seen."""
+    def expired(self, now: int) -> tuple[U32, U64]:
+        """Tables and keys of rows not written for more than `ttl_steps`."""
+    def load(self, tables: U32, keys: U64, updates: U32, steps: U32) -> None:
+        """Add stored rows, distinct."""
+    def erase(self, tables: U32, keys: U64) -> int:
+        """Forget rows, distinct. Returns how many were there."""
+    def find(self, tables: U32, keys: U64) -> tuple[U32, U32]:
+        """Updates [n], 0 for rows that are not there, and the steps [n] of the last."""
+    rows: int
     bytes: int
-    counts: dict[str, int]
 
-class RocksTier:
+rocksdb_version: str
+
+def parse_rocksdb_options(text: str) -> list[tuple[str, str]]:
+    """Names and values of RocksDB's options string. ValueError."""
+
+def check_rocksdb_options(options: Sequence[tuple[str, str]]) -> None:
+    """ValueError, "name='value': reason and remedy", for an unknown option, a bad value or a refused one."""
+
+def rocksdb_option_names() -> list[str]:
+    """Those that `check_rocksdb_options` may take."""
+
+def rocksdb_has_async_io() -> bool:
+    """Whether the library reads by io_uring here."""
+
+class RocksTier(Tier):
     """Rows in RocksDB, one database a shard of buckets.
 
-    Absent where the build found no RocksDB. Failures raise RuntimeError.
+    This and what is named after RocksDB is absent where the build found none. Failures raise RuntimeError with the
+    folder and the remedy.
     """
 
     def __init__(
@@ -224,16 +295,21 @@ class RocksTier:
         create: bool,
         shards: int,
         block_bytes: int,
-        block_cache_bytes: int,
-        write_buffer_bytes: int,
+        cache_bytes: int,
+        buffer_bytes: int,
+        read_mode: str,
+        async_io: bool,
+        options: Sequence[tuple[str, str]],
     ) -> None: ...
-    def read(self, tables: U32, keys: U64, lines: U64) -> Bools: ...
-    def write(self, tables: U32, keys: U64, lines: U64) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None:
         """Close the databases; scans must be closed before, and nothing is called after."""
-    def property(self, name: str) -> int:
-        """A RocksDB integer property, summed over the shards."""
+    def compact(self) -> None:
+        """Merge the files of each shard."""
+    def where(self, table: int, key: int) -> dict[str, int] | None:
+        """`updates` and `last_step` of a row; None where it is not here."""
+    def metrics(self) -> dict[str, float]: ...
+    def info(self) -> dict[str, Any]: ...
     def scan(self) -> RocksTier.Scan: ...
 
     class Scan:

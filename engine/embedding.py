@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -131,8 +131,25 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         output: Tensor = ops.lookup(self.shadow, *lookup, weights, self.handle)
         return output
 
+    def prefetch(
+        self,
+        ids: Tensor,
+        table_ids: Tensor | int | None = None,
+        offsets: Tensor | None = None,
+        pooling: str | None = None,
+    ) -> None:
+        """Announce the lookup of a coming training step, so that a thread makes its rows ready while others run.
+
+        Announce steps in their order, each before it runs, any number of them ahead; the arguments are those of its
+        lookup. Rows never depend on it: a step that was not announced, or looks up other ids, takes the plain way. A
+        cache over a slower tier keeps the rows that the announced steps need soonest. On CUDA it does nothing yet.
+        Raises InputError, OptimizerError, StoreError.
+        """
+        lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
+        self.announce([lookup])
+
     def size(self) -> int:
-        """How many rows were written: by an optimizer, by `put`, or from a snapshot."""
+        """How many rows there are: written by an optimizer, by `put`, or from a snapshot, and not gone since."""
         return self._table().rows
 
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
@@ -151,6 +168,13 @@ class MultiTableMultiColumnEmbedding(nn.Module):
                 f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row"
             )
         self._table().put(wanted, values)
+
+    def delete(self, ids: Any, table_ids: Any = None) -> int:
+        """Forget rows, optimizer state included, in every tier; ids as in `get`. Returns how many had been written.
+
+        A deleted id is like one that was never seen: it has its initial row, and begins anew when it is trained or put.
+        """
+        return self._table().delete(self._lookup(ids, table_ids))
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Every written row, in chunks ordered by bucket, table and key.
@@ -182,9 +206,32 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         """
         self._opened().load_snapshot(snapshot_name)
 
-    def metrics(self) -> dict[str, dict[str, int]]:
-        """Counters: `table` (rows, step), then each tier from the top: hits, misses, evictions, bytes."""
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Numbers of the whole (`table`), then of each tier from the top: docs/metrics.md says what each means."""
         return self._table().metrics()
+
+    def explain(self, key: int, table: int = 0) -> dict[str, Any]:
+        """Where one row is now, for people. Nothing changes by it.
+
+        `stored`: whether the row was written (else it has its initial value, and no tier need have it); `updates`, and
+        the `last_step` that wrote it; `tiers`: those that have it, the top first, each with its place, and in a cache
+        whether it is `dirty` (the tier below has an older row) and `pinned` (a step or a prefetch holds it there).
+        """
+        tiers = self._table().where(self._lookup([key], table))
+        newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
+        return {
+            "table": table,
+            "key": key,
+            "stored": newest["updates"] > 0,
+            "updates": newest["updates"],
+            "last_step": newest["last_step"],
+            "tiers": tiers,
+        }
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its store is open: from the first use to `close`."""
+        return self._held is not None and not self._closed
 
     def close(self) -> None:
         """Bring every row down and close the store; the next run resumes from it.
@@ -195,7 +242,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         if self._held is not None:
             self._held.close()
 
-    def __enter__(self) -> MultiTableMultiColumnEmbedding:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -234,12 +281,13 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
         return self._table().read_weights_grad(lookup, grad)
 
-    def prefetch(self, lookups: list[Lookup]) -> PinnedBatch:
-        """The rows of all lookups of a step, pinned until they are updated. See `ops/step.py`."""
-        table = self._table()
-        if table.optimizer is None and self._refused is not None:
-            raise self._refused
-        return table.prefetch(lookups, self.output_dtype)
+    def pin(self, lookups: list[Lookup]) -> PinnedBatch:
+        """The rows of all lookups of a training step, pinned until they are updated. See `ops/step.py`."""
+        return self._trained().pin(lookups, self.output_dtype)
+
+    def announce(self, lookups: list[Lookup]) -> None:
+        """`prefetch` of a step with several lookups, checked, in the order in which the step pins them."""
+        self._trained().announce(lookups)
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""
@@ -251,6 +299,12 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         lookup = check_lookup(self.spec, ids, table_ids)
         here = None if lookup.table_ids is None else lookup.table_ids.to(self.shadow.device)
         return Lookup(lookup.ids.to(self.shadow.device), here)
+
+    def _trained(self) -> OpenTable:
+        table = self._table()
+        if table.optimizer is None and self._refused is not None:
+            raise self._refused
+        return table
 
     def _table(self) -> OpenTable:
         return self._opened().table

@@ -19,6 +19,7 @@ from ..snapshots.reader import Snapshot, latest_snapshot
 from ..snapshots.writer import write_snapshot
 from .errors import OptimizerError, SnapshotError, StoreError
 from .interrupts import uninterrupted
+from .lifecycle import Lifecycle
 from .ops.processor import processor_of
 from .optimizers import RowOptimizer
 from .options import CachedSsdOptions, StoreOptions
@@ -132,6 +133,7 @@ class TableHome:
                 folder.forget()
             raise
         folder.set_base("")
+        folder.note_step(0)
         self._fresh, self._scratch = False, True
         return table
 
@@ -160,7 +162,7 @@ class TableHome:
                 f"store folder {str(folder.path)!r} was not closed by its last run, so its live rows cannot be used; "
                 'open="resume" restores the last snapshot or starts empty'
             )
-        base = folder.base
+        base, reached = folder.base, folder.noted_step
         if base:
             snapshot: Snapshot | None = Snapshot.open(folder.snapshots / base)
         else:
@@ -169,11 +171,15 @@ class TableHome:
             found = "started empty: it has no snapshot of its own"
             table = self._start_empty(optimizer, folder)
         else:
-            found = f"restored its last snapshot {snapshot.name!r}"
+            found = f"restored its last snapshot {snapshot.name!r}, of step {snapshot.description['step']}"
             self._check(snapshot.description, optimizer, StoreError, f"store folder {str(folder.path)!r}")
             table = self._load(optimizer, snapshot, None)
         log.warning(
-            "embedding %r: store folder %s was not closed by its last run; %s", self.spec.name, folder.path, found
+            "embedding %r: store folder %s was not closed by its last run; %s; %s",
+            self.spec.name,
+            folder.path,
+            found,
+            _lost(table.step, reached),
         )
         return table
 
@@ -184,6 +190,8 @@ class TableHome:
         with contextlib.nullcontext() if running is None else running.lock:
             table = self._restore(optimizer, stored, contextlib.nullcontext(snapshot.chunks()), running)
             self.folder.set_base(snapshot.name)
+            if self._scratch:
+                self.folder.note_step(table.step)
         return table
 
     def _restore(
@@ -232,7 +240,7 @@ class TableHome:
         assert table.stack is not None
         if table.state.names and not stored["states"]:
             chunks = with_state(chunks, table.state)
-        return load_rows(table.stack, chunks, table.layout.width)
+        return load_rows(table.stack, table.lifecycle.remember(chunks), table.layout.width)
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
         """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
@@ -241,16 +249,24 @@ class TableHome:
             self.check_row(optimizer)
             state = optimizer.row_state(self.spec.dim)
         rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
-        # rows that are there stay, whatever the capacity is now
-        capacity = None if self.options.capacity is None else max(self.options.capacity, rows)
-        processor = self._processor(self.spec, state, capacity)
+        lifecycle = Lifecycle(self.options, rows, self.spec.seed % 2**64)
+        processor = self._processor(self.spec, state, lifecycle.capacity)
         stack = build_stack(self.options, processor, place, shards)
-        table = OpenTable(self.spec, processor, stack, state, capacity, self._begin_writing)
+        table = OpenTable(self.spec, processor, stack, state, lifecycle, self._write_at)
         table.optimizer = optimizer
         if stored is not None:
             table.stored_rows, table.step = rows, stored["step"]
             table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []
+        if shards is not None and lifecycle.remembers:  # rows are there, in RocksDB
+            for _ in lifecycle.remember(table.scan()):
+                pass
         return table
+
+    def _write_at(self, step: int) -> None:
+        """Before each write."""
+        self._begin_writing()
+        if self.folder is not None:
+            self.folder.note_step(step)
 
     def _begin_writing(self) -> None:
         """Before the first write: from here on the live rows in the folder are not the table's."""
@@ -308,3 +324,12 @@ class TableHome:
                 f"{what} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, not of "
                 f"{optimizer.rule}; train with that optimizer, or take another name or persistent_path"
             )
+
+
+def _lost(kept: int, reached: int | None) -> str:
+    """What an unclean end cost, for the log: steps after `kept`, up to `reached` where that is known."""
+    if reached is None or reached < kept:
+        return "what was written since is lost"
+    if reached == kept:
+        return "no later step is lost"
+    return f"what was written since, steps {kept + 1} to {reached}, is lost"

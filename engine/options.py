@@ -11,9 +11,14 @@ from typing import Any
 
 from .errors import OptionError
 from .plain import PlainDict
-from .store.rocksdb import require_rocksdb
+from .store.contract import BUCKETS
+from .store.rocksdb import CACHE_MB, READ_MODES, SHARDS, options_text, require_rocksdb
 
+CACHE_POLICIES = ("lru", "lfu")
+IO_THREADS = min(4, os.cpu_count() or 1)
 OPEN_MODES = ("resume", "fresh", "error")
+EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
+MOST_SIGHTS = 255  # that a count of them can tell
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -27,6 +32,11 @@ class StoreOptions(PlainDict):
     physical_block_size: bytes that the disk reads at once.
     open: what to do with a folder whose last run did not close: "resume" restores the last snapshot, or starts empty
     where there is none; "error" raises. "fresh" starts empty in any case; snapshots are kept.
+    eviction: which rows make room for new ones at `capacity`: "none" (an error), "lru", "lfu", "ttl", "distance_lfu".
+    admission: which new rows training keeps: None all, a whole number n those that n training steps looked up, a
+    probability p each with p at every step.
+    ttl_steps: rows not written for more steps than that are dropped; with eviction "ttl", where room is needed. None:
+    never. docs/lifecycle.md says how each of the three works.
     """
 
     store: str = field(init=False)
@@ -36,6 +46,9 @@ class StoreOptions(PlainDict):
     storage_dim: int | None = None
     physical_block_size: int = 4096
     open: str = "resume"
+    eviction: str = field(default="none", kw_only=True)
+    admission: float | None = field(default=None, kw_only=True)
+    ttl_steps: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.persistent_path is not None:
@@ -46,10 +59,10 @@ class StoreOptions(PlainDict):
             object.__setattr__(self, "persistent_path", os.fspath(self.persistent_path))
         if self.storage_dim == -1:  # OneFlow's word for "not given"
             object.__setattr__(self, "storage_dim", None)
-        for name in ("capacity", "size_factor", "storage_dim"):
+        for name in ("capacity", "size_factor", "storage_dim", "ttl_steps"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
-                raise OptionError(f"{name}={value!r}: give a whole number > 0, or None")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 63):
+                raise OptionError(f"{name}={value!r}: give a whole number > 0 and < 2**63, or None")
         size = self.physical_block_size
         if not isinstance(size, int) or size < 512 or size > 1 << 20 or size & (size - 1):
             raise OptionError(
@@ -57,6 +70,28 @@ class StoreOptions(PlainDict):
             )
         if self.open not in OPEN_MODES:
             raise OptionError(f"open={self.open!r}: give one of {', '.join(map(repr, OPEN_MODES))}")
+        self._check_lifecycle()
+
+    def _check_lifecycle(self) -> None:
+        if self.eviction not in EVICTIONS:
+            raise OptionError(f"eviction={self.eviction!r}: give one of {', '.join(map(repr, EVICTIONS))}")
+        if self.eviction != "none" and self.capacity is None:
+            raise OptionError(
+                f"eviction={self.eviction!r} makes room at the capacity, and capacity=None has none; give a capacity"
+            )
+        if self.eviction == "ttl" and self.ttl_steps is None:
+            raise OptionError("eviction='ttl' evicts rows older than ttl_steps, and ttl_steps=None; give ttl_steps")
+        if self.ttl_steps is not None and self.ttl_steps >= 1 << 32:
+            raise OptionError(
+                f"ttl_steps={self.ttl_steps}: steps are counted in 32 bits; give less than 2**32, or None"
+            )
+        rule = self.admission
+        sights = isinstance(rule, int) and not isinstance(rule, bool) and 2 <= rule <= MOST_SIGHTS
+        if not (rule is None or sights or (isinstance(rule, float) and 0 < rule < 1)):
+            raise OptionError(
+                f"admission={rule!r}: give the steps that must look a row up, from 2 to {MOST_SIGHTS}, or a "
+                "probability > 0 and < 1, or None to keep every row"
+            )
 
     def check_row(self, dim: int, width: int) -> None:
         """Raises OptionError where a given row size is not what the optimizer needs: `width` floats for `dim`."""
@@ -87,27 +122,68 @@ class HostMemOptions(StoreOptions):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CachedHostMemOptions(StoreOptions):
-    """A device cache of `cache_budget_mb` MiB in front of a full table in host memory."""
+    """A device cache of `cache_budget_mb` MiB in front of a full table in host memory.
+
+    cache_policy: which row of a full set gives way where no announced step tells: "lru", the one unused for longest,
+    or "lfu", the one that fewest steps used.
+    overflow_mb: MiB beside the cache for rows that no set has room for and, before RocksDB, for rows on their way down.
+    Prefetch and rows that give way wait at it; a step takes what its own batch needs.
+    """
 
     store: str = field(default="cached_host_mem", init=False)
     cache_budget_mb: float = field(kw_only=True)
+    cache_policy: str = field(default="lru", kw_only=True)
+    overflow_mb: float = field(default=64, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_budget("cache_budget_mb", self.cache_budget_mb, zero=False)
+        _check_budget("overflow_mb", self.overflow_mb, zero=False)
+        if self.cache_policy not in CACHE_POLICIES:
+            raise OptionError(
+                f"cache_policy={self.cache_policy!r}: give one of {', '.join(map(repr, CACHE_POLICIES))}"
+            )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CachedSsdOptions(CachedHostMemOptions):
-    """A device cache, and a host cache if `host_cache_budget_mb` is not 0, before RocksDB in `persistent_path`."""
+    """A device cache, and a host cache if `host_cache_budget_mb` is not 0, before RocksDB in `persistent_path`.
+
+    shards: databases that a new folder is split into, by hash; 1 to 64. An existing folder keeps its number.
+    read_mode: "buffered" reads files through the page cache; "mmap" maps them, which is faster where they are in
+    memory, but ends the process where the disk fails to read; "direct" bypasses the page cache.
+    io_threads: threads that bring rows up ahead of their step, and as many that write rows down.
+    async_io: read by io_uring where the RocksDB of this build does.
+    rocksdb_cache_mb: MiB of RocksDB's own cache of blocks, used by "direct" reads: others have the page cache.
+    rocksdb_options: a dict, or RocksDB's options string, which it is kept as, over tierbed's own settings. Names are
+    fields of RocksDB's DBOptions and ColumnFamilyOptions; those of a file's format go into
+    {"block_based_table_factory": {...}}.
+    """
 
     store: str = field(default="cached_ssd", init=False)
     host_cache_budget_mb: float = 0
+    shards: int = field(default=SHARDS, kw_only=True)
+    read_mode: str = field(default="buffered", kw_only=True)
+    io_threads: int = field(default=IO_THREADS, kw_only=True)
+    async_io: bool = field(default=True, kw_only=True)
+    rocksdb_cache_mb: float = field(default=CACHE_MB, kw_only=True)
+    rocksdb_options: str | Mapping[str, Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         require_rocksdb()
         super().__post_init__()
         _check_budget("host_cache_budget_mb", self.host_cache_budget_mb, zero=True)
+        _check_budget("rocksdb_cache_mb", self.rocksdb_cache_mb, zero=True)
+        if isinstance(self.shards, bool) or not isinstance(self.shards, int) or not 1 <= self.shards <= BUCKETS:
+            raise OptionError(f"shards={self.shards!r}: give a whole number from 1 to {BUCKETS}")
+        if self.read_mode not in READ_MODES:
+            raise OptionError(f"read_mode={self.read_mode!r}: give one of {', '.join(map(repr, READ_MODES))}")
+        if isinstance(self.io_threads, bool) or not isinstance(self.io_threads, int) or not 1 <= self.io_threads <= 64:
+            raise OptionError(f"io_threads={self.io_threads!r}: give a whole number from 1 to 64")
+        if not isinstance(self.async_io, bool):
+            raise OptionError(f"async_io={self.async_io!r}: give True or False")
+        if self.rocksdb_options is not None:
+            object.__setattr__(self, "rocksdb_options", options_text(self.rocksdb_options))
         if self.persistent_path is None:
             raise OptionError("persistent_path=None: cached_ssd keeps rows on disk; give a folder on the SSD")
 
@@ -133,10 +209,24 @@ def make_device_mem_store_options(
     storage_dim: int | None = None,
     physical_block_size: int = 4096,
     open: str = "resume",
+    *,
+    eviction: str = "none",
+    admission: float | None = None,
+    ttl_steps: int | None = None,
 ) -> DeviceMemOptions:
     """All rows in device memory: the fastest, bounded by it. Raises OptionError; the arguments are `StoreOptions`'."""
 
-    return DeviceMemOptions(persistent_path, capacity, size_factor, storage_dim, physical_block_size, open)
+    return DeviceMemOptions(
+        persistent_path,
+        capacity,
+        size_factor,
+        storage_dim,
+        physical_block_size,
+        open,
+        eviction=eviction,
+        admission=admission,
+        ttl_steps=ttl_steps,
+    )
 
 
 def make_host_mem_store_options(
@@ -146,10 +236,24 @@ def make_host_mem_store_options(
     storage_dim: int | None = None,
     physical_block_size: int = 4096,
     open: str = "resume",
+    *,
+    eviction: str = "none",
+    admission: float | None = None,
+    ttl_steps: int | None = None,
 ) -> HostMemOptions:
     """All rows in host memory. Raises OptionError; the arguments are `StoreOptions`'."""
 
-    return HostMemOptions(persistent_path, capacity, size_factor, storage_dim, physical_block_size, open)
+    return HostMemOptions(
+        persistent_path,
+        capacity,
+        size_factor,
+        storage_dim,
+        physical_block_size,
+        open,
+        eviction=eviction,
+        admission=admission,
+        ttl_steps=ttl_steps,
+    )
 
 
 def make_cached_host_mem_store_options(
@@ -160,6 +264,12 @@ def make_cached_host_mem_store_options(
     storage_dim: int | None = None,
     physical_block_size: int = 4096,
     open: str = "resume",
+    *,
+    eviction: str = "none",
+    admission: float | None = None,
+    ttl_steps: int | None = None,
+    cache_policy: str = "lru",
+    overflow_mb: float = 64,
 ) -> CachedHostMemOptions:
     """All rows in host memory, the hot ones cached in `cache_budget_mb` MiB of device memory. Raises OptionError."""
     return CachedHostMemOptions(
@@ -169,7 +279,12 @@ def make_cached_host_mem_store_options(
         storage_dim,
         physical_block_size,
         open,
+        eviction=eviction,
+        admission=admission,
+        ttl_steps=ttl_steps,
         cache_budget_mb=cache_budget_mb,
+        cache_policy=cache_policy,
+        overflow_mb=overflow_mb,
     )
 
 
@@ -182,10 +297,22 @@ def make_cached_ssd_store_options(
     physical_block_size: int = 4096,
     host_cache_budget_mb: float = 0,
     open: str = "resume",
+    *,
+    eviction: str = "none",
+    admission: float | None = None,
+    ttl_steps: int | None = None,
+    cache_policy: str = "lru",
+    overflow_mb: float = 64,
+    shards: int = SHARDS,
+    read_mode: str = "buffered",
+    io_threads: int = IO_THREADS,
+    async_io: bool = True,
+    rocksdb_cache_mb: float = CACHE_MB,
+    rocksdb_options: str | Mapping[str, Any] | None = None,
 ) -> CachedSsdOptions:
     """All rows in RocksDB under `persistent_path`, the hot ones cached in device memory and, by option, in host memory.
 
-    Raises OptionError.
+    Raises OptionError; the arguments are those of `CachedSsdOptions`.
     """
     return CachedSsdOptions(
         persistent_path,
@@ -194,8 +321,19 @@ def make_cached_ssd_store_options(
         storage_dim,
         physical_block_size,
         open,
+        eviction=eviction,
+        admission=admission,
+        ttl_steps=ttl_steps,
         cache_budget_mb=cache_budget_mb,
+        cache_policy=cache_policy,
+        overflow_mb=overflow_mb,
         host_cache_budget_mb=host_cache_budget_mb,
+        shards=shards,
+        read_mode=read_mode,
+        io_threads=io_threads,
+        async_io=async_io,
+        rocksdb_cache_mb=rocksdb_cache_mb,
+        rocksdb_options=rocksdb_options,
     )
 
 

@@ -30,6 +30,14 @@ def segment(spec: TableSpec, lookup: Lookup) -> Segment:
     return _keys(lookup.ids), tables, _bags(spec, lookup)
 
 
+def rows_of(spec: TableSpec, lookup: Lookup) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+    """The unique rows of a lookup without bags, on any device: tables [n] and keys [n]. Raises InputError."""
+    tables = None if lookup.table_ids is None else lookup.table_ids.cpu()
+    on_host = Lookup(lookup.ids.cpu(), tables)
+    batch = _core.Batch([segment(spec, on_host)], spec.num_tables, spec.padding_key)
+    return batch.tables.copy(), batch.keys.copy()
+
+
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor whose memory, where it is large, serves a later one again."""
     size = math.prod(shape) * dtype.itemsize

@@ -19,8 +19,11 @@ from . import _core
 from .errors import ClosedError, OptimizerError, StoreError, TierbedError
 from .inputs import Lookup, check_grad, check_weights
 from .interrupts import uninterrupted
+from .lifecycle import Lifecycle
 from .optim.rule import catches_up
-from .store.contract import Chunks, Store, row_dtype
+from .prefetch import Prefetcher
+from .segments import rows_of
+from .store.contract import Chunks, Keys, Store, Tables, row_dtype
 from .store.stack import Stack
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ class OpenTable:
 
     `stored_rows` were there when it was opened; `step` counts the updates of the whole table. `state` is what rows
     carry beside the embedding; `optimizer` is None where the table is open for reading and `put` alone. `before_write`
-    is called before each write.
+    is told, before each write, the step that it is of.
     """
 
     def __init__(
@@ -44,8 +47,8 @@ class OpenTable:
         processor: Processor[Any],
         stack: Stack,
         state: RowState,
-        capacity: int | None,
-        before_write: Callable[[], None],
+        lifecycle: Lifecycle,
+        before_write: Callable[[int], None],
     ) -> None:
         self.spec = spec
         self.processor = processor
@@ -57,15 +60,16 @@ class OpenTable:
         self.stored_rows = 0
         self.step = 0
         self.failure: BaseException | None = None  # what left the rows in doubt
-        self._capacity = capacity
+        self.lifecycle = lifecycle
         self._before_write = before_write
         self._pinned: PinnedBatch | None = None
+        self._prefetcher = Prefetcher(processor, stack.top)
         self.lock = RLock()  # native loops let other threads of Python run
 
     @property
     def rows(self) -> int:
-        """How many were written so far; may wait for the device."""
-        return self.stored_rows + self.processor.written
+        """How many were written so far and did not leave; may wait for the device."""
+        return self.stored_rows + self.processor.written - self.lifecycle.gone
 
     def describe(self) -> dict[str, Any]:
         return self.spec.describe(self.state, self.hyper, self.step)
@@ -89,17 +93,24 @@ class OpenTable:
             batch = self._peek(lookup)
             return self.processor.weights_grad(batch, 0, lookup, grad)
 
-    def prefetch(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32) -> PinnedBatch:
+    def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32) -> PinnedBatch:
         """Deduplicate the ids, bring their rows up and pin them. `dtype`: of what is gathered, and of gradients.
 
         Raises CapacityError and pins nothing where they do not fit.
         """
-        if self.optimizer is None:
-            raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
+        self._check_optimizer()
         with self.lock, uninterrupted():
             pinned = self._pin(lookups, dtype)
             self._settle(pinned.core)
             return pinned
+
+    def announce(self, lookups: list[Lookup]) -> None:
+        """A coming step has these lookups: its batch may be made ready ahead. Steps are announced in their order."""
+        self._check_optimizer()
+        with self.lock, uninterrupted():
+            self._store()
+            if self.processor.ahead:
+                self._prefetcher.announce(lookups)
 
     def gather(self, pinned: PinnedBatch, index: int, weights: Tensor | None) -> Tensor:
         with self.lock:
@@ -119,9 +130,13 @@ class OpenTable:
             check_grad(self.spec, lookup, grad, pinned.dtype)
             check_weights(self.spec, lookup, given)
         rule = self.optimizer.rule
-        with self.lock, self._writing(pinned):
-            self.processor.update(pinned.core, pinned.lookups, grads, weights, pinned.dtype, rule, hyper, step)
-            self.step, self.hyper = step, hyper
+        with self.lock, uninterrupted():
+            with self._writing(pinned, step):
+                self.processor.update(pinned.core, pinned.lookups, grads, weights, pinned.dtype, rule, hyper, step)
+                self.step, self.hyper = step, hyper
+                self.lifecycle.written(pinned.core, step)
+            if expired := self.lifecycle.expired(step):
+                self._erase(*expired, "expired")
 
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
         """Write values [n, dim] to the rows of n ids; of a repeated id the last stands. Optimizer state stays."""
@@ -131,19 +146,31 @@ class OpenTable:
                 f"{self.state.rule}; add that optimizer before put"
             )
         with self.lock, uninterrupted():
-            pinned = self._pin([lookup], torch.float32)
+            pinned = self._pin([lookup], torch.float32, is_step=False)
             self.check()
-            with self._writing(pinned):
+            with self._writing(pinned, self.step):
                 if rule := self._lagging:
                     self.processor.catch_up(pinned.core, rule, self._hyper_now(), self.step + 1)
                 self.processor.assign(pinned.core, values, self.step)
+                self.lifecycle.written(pinned.core, self.step)
+
+    def delete(self, lookup: Lookup) -> int:
+        """Forget the rows of ids, in every tier. Returns how many had been written."""
+        with self.lock, uninterrupted():
+            self.release()
+            with self._prefetcher.step(None):
+                count = self.processor.count_written(self._peek(lookup))
+                self.check()
+                if count:
+                    self._erase(*rows_of(self.spec, lookup), "deleted", count)
+                return count
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""
         with self.lock, uninterrupted():
             pinned, self._pinned = self._pinned, None
             if pinned is not None:
-                self._store().unpin(pinned.core, dirty=False)
+                self._unpin(pinned, dirty=False)
 
     def scan(self) -> Chunks:
         """Every written row, as `Tier.scan`. Raises ClosedError if the table is closed or replaced on the way."""
@@ -174,13 +201,23 @@ class OpenTable:
         with self.lock:
             stack, self.stack, self._pinned = self.stack, None, None
             if stack is not None:
+                self._prefetcher.close()
                 stack.top.close()
 
-    def metrics(self) -> dict[str, dict[str, int]]:
+    def metrics(self) -> dict[str, dict[str, float]]:
         with self.lock:
             store = self._store()
             self.check()
-            return {"table": {"rows": self.rows, "step": self.step}, **store.metrics()}
+            counts = {**self.lifecycle.counts, **self._prefetcher.counts}
+            return {"table": {"rows": self.rows, "step": self.step, **counts}, **store.metrics()}
+
+    def where(self, lookup: Lookup) -> list[dict[str, Any]]:
+        """Where the row of one id is: `Level.where`. Nothing for padding. Changes nothing."""
+        with self.lock:
+            store = self._store()
+            self.check()
+            tables, keys = rows_of(self.spec, lookup)
+            return store.where(int(tables[0]), int(keys[0])) if len(keys) else []
 
     def check(self) -> None:
         """Wait for the processor, and raise what an earlier call did wrong. InputError, CapacityError."""
@@ -201,16 +238,42 @@ class OpenTable:
         if error is not None:
             raise error
 
-    def _pin(self, lookups: list[Lookup], dtype: torch.dtype) -> PinnedBatch:
+    def _pin(self, lookups: list[Lookup], dtype: torch.dtype, is_step: bool = True) -> PinnedBatch:
         self.release()
-        batch = self._batch(lookups)
-        self._store().pin(batch, None if self._capacity is None else self._room)
+        with self._prefetcher.step(lookups if is_step else None) as prepared:
+            batch = self._batch(lookups) if prepared is None else prepared
+            step = self.step + is_step
+            if victims := self.lifecycle.admit(batch, self.layout, step, training=is_step):
+                self._erase(*victims, "evicted")
+            self._store().pin(batch, self._room if self._bounded else None)
+            if self.lifecycle.remembers:
+                batch.use_own_lines()
         self._pinned = PinnedBatch(self, batch, lookups, dtype)
         return self._pinned
 
+    def _unpin(self, pinned: PinnedBatch, dirty: bool) -> None:
+        self._store().unpin(pinned.core, dirty)
+        self._prefetcher.ended()
+
+    @property
+    def _bounded(self) -> bool:
+        """Whether the store watches the capacity: it is the one to count new rows where nothing remembers them."""
+        return self.lifecycle.capacity is not None and not self.lifecycle.remembers
+
     def _room(self) -> int:
-        assert self._capacity is not None
-        return max(self._capacity - self.rows, 0)
+        assert self.lifecycle.capacity is not None
+        return max(self.lifecycle.capacity - self.rows, 0)
+
+    def _erase(self, tables: Tables, keys: Keys, cause: str, count: int | None = None) -> None:
+        """Take rows out of every tier; `count` of them had been written, all where it is None."""
+        store = self._store()
+        self._before_write(self.step)
+        try:
+            store.erase(tables, keys)
+            self.lifecycle.left(tables, keys, len(keys) if count is None else count, cause)
+        except BaseException as error:
+            self.failure = error  # some are out and some are not
+            raise
 
     def _peek(self, lookup: Lookup) -> Any:
         batch = self._batch([lookup])
@@ -232,16 +295,16 @@ class OpenTable:
         return self.hyper if self.optimizer is None else self.optimizer.hyper(self.step + 1)
 
     @contextmanager
-    def _writing(self, pinned: PinnedBatch) -> Iterator[None]:
-        """Around what writes the lines of a pinned batch; ends the pin."""
+    def _writing(self, pinned: PinnedBatch, step: int) -> Iterator[None]:
+        """Around what writes the lines of a pinned batch at `step`; ends the pin."""
         self._check_pinned(pinned)
         with uninterrupted():
-            self._before_write()
+            self._before_write(step)
             written = False
             try:
                 yield
                 written, self._pinned = True, None
-                self._store().unpin(pinned.core, dirty=True)
+                self._unpin(pinned, dirty=True)
             except BaseException as error:
                 if written or not isinstance(error, (TypeError, ValueError)):  # those refuse before anything is written
                     # lines, counters and the tiers below may disagree: nothing here may be served or marked clean
@@ -251,6 +314,10 @@ class OpenTable:
     def _check_pinned(self, pinned: PinnedBatch) -> None:
         if pinned is not self._pinned:
             raise StoreError(f"embedding {self.spec.name!r}: the batch is no longer pinned; prefetch it again")
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer is None:
+            raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
 
     def _store(self) -> Store[Any]:
         if self.stack is None:

@@ -166,7 +166,7 @@ def progress_bar() -> Progress:
     return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), numbers, TimeElapsedColumn())
 
 
-def hit_rates(metrics: dict[str, dict[str, int]]) -> str:
+def hit_rates(metrics: dict[str, dict[str, float]]) -> str:
     """What each tier answered of the rows that it was asked for."""
     parts = []
     for tier, counts in metrics.items():

@@ -79,7 +79,7 @@ def train(
     """One step; returns the rows that it saw. Without `grad`, gradients depend on ids, tables and rows."""
     ids = torch.as_tensor(ids, dtype=embedding.spec.key_type)
     tables = torch.as_tensor(tables).broadcast_to(ids.shape)
-    pinned = embedding.prefetch([Lookup(ids, tables)])
+    pinned = embedding.pin([Lookup(ids, tables)])
     rows = pinned.gather(0)
     if grad is None:
         phase = (ids.to(torch.int64) % 1009 + tables).to(torch.float32)[..., None] + torch.arange(embedding.dim)

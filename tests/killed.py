@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,19 @@ from embeddings import contents, make, options, train
 from tierbed.engine import MultiTableEmbedding
 
 
+# (signal, exit code). A second Ctrl-C may meet Python at any point of its own end, and torch aborts where a thread
+# frees a tensor while the interpreter ends.
+ENDS = {
+    "kill": [(9, 0)],
+    "any": [(9, 0)],
+    "close": [(9, 0)],
+    "error": [(0, 1)],
+    "interrupt": [(0, 1), (2, 0)],
+    "thread": [(0, 0), (6, 0)],
+}
+SENT = {"any": signal.SIGKILL, "close": signal.SIGKILL, "interrupt": signal.SIGINT, "thread": signal.SIGTERM}
+
+
 def embedding_at(path: Path | None, store: str, optimizer: str | None = "adagrad", **more: Any) -> MultiTableEmbedding:
     return make(options(store, path, **more), optimizer, tables=1)
 
@@ -27,9 +41,13 @@ def embedding_at(path: Path | None, store: str, optimizer: str | None = "adagrad
 def step(embedding: MultiTableEmbedding) -> int:
     """One step, which depends on its number alone; returns the number. Rows follow from key and number of updates."""
     number = embedding.metrics()["table"]["step"] + 1
-    ids = (torch.arange(12) * 7 + number * 5) % 31
+    ids = ids_of(number)
     train(embedding, ids, grad=(1.0 + ids % 7)[:, None])
     return number
+
+
+def ids_of(number: int) -> torch.Tensor:
+    return (torch.arange(12) * 7 + number * 5) % 31
 
 
 def steps(embedding: MultiTableEmbedding, count: int) -> None:
@@ -60,17 +78,39 @@ def remarks(caplog: pytest.LogCaptureFixture) -> list[str]:
     return said
 
 
-def run(path: str, store: str, count: int, saves: list[int], end: str, events: int) -> None:
+def run(path: str, store: str, count: int, saves: list[int], end: str, ahead: int, events: int) -> None:
     """Train `count` steps, save a snapshot after each of `saves`, then end. Tells `events` what is done."""
     embedding = embedding_at(Path(path), store)
-    for _ in range(count):
-        number = step(embedding)
-        os.write(events, b"step %d\n" % number)
-        if number in saves or (end == "any" and number % 4 == 0):
+
+    def work() -> None:
+        for hinted in range(1, ahead + 1):
+            embedding.prefetch(ids_of(hinted), 0)
+        for _ in range(count):
+            number = step(embedding)
+            os.write(events, b"step %d\n" % number)
+            if ahead:
+                embedding.prefetch(ids_of(number + ahead), 0)
+            if number in saves or (end == "any" and number % 4 == 0):
+                embedding.save_snapshot(f"s{number}")
+                os.write(events, b"saved %d\n" % number)
+
+    while end == "close":  # again and again
+        for _ in range(3):
+            number = step(embedding)
+        if number % 2:
             embedding.save_snapshot(f"s{number}")
-            os.write(events, b"saved %d\n" % number)
+        embedding.close()
+        os.write(events, b"closed %d\n" % number)
+        embedding = embedding_at(Path(path), store)
+    if end == "thread":  # the interpreter ends while a thread trains
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+        threading.Thread(target=work, daemon=True).start()
+        time.sleep(60)
+    work()
     if end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if end == "_exit":
+        os._exit(0)
     if end == "fork":  # the end of a worker must not close the folder of the process that made the embedding
         if os.fork() == 0:
             signal.alarm(5)  # what hangs fails
@@ -102,11 +142,12 @@ def serve() -> None:
             happened = []
             if after is not None:
                 happened = [events.readline() for _ in range(after[0])]
-                time.sleep(after[1])
-                os.kill(child, signal.SIGKILL)
+                for wait in after[1:]:
+                    time.sleep(wait)
+                    os.kill(child, SENT[plan["end"]])
             happened = "".join([*happened, events.read()]).splitlines()
         _, status = os.waitpid(child, 0)
-        print(json.dumps({"events": happened, "signal": status & 0x7F}), flush=True)
+        print(json.dumps({"events": happened, "signal": status & 0x7F, "code": status >> 8}), flush=True)
 
 
 class Trainer:
@@ -123,19 +164,27 @@ class Trainer:
         )
 
     def train(
-        self, path: Path, store: str, count: int = 10**9, saves: Any = (), end: str = "kill", after: Any = None
+        self,
+        path: Path,
+        store: str,
+        count: int = 10**9,
+        saves: Any = (),
+        end: str = "kill",
+        after: Any = None,
+        ahead: int = 0,
     ) -> list[str]:
-        """What the run did, as 'step 3' and 'saved 3'.
+        """What the run did, as 'step 3' and 'saved 3'. It announces so many steps `ahead`.
 
-        end: "kill" after the last step, "exit", "error", "fork", or "any": it saves every fourth step until it is
-        killed, `after` a number of events and some seconds.
+        end: "kill" after the last step, "exit", "_exit", "error", "fork"; or one that `after` a number of events, and
+        each of some waits in seconds, is sent a signal: "any" saves every fourth step until it is killed, "close" closes
+        and opens every third, "interrupt" is sent SIGINT, "thread" exits by SIGTERM while a thread trains.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        plan = {"path": str(path), "store": store, "count": count, "saves": list(saves), "end": end, "after": after}
-        print(json.dumps(plan), file=self._process.stdin, flush=True)
+        plan = {"path": str(path), "store": store, "count": count, "saves": list(saves)}
+        print(json.dumps({**plan, "end": end, "after": after, "ahead": ahead}), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
-        assert answer["signal"] == (signal.SIGKILL if end in ("kill", "any") else 0), answer
+        assert (answer["signal"], answer["code"]) in ENDS.get(end, [(0, 0)]), answer
         return answer["events"]
 
     def close(self) -> None:

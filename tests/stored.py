@@ -85,6 +85,12 @@ def flip_bit(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
+def files(path: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of the last change of every file under a folder."""
+    found = {str(file): file.stat() for file in path.rglob("*")}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+
+
 def run_python(script: str, *arguments: Path) -> str:
     """What a script prints in a process of its own; it sees the helpers of the tests."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

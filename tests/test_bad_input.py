@@ -163,7 +163,7 @@ def test_table_ids_out_of_range_are_refused_in_every_way_in(embedding: MultiTabl
     uses: list[Callable[[], Any]] = [
         lambda: embedding.get([1, 2], [0, table]),
         lambda: embedding.put([1, 2], torch.ones(2, DIM), [0, table]),
-        lambda: embedding.prefetch([Lookup(torch.tensor([1, 2]), torch.tensor([0, table]))]),
+        lambda: embedding.pin([Lookup(torch.tensor([1, 2]), torch.tensor([0, table]))]),
     ]
     for use in uses:
         with pytest.raises(InputError, match=rf"table id {table} .*they run from 0 to 2"):
@@ -223,7 +223,7 @@ def test_table_ids_of_get_and_put_that_are_no_integers_are_refused(embedding: Mu
 
 def test_gradients_of_a_wrong_shape_change_no_row(embedding: MultiTableEmbedding) -> None:
     for grads in (torch.ones(3, DIM), torch.ones(2, DIM + 1), torch.ones(0, DIM)):
-        pinned = embedding.prefetch([Lookup(torch.arange(2), ints(2))])
+        pinned = embedding.pin([Lookup(torch.arange(2), ints(2))])
         with pytest.raises((TierbedError, ValueError, RuntimeError)):
             pinned.update([grads])
         embedding.release()

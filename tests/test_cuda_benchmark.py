@@ -26,8 +26,9 @@ def gpu() -> ModuleType:
 
 @on_devices
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_steps(gpu: ModuleType, device: Device, optimizer: str) -> None:
-    step = gpu.checked_step(device, optimizer, ids=40, rows=50, tables=3, dim=4)
+@pytest.mark.parametrize("store", ["device_mem", "host_mem", "cached_host_mem"])
+def test_steps(gpu: ModuleType, device: Device, store: str, optimizer: str) -> None:
+    step = gpu.checked_step(device, store, optimizer, ids=40, rows=50, tables=3, dim=4)
     assert torch.isfinite(step(0)).all()
 
 

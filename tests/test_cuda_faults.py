@@ -29,7 +29,7 @@ def step(embedding: MultiTableEmbedding, ids: Any, tables: Any = 0, offsets: Any
     pooling = None if offsets is None else "sum"
     shape = given.shape if offsets is None else (len(offsets) - 1,)
     ends = None if offsets is None else torch.tensor(offsets, device=place)
-    pinned = embedding.prefetch([Lookup(given, torch.as_tensor(tables, device=place).expand(shape), ends, pooling)])
+    pinned = embedding.pin([Lookup(given, torch.as_tensor(tables, device=place).expand(shape), ends, pooling)])
     rows = pinned.gather(0)
     pinned.update([torch.ones_like(rows)])
     if place.type == "cuda":
@@ -37,15 +37,25 @@ def step(embedding: MultiTableEmbedding, ids: Any, tables: Any = 0, offsets: Any
     return rows
 
 
+def progress(embedding: MultiTableEmbedding) -> tuple[int, int]:
+    """Rows that were written, and steps."""
+    table = embedding.metrics()["table"]
+    return table["rows"], table["step"]
+
+
 @on_devices
 @pytest.mark.parametrize("optimizer", ["adam", "catch-up"])
-@pytest.mark.parametrize("pooled", [False, True])
-def test_rows_beyond_the_capacity_are_told_at_the_next_call(device: Device, optimizer: str, pooled: bool) -> None:
+@pytest.mark.parametrize(
+    ("store", "pooled"), [("device", False), ("device", True), ("host", False), ("cached_host", True)]
+)
+def test_rows_beyond_the_capacity_are_told_at_the_next_call(
+    device: Device, store: str, pooled: bool, optimizer: str
+) -> None:
     expected = make(options("device", capacity=4), optimizer, name="cpu")
     for ids in ([1, 2], [2], [1, 3, 4]):
         step(expected, ids)
     with tables_on(device) as place:
-        embedding = make(options("device", capacity=4), optimizer).to(place)
+        embedding = make(options(store, capacity=4), optimizer).to(place)
         for ids in ([1, 2], [2]):
             step(embedding, ids)
         rows = step(embedding, [1, 7, 8, 9], offsets=[0, 1, 4] if pooled else None)
@@ -53,7 +63,7 @@ def test_rows_beyond_the_capacity_are_told_at_the_next_call(device: Device, opti
         assert not rows[1:].any()
         with pytest.raises(CapacityError, match=r"'rows'.*than 4 leaves room for; raise capacity.*changed nothing"):
             step(embedding, [1])
-        assert embedding.metrics()["table"] == {"rows": 2, "step": 2}
+        assert progress(embedding) == (2, 2)
         step(embedding, [1, 3, 4])
         assert contents(embedding).tobytes() == contents(expected).tobytes()
         with pytest.raises(CapacityError):  # who waits for the outcome is told at once
@@ -63,7 +73,7 @@ def test_rows_beyond_the_capacity_are_told_at_the_next_call(device: Device, opti
 
 
 @on_devices
-@pytest.mark.parametrize("store", ["device", "cached_host"])
+@pytest.mark.parametrize("store", ["device", "host", "cached_host", "ssd"])
 @pytest.mark.parametrize(
     ("ids", "tables", "offsets", "message"),
     [
@@ -77,26 +87,26 @@ def test_rows_beyond_the_capacity_are_told_at_the_next_call(device: Device, opti
     ],
 )
 def test_table_ids_and_offsets_out_of_range(
-    device: Device, store: str, ids: Any, tables: Any, offsets: Any, message: str
+    device: Device, tmp_path: Path, store: str, ids: Any, tables: Any, offsets: Any, message: str
 ) -> None:
     with tables_on(device) as place:
-        embedding = make(options(store), "adagrad").to(place)
+        embedding = make(options(store, tmp_path), "adagrad").to(place)
         step(embedding, [1, 2])
         before = contents(embedding)
-        if store == "device":
+        if store != "ssd":
             step(embedding, ids, tables, offsets)
-            ids, tables, offsets = [8], 0, None  # the next call tells; a cache, which waits for the device, at once
+            ids, tables, offsets = [8], 0, None  # the next call tells; a store that waits for the device, at once
         with pytest.raises(InputError, match=message):
             step(embedding, ids, tables, offsets)
         assert contents(embedding).tobytes() == before.tobytes()
-        assert embedding.metrics()["table"] == {"rows": 2, "step": 1}
+        assert progress(embedding) == (2, 1)
         step(embedding, [8])
         assert embedding.size() == 3
         with pytest.raises(InputError, match="table_ids"):
             embedding.get([1], 3)
         with pytest.raises(InputError, match="table_ids"):
             embedding.put([1], torch.ones(1, DIM), -1)
-        assert embedding.metrics()["table"] == {"rows": 3, "step": 2}
+        assert progress(embedding) == (3, 2)
 
 
 @on_devices
@@ -115,24 +125,24 @@ def test_a_mistake_in_the_last_step_costs_no_rows(tmp_path: Path, device: Device
         embedding.close()
         again = make(options("device", tmp_path, open="error"), "adam").to(place)
         assert contents(again).tobytes() == before.tobytes()
-        assert again.metrics()["table"] == {"rows": 2, "step": 1}
+        assert progress(again) == (2, 1)
         again.close()
 
 
 @on_devices
-def test_a_capacity_bounds_caches_as_on_the_cpu(device: Device) -> None:
+def test_a_capacity_bounds_a_cache_over_a_disk_as_on_the_cpu(tmp_path: Path, device: Device) -> None:
     with tables_on(device) as place:
-        embedding = make(options("cached_host", capacity=4), "adam").to(place)
+        embedding = make(options("ssd", tmp_path, capacity=4), "adam").to(place)
         step(embedding, [1, 2, 3])
         with pytest.raises(CapacityError, match="brings 2 new rows and there is room for 1"):
             step(embedding, [2, 3, 4, 5])
-        assert embedding.metrics()["table"] == {"rows": 3, "step": 1}
+        assert progress(embedding) == (3, 1)
         step(embedding, [3, 4])
         assert embedding.size() == 4
 
 
 @on_devices
-@pytest.mark.parametrize("store", ["device", "cached_host"])
+@pytest.mark.parametrize("store", ["device", "host", "cached_host"])
 def test_an_open_table_follows_its_module(tmp_path: Path, device: Device, store: str) -> None:
     for path in (None, tmp_path):
         embedding, stays = make(options(store, path), "adam"), make(options("device"), "adam", name="cpu")
@@ -147,18 +157,37 @@ def test_an_open_table_follows_its_module(tmp_path: Path, device: Device, store:
                 train(embedding.cpu(), [2, 3, 4])
         train(stays, [2, 3, 4])
         assert contents(embedding).tobytes() == contents(stays).tobytes()
-        assert embedding.metrics()["table"] == stays.metrics()["table"] == {"rows": 4, "step": 2}
+        assert progress(embedding) == progress(stays) == (4, 2)
         embedding.close()
 
 
-def test_a_move_that_fails_leaves_the_table_as_it_was(tmp_path: Path) -> None:
+class LittleMemory(EmulatedDevice):
+    """Of a machine that has no room for a table."""
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        if size > 1 << 20:
+            raise MemoryError(f"{size} bytes")
+        return super().host_memory(size, dtype)
+
+
+def test_a_move_that_fails_loses_no_rows(tmp_path: Path) -> None:
     for path in (None, tmp_path):
-        embedding = make(options("host", path), "adam")
+        embedding = make(options("host", path, capacity=100_000), "adam")
         train(embedding, [1, 2, 3])
-        with tables_on(EmulatedDevice()), pytest.raises(OptionError, match="make_device_mem_store_options"):
+        with tables_on(LittleMemory()), pytest.raises(OptionError, match="capacity=100000 is more than the host has"):
             embedding._opened().move(CPU)
+        if path is not None:  # it moved by way of its folder
+            embedding = make(options("host", path, open="error"), "adam")
         assert embedding.size() == 3
         embedding.close()
+
+
+@pytest.mark.parametrize(
+    "more", [{"eviction": "lru", "capacity": 9}, {"admission": 2}, {"admission": 0.5}, {"ttl_steps": 4}], ids=str
+)
+def test_what_a_table_on_a_gpu_lacks_is_refused(more: dict[str, Any]) -> None:
+    with tables_on(EmulatedDevice()), pytest.raises(OptionError, match=rf"^{next(iter(more))}=.*leave .* out"):
+        make(options("device", **more)).size()
 
 
 def test_ids_of_another_device_than_the_module_are_refused() -> None:
@@ -171,11 +200,6 @@ def test_ids_of_another_device_than_the_module_are_refused() -> None:
     ids = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(InputError, match=r"weights of .* are on meta; tables live"):
         embedding(ids, pooling="sum", weights=torch.ones(2, 3, device="meta"))
-
-
-def test_host_memory_alone_does_not_serve_a_device() -> None:
-    with tables_on(EmulatedDevice()), pytest.raises(OptionError, match=r"'host_mem'.*make_cached_host_mem_store"):
-        make(options("host")).size()
 
 
 def test_a_budget_below_one_set_is_refused() -> None:
@@ -216,21 +240,24 @@ class Watched(EmulatedDevice):
     ("store", "more", "waits"),
     [
         ("device", {"capacity": 500}, 0),
-        ("cached_host", {"budget_mb": 1.0}, 1),
-        ("cached_host", {"budget_mb": 1.0, "capacity": 500}, 2),  # the row count as well
-        ("cached_host", {}, 2),  # rows that found no place go down
+        ("host", {"capacity": 500}, 0),
+        ("cached_host", {"capacity": 500}, 0),
+        ("cached_host", {}, 0),  # as long as the table need not grow
+        ("ssd", {"budget_mb": 1.0}, 1),
+        ("ssd", {"budget_mb": 1.0, "capacity": 500}, 2),  # the row count as well
+        ("ssd", {}, 2),  # rows that found no place go down
     ],
 )
-def test_how_often_a_step_waits_for_its_device(store: str, more: dict[str, Any], waits: int) -> None:
+def test_how_often_a_step_waits_for_its_device(tmp_path: Path, store: str, more: dict[str, Any], waits: int) -> None:
     mode = Waits()
     with tables_on(Watched(mode)):
-        embedding = make(options(store, **more), "adam")
+        embedding = make(options(store, tmp_path, **more), "adam")
         step(embedding, torch.arange(100), 1)
         for ids in (torch.arange(50, 150), torch.arange(120, 220)):
             grads = torch.ones(100, DIM)
             tables, before = torch.ones(100, dtype=torch.int64), mode.count
             with mode:
-                pinned = embedding.prefetch([Lookup(ids, tables)])
+                pinned = embedding.pin([Lookup(ids, tables)])
                 pinned.gather(0)
                 pinned.update([grads])
             assert mode.count - before == waits

@@ -32,7 +32,7 @@ def test_missing_rows_are_inserted_with_initial_values_and_found_again(device: D
     assert int(table.store.find(again)[-1]) == 0
     where = dict(zip(table.identities(batch), batch.lines.tolist(), strict=True))
     assert [where[row] for row in table.identities(again)] == again.lines.tolist()
-    assert table.store.counts() == {"resident_rows": len(keys), "hits": 0, "misses": len(keys)}
+    assert table.store.counts() == {"resident_rows": len(keys), "hits": 0, "misses": len(keys), "insertions": len(keys)}
 
 
 @on_devices
@@ -96,4 +96,39 @@ def test_an_empty_batch_changes_nothing(device: Device) -> None:
     for segments in ([], [([], [], None)]):
         batch = table.pinned(segments)
         assert int(count_new(table.layout, batch.lines, batch.count)) == 0
-    assert table.store.counts() == {"resident_rows": 0, "hits": 0, "misses": 0}
+    assert table.store.counts() == {"resident_rows": 0, "hits": 0, "misses": 0, "insertions": 0}
+
+
+@on_devices
+def test_erased_rows_are_gone_and_their_lines_serve_new_rows(device: Device) -> None:
+    host = Table([2])
+    table = DeviceTable(device, host, 512)
+    rng = np.random.default_rng(3)
+    held: set[tuple[int, int]] = set()
+    inserted = 0
+    for round in range(8):
+        keys, tables = rng.integers(0, 300, 250, np.uint64), rng.integers(0, 2, 250)
+        batch = table.pinned([(keys.tolist(), tables.tolist(), None)])
+        rows = table.identities(batch)
+        inserted += len(set(rows) - held)
+        held |= set(rows)
+        assert int(table.faults) == 0
+        same_bits(
+            table.read(batch.lines[: len(rows)])[0],
+            host.initial(np.array([t for t, _ in rows], np.uint32), np.array([k for _, k in rows], np.uint64)),
+        )
+        keys, tables = rng.integers(0, 300, 20 if round % 2 else 400, np.uint64), rng.integers(0, 2, 20)
+        batch = table.batch([(keys.tolist(), np.resize(tables, len(keys)).tolist(), None)])
+        table.store.find(batch)
+        table.store.erase(batch, batch.lines)
+        held -= set(table.identities(batch))
+        lines = table.store.rows()[2]
+        there = lines != 0
+        assert len(set(lines[there].tolist())) == there.sum() == len(held)
+        counts = table.store.counts()
+        assert (counts["resident_rows"], counts["insertions"]) == (len(held), inserted)
+        every = [(t, k) for t in range(2) for k in range(300)]
+        batch = table.batch([([k for _, k in every], [t for t, _ in every], None)])
+        table.store.find(batch)
+        found = {row for row, line in zip(table.identities(batch), batch.lines.tolist(), strict=True) if line}
+        assert found == held

@@ -1,4 +1,4 @@
-"""What docs/embedding.md and docs/training.md show runs, and the checkpoint survives what the page says."""
+"""What the pages of docs show runs, and the checkpoint of docs/training.md survives what the page says."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -55,4 +57,10 @@ def test_the_training_page_runs_and_brings_a_killed_and_terminated_run_back_to_t
     assert [folder.name for folder in snapshots.iterdir()] == ["step-00000010"]
     terminated = "AT, SIGNAL = 23, signal.SIGTERM" + ENDS
     done = run("\n".join(page) + terminated + RESUMES, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", ["lifecycle.md", "metrics.md", "planning.md"])
+def test_a_page_runs(page: str, tmp_path: Path) -> None:
+    done = run("\n".join(blocks(page)), tmp_path)
     assert done.returncode == 0, done.stderr

@@ -341,7 +341,7 @@ def test_pretrained_rows_of_a_closed_store_are_trained(store: str, tmp_path: Pat
 def test_training_without_an_optimizer_and_one_that_rows_cannot_follow_are_refused() -> None:
     with make(options("device"), tables=1) as embedding:
         with pytest.raises(OptimizerError, match=r"'rows' has no optimizer.*add_optimizer"):
-            embedding.prefetch([Lookup(torch.tensor([1]))])
+            embedding.pin([Lookup(torch.tensor([1]))])
         optimizer = torch.optim.RMSprop(embedding.parameters())
         with pytest.raises(OptimizerError, match=r"RMSprop cannot update rows; use one of torch\.optim\.Adagrad"):
             embedding.attach(optimizer, optimizer.param_groups[0])

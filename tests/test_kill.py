@@ -46,7 +46,8 @@ def test_a_killed_run_resumes_from_its_last_snapshot_and_says_which(
     with embedding_at(tmp_path, store) as embedding:
         holds(embedding, 6)
         (said,) = remarks(caplog)
-        assert re.search(r"'rows'.*rows was not closed by its last run; restored its last snapshot 's6'", said)
+        assert re.search(r"'rows'.*rows was not closed by its last run; restored its last snapshot 's6', of step 6", said)
+        assert said.endswith("what was written since, steps 7 to 10, is lost")
         steps(embedding, 3)
         holds(embedding, 9)
     with embedding_at(tmp_path, store, open="error") as embedding:
@@ -63,7 +64,9 @@ def test_a_killed_run_without_a_snapshot_starts_empty_and_says_so(
         embedding_at(tmp_path, store, open="error").size()
     with embedding_at(tmp_path, store) as embedding:
         holds(embedding, 0)
-        assert "started empty: it has no snapshot" in remarks(caplog)[0]
+        (said,) = remarks(caplog)
+        assert "started empty: it has no snapshot" in said
+        assert said.endswith("what was written since, steps 1 to 10, is lost")
         steps(embedding, 2)
     with embedding_at(tmp_path, store, open="error") as embedding:
         holds(embedding, 2)
@@ -148,7 +151,9 @@ def test_twenty_kills_at_random_instants_never_serve_mixed_rows(
     for number in range(20):
         # the store changes from kill to kill; every seventh run begins in a new folder
         path, store = tmp_path / str(number // 7), STORES[number % 5]
-        events = trainer.train(path, store, end="any", after=(chance.randrange(14), chance.uniform(0, 0.05)))
+        events = trainer.train(
+            path, store, end="any", after=(chance.randrange(14), chance.uniform(0, 0.05)), ahead=number % 3
+        )
         names = [event.split() for event in events]
         returned = max((int(count) for what, count in names if what == "saved"), default=0)
         saved = [int(s.name[1:]) for s in list_snapshots(path / "rows" / "snapshots").snapshots]
@@ -164,3 +169,23 @@ def test_twenty_kills_at_random_instants_never_serve_mixed_rows(
     assert sum(trained > 0 for trained, _ in seen) >= 5
     assert sum(last > 0 for _, last in seen) >= 5
     assert len({last for _, last in seen}) >= 5
+
+
+def test_kills_while_it_closes_and_opens_leave_what_was_closed_or_saved(
+    tmp_path: Path, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    chance, clean = random.Random(7), 0
+    for number in range(15):
+        path, store = tmp_path / str(number // 5), STORES[number % 5]
+        events = trainer.train(path, store, end="close", after=(chance.randrange(1, 4), chance.uniform(0, 0.05)))
+        closed = int(events[-1].split()[1])
+        with embedding_at(path, store) as embedding:
+            count = embedding.metrics()["table"]["step"]
+            if remarks(caplog):
+                saved = [int(s.name[1:]) for s in list_snapshots(path / "rows" / "snapshots").snapshots]
+                assert count == max(saved, default=0)
+            else:
+                assert closed <= count <= closed + 3
+                clean += 1
+            holds(embedding, count)
+    assert 0 < clean < 15

@@ -39,7 +39,7 @@ class Outcome:
     losses: list[float]
     auc: float
     rows: int
-    metrics: dict[str, dict[str, int]]
+    metrics: dict[str, dict[str, float]]
 
 
 def train(log: Log, options: Any) -> Outcome:

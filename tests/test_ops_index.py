@@ -1,4 +1,4 @@
-"""The full table while its index grows: no row lost, none twice, no line moved."""
+"""The full table while its index grows and rows leave: none lost, none twice, no line moved, lines used again."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Checked:
         self.values = np.zeros(n, np.float32)
         self.updates, self.steps = np.zeros(n, np.uint32), np.zeros(n, np.uint32)
         self.step = 0
+        self.most = 0  # rows that were there at once
 
     def find(self, rows: NDArray[np.int64]) -> _core.Batch:
         """Also checks that those which were ever put are where they were."""
@@ -60,6 +61,11 @@ class Checked:
         known = self.lines[rows] != 0
         np.testing.assert_array_equal(places[known], self.lines[rows][known])
         self.lines[rows] = places
+        self._check_size()
+
+    def erase(self, rows: NDArray[np.int64]) -> None:
+        self.store.erase(self.tables[rows], self.keys[rows])
+        self.lines[rows] = self.updates[rows] = 0
         self._check_size()
 
     def read(self, rows: NDArray[np.int64]) -> None:
@@ -97,7 +103,8 @@ class Checked:
         known = self.lines[self.lines != 0]
         assert self.store.rows == len(known) == len(np.unique(known))
         line = self.layout.layout.line_bytes
-        least = len(known) * (line + SLOT_BYTES)
+        self.most = max(self.most, len(known))
+        least = self.most * (line + SLOT_BYTES)
         assert least <= self.store.bytes <= self.empty_bytes + 8 * least + 2**20
 
     def __len__(self) -> int:
@@ -105,7 +112,7 @@ class Checked:
 
 
 operations = st.tuples(
-    st.sampled_from(["put", "write", "find", "read", "scan"]),
+    st.sampled_from(["put", "write", "erase", "find", "read", "scan"]),
     st.integers(0, 2999),
     st.sampled_from([1, 2, 30, 700, 2500]),
 )
@@ -177,3 +184,37 @@ def test_a_growth_that_begins_before_the_last_one_ended(threads: int) -> None:
     checked.scan()
     checked.find(np.arange(120_000))
     checked.scan()
+
+
+def test_rows_leave_and_come_in_the_middle_of_a_growth(threads: int) -> None:
+    """They are in both indexes, or in the old one alone, whose rows change no places."""
+    checked = growing()
+    checked.erase(np.arange(0, 49_000, 3))
+    checked.find(np.arange(0, 49_000, 5))
+    checked.scan()
+    checked.write(np.arange(0, 30_000, 6))
+    checked.erase(np.arange(1, 49_000, 3))
+    checked.put(np.arange(20_000, 49_010))
+    checked.read(np.arange(120_000))
+    checked.scan()
+    for begin in range(0, 49_000, 1000):  # to the end of it
+        checked.find(np.arange(begin, begin + 1000))
+        checked.erase(np.arange(begin, begin + 1000, 2))
+    checked.read(np.arange(120_000))
+    checked.scan()
+
+
+def test_lines_are_used_again(threads: int) -> None:
+    """Any number of rows may come and go: the table stays as large as the most that were there at once."""
+    checked = Checked(60_000)
+    checked.put(np.arange(2000))
+    checked.erase(np.arange(2000))
+    before = checked.store.bytes
+    for begin in range(0, 60_000, 1000):
+        checked.put(np.arange(begin, begin + 1000))
+        checked.read(np.arange(begin, begin + 1000))
+        checked.erase(np.arange(begin, begin + 1000))
+        assert checked.store.rows == 0
+    assert (
+        checked.store.bytes <= before + 64 * 3 * 16 * checked.layout.layout.line_bytes
+    )  # buckets are not equally full

@@ -36,7 +36,7 @@ def trained(embedding: MultiTableEmbedding, steps: int, **settings: object) -> l
     embedding.attach(optimizer, optimizer.param_groups[0])
     seen = []
     for ids, grads in batches(steps):
-        pinned = embedding.prefetch([Lookup(ids)])
+        pinned = embedding.pin([Lookup(ids)])
         seen.append(pinned.gather(0))
         pinned.update([grads])
     return seen
@@ -55,7 +55,7 @@ def test_rows_and_lookups_equal_dense_adam_at_every_one_of_500_steps(
     embedding.attach(optimizer, optimizer.param_groups[0])
     reference = torch.optim.Adam([dense], lr=0.01, betas=betas)
     for ids, grads in batches(500):
-        pinned = embedding.prefetch([Lookup(ids)])
+        pinned = embedding.pin([Lookup(ids)])
         torch.testing.assert_close(pinned.gather(0), dense.detach()[ids], rtol=0, atol=tolerance)
         pinned.update([grads])
         dense.grad = torch.zeros_like(dense).index_add_(0, ids, grads)
@@ -69,7 +69,7 @@ def test_lazy_adam_would_not_pass(tmp_path: Path) -> None:
     dense = torch.nn.Parameter(embedding.get(IDS))
     reference = torch.optim.Adam([dense], lr=0.01)
     for ids, grads in batches(50):
-        embedding.prefetch([Lookup(ids)]).update([grads])
+        embedding.pin([Lookup(ids)]).update([grads])
         dense.grad = torch.zeros_like(dense).index_add_(0, ids, grads)
         reference.step()
     assert (embedding.get(IDS) - dense.detach()).abs().max() > 1e-2
@@ -92,7 +92,7 @@ def test_put_lets_the_moments_catch_up_and_sets_the_row() -> None:
     optimizer, reference = CatchUpAdam(put.parameters(), lr=0.01), torch.optim.Adam([dense], lr=0.01)
     put.attach(optimizer, optimizer.param_groups[0])
     for step, (ids, grads) in enumerate(batches(80), 1):
-        put.prefetch([Lookup(ids)]).update([grads])
+        put.pin([Lookup(ids)]).update([grads])
         dense.grad = torch.zeros_like(dense).index_add_(0, ids, grads)
         reference.step()
         if step == 70:
@@ -105,17 +105,17 @@ def test_a_wrong_setting_of_the_group_leaves_no_batch_pinned() -> None:
     embedding = make(options("cached_host"), tables=1)
     optimizer = CatchUpAdam(embedding.parameters(), lr=0.01)
     embedding.attach(optimizer, optimizer.param_groups[0])
-    embedding.prefetch([Lookup(IDS)]).update([torch.ones(ROWS, DIM)])
-    embedding.prefetch([Lookup(IDS[:1])]).update([torch.ones(1, DIM)])
+    embedding.pin([Lookup(IDS)]).update([torch.ones(ROWS, DIM)])
+    embedding.pin([Lookup(IDS[:1])]).update([torch.ones(1, DIM)])
     optimizer.param_groups[0]["lr"] = -1.0
     for _ in range(2):
         with pytest.raises(OptimizerError, match=r"lr=-1\.0"):
-            embedding.prefetch([Lookup(IDS)])
+            embedding.pin([Lookup(IDS)])
         with pytest.raises(OptimizerError, match=r"lr=-1\.0"):
             embedding.put(IDS, torch.ones(ROWS, DIM))
     optimizer.param_groups[0]["lr"] = 0.01
     embedding.put(IDS, torch.ones(ROWS, DIM))
-    assert (embedding.prefetch([Lookup(IDS)]).gather(0) == 1).all()
+    assert (embedding.pin([Lookup(IDS)]).gather(0) == 1).all()
 
 
 @pytest.mark.parametrize("store", ["device", "host", "ssd"])
@@ -124,7 +124,7 @@ def test_numbers_of_the_rule_before_are_not_taken_for_those_of_catch_up_adam(tmp
         with make(options(store, path), tables=1, padding_idx=0) as embedding:
             sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
             embedding.attach(sgd, sgd.param_groups[0])
-            embedding.prefetch([Lookup(IDS[:1])]).update([torch.ones(1, DIM)])
+            embedding.pin([Lookup(IDS[:1])]).update([torch.ones(1, DIM)])
             optimizer = CatchUpAdam(embedding.parameters(), lr=0.01)
             embedding.attach(optimizer, optimizer.param_groups[0])
             embedding.put([3], torch.ones(1, DIM))

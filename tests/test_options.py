@@ -21,6 +21,17 @@ COMMON = {
     "storage_dim": None,
     "physical_block_size": 4096,
     "open": "resume",
+    "eviction": "none",
+    "admission": None,
+    "ttl_steps": None,
+}
+ROCKSDB = {
+    "host_cache_budget_mb": 0,
+    "shards": 4,
+    "read_mode": "buffered",
+    "async_io": True,
+    "rocksdb_cache_mb": 32,
+    "rocksdb_options": None,
 }
 MADE = {
     "device_mem": (engine.make_device_mem_store_options, {}),
@@ -44,7 +55,7 @@ def embedding(store_options: Any) -> MultiTableEmbedding:
 def test_options_read_print_and_compare_as_dicts(maker: Callable[..., Any], needed: dict[str, Any]) -> None:
     options = maker(**needed)
     store = next(name for name, made in MADE.items() if made[0] is maker)
-    more = {"host_cache_budget_mb": 0} if store == "cached_ssd" else {}
+    more = ROCKSDB if store == "cached_ssd" else {}
     expected = {"store": store, **COMMON, **more, **needed}
     assert dict(options) == expected == options.as_dict()
     assert options == expected
@@ -107,6 +118,28 @@ def test_makers_take_the_documented_arguments_by_place() -> None:
         ({"physical_block_size": "4096"}, r"physical_block_size='4096'"),
         ({"open": "append"}, r"open='append': give one of 'resume', 'fresh', 'error'"),
         ({"open": ["resume"]}, r"open=\['resume'\]"),
+        ({"capacity": 1 << 63}, r"capacity=9223372036854775808: give a whole number > 0 and < 2\*\*63"),
+        (
+            {"eviction": "random", "capacity": 9},
+            r"eviction='random': give one of 'none', 'lru', 'lfu', 'ttl', 'distance_",
+        ),
+        ({"eviction": None}, r"eviction=None: give one of"),
+        (
+            {"eviction": "lru"},
+            r"eviction='lru' makes room at the capacity, and capacity=None has none; give a capacity",
+        ),
+        ({"eviction": "ttl", "capacity": 9}, r"eviction='ttl' .* ttl_steps=None; give ttl_steps"),
+        ({"eviction": "ttl", "ttl_steps": 9}, r"eviction='ttl' makes room at the capacity"),
+        ({"ttl_steps": 0}, r"ttl_steps=0: give a whole number > 0"),
+        ({"ttl_steps": 1 << 32}, r"ttl_steps=4294967296: .*less than 2\*\*32"),
+        ({"admission": 0}, r"admission=0: give the steps that must look a row up, from 2 to 255, or a probability"),
+        ({"admission": 1}, r"admission=1: "),
+        ({"admission": 256}, r"admission=256: "),
+        ({"admission": True}, r"admission=True: "),
+        ({"admission": 1.0}, r"admission=1\.0: "),
+        ({"admission": 0.0}, r"admission=0\.0: "),
+        ({"admission": float("nan")}, r"admission=nan: "),
+        ({"admission": "3"}, r"admission='3': "),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_when_made(
@@ -164,11 +197,13 @@ def test_a_dict_that_is_no_store_is_refused(given: Any, message: str) -> None:
 def test_a_file_gives_each_deployment_its_store(tmp_path: Path) -> None:
     file = written(
         tmp_path / "deploy.toml",
-        '[users]\nstore = "device_mem"\ncapacity = 1000\n'
+        '[users]\nstore = "device_mem"\ncapacity = 1000\neviction = "ttl"\nttl_steps = 50\nadmission = 0.25\n'
         '[items]\nstore = "cached_ssd"\npersistent_path = "/ssd"\ncache_budget_mb = 0.5\nhost_cache_budget_mb = 8\n'
         '["my embedding"]\nstore = "cached_host_mem"\ncache_budget_mb = 3\nopen = "error"\n',
     )
-    assert load_store_options(file, "users") == engine.make_device_mem_store_options(capacity=1000)
+    assert load_store_options(file, "users") == engine.make_device_mem_store_options(
+        capacity=1000, eviction="ttl", ttl_steps=50, admission=0.25
+    )
     assert load_store_options(str(file), "items") == engine.make_cached_ssd_store_options(
         0.5, "/ssd", host_cache_budget_mb=8
     )

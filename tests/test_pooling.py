@@ -135,7 +135,7 @@ def test_training_on_bags_is_bit_identical_on_every_store(store: str, tmp_path: 
                 ids = torch.randint(-1, 60, (10, 3, 4), generator=generator)
                 weights = torch.randn(10, generator=generator)
                 jagged = Lookup(ids[:, 0, 0].contiguous(), torch.arange(5) % 3, JAGGED, "mean")
-                pinned = embedding.prefetch([Lookup(ids, None, None, "sum"), jagged, Lookup(ids[..., 1])])
+                pinned = embedding.pin([Lookup(ids, None, None, "sum"), jagged, Lookup(ids[..., 1])])
                 rows = [pinned.gather(0), pinned.gather(1, weights), pinned.gather(2)]
                 assert torch.equal(pinned.weights_grad(1, rows[1]), embedding.read_weights_grad(jagged, rows[1]))
                 pinned.update([row.sin() for row in rows], [None, weights, None])
@@ -198,13 +198,13 @@ def test_bad_offsets_and_table_ids_pin_nothing() -> None:
             Lookup(ints(4), ints(1), torch.tensor([0, 3]), "sum"),
             Lookup(ints(4), ints(1) + 3, torch.tensor([0, 4]), "sum"),
         ):
-            pinned = embedding.prefetch([good])
+            pinned = embedding.pin([good])
             with pytest.raises(InputError):
-                embedding.prefetch([good, bad])
+                embedding.pin([good, bad])
             with pytest.raises(engine.StoreError, match="no longer pinned"):
                 pinned.gather(0)
             assert embedding.size() == 0
-        embedding.prefetch([good]).update([torch.ones(4, DIM)])
+        embedding.pin([good]).update([torch.ones(4, DIM)])
         assert embedding.size() == 1
 
 

@@ -98,7 +98,7 @@ def test_a_store_with_state_is_read_only_without_its_optimizer(tmp_path: Path, s
         with pytest.raises(OptimizerError, match=r"'rows'.*optimizer"):
             reader.put([5000], torch.ones(1, DIM))  # nobody knows the state that the new row begins with
         with pytest.raises(OptimizerError, match=r"'rows' has no optimizer"):
-            reader.prefetch([Lookup(torch.tensor([1]))])
+            reader.pin([Lookup(torch.tensor([1]))])
         holds(reader, 3)
 
 

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 import torch
 from embeddings import DIM, ONE_SET_MB, OPTIMIZERS, STORES, attach, contents, make, options, train
-from rows import Table, same_bits
+from rows import same_bits
 
 from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError
-from tierbed.engine.cache import cached
 from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops import naive
 from tierbed.engine.store import rocksdb
-from tierbed.engine.store.contract import Keys, Lines, Tables
-from tierbed.engine.store.full import FullTable
 
 KEYS = [0, 1, 2, 3, 10, 11, -1, -2, -(2**63), -(2**63) + 1, 2**63 - 1, 2**63 - 2, 2**32, 2**32 - 1, -(2**31)]
 
@@ -48,7 +45,8 @@ def run(embedding: MultiTableEmbedding, **how: int) -> tuple[list[torch.Tensor],
         seen = [train(embedding, *batch) for batch in batches(**how)]
         rows = contents(embedding)
         assert embedding.size() == len(rows)
-        assert embedding.metrics()["table"] == {"rows": len(rows), "step": len(seen)}
+        figures = embedding.metrics()["table"]
+        assert (figures["rows"], figures["step"]) == (len(rows), len(seen))
     return seen, rows
 
 
@@ -129,7 +127,7 @@ def test_a_read_between_prefetch_and_update_changes_no_row(tmp_path: Path, store
     _, expected = run(make(options("device"), "adam"))
     embedding = make(options(store, tmp_path), "adam")
     for ids, tables in batches():
-        pinned = embedding.prefetch([Lookup(ids, tables)])
+        pinned = embedding.pin([Lookup(ids, tables)])
         rows = pinned.gather(0)
         assert torch.equal(embedding.get(ids, tables), rows)
         embedding.get(torch.arange(500), 2)
@@ -137,23 +135,6 @@ def test_a_read_between_prefetch_and_update_changes_no_row(tmp_path: Path, store
         pinned.update([torch.sin(phase) + rows / 8])
     assert contents(embedding).tobytes() == expected.tobytes()
     embedding.close()
-
-
-def test_a_flush_asks_the_tier_below_for_no_more_rows_at_once_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Bounded(FullTable):
-        def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
-            assert len(keys) <= 7
-            super().write(tables, keys, lines)
-
-    monkeypatch.setattr(cached, "FLUSH_ROWS", 7)
-    table = Table([DIM])
-    cache = cached.CachedStore(table.layout, Bounded(table.layout, "host"), 1.0, "device", "cache_budget_mb")
-    _memory, lines = table.lines(40)
-    for line in lines:
-        table.view(line)[1][0] = 1  # written
-    cache.write(np.zeros(40, np.uint32), np.arange(40, dtype=np.uint64), lines)
-    cache.flush()
-    assert sorted(key for _, rows in cache.scan() for key in rows["key"].tolist()) == list(range(40))
 
 
 @pytest.mark.parametrize("store", ["cached_host", "ssd", "ssd_host"])
@@ -280,7 +261,7 @@ def test_a_step_that_fails_between_prefetch_and_update_loses_nothing(tmp_path: P
     embedding = make(options(store, tmp_path), "adam")
     for step, (ids, tables) in enumerate(batches()):
         others = torch.arange(step * 30, step * 30 + 60)
-        stale = embedding.prefetch([Lookup(others, others % 3), Lookup(ids, tables)])
+        stale = embedding.pin([Lookup(others, others % 3), Lookup(ids, tables)])
         if step % 2:  # else the next prefetch drops the pin
             embedding.release()
             embedding.release()
@@ -296,7 +277,7 @@ def test_a_step_that_fails_between_prefetch_and_update_loses_nothing(tmp_path: P
 def test_rows_of_a_failed_step_count_against_capacity_once(tmp_path: Path, store: str) -> None:
     with make(options(store, tmp_path, capacity=4), "sgd") as embedding:
         for _ in range(3):
-            embedding.prefetch([Lookup(torch.arange(3), torch.zeros(3, dtype=torch.int64))])
+            embedding.pin([Lookup(torch.arange(3), torch.zeros(3, dtype=torch.int64))])
             embedding.release()
         assert (embedding.size(), len(contents(embedding))) == (0, 0)
         train(embedding, [7, 8])
@@ -311,7 +292,7 @@ def test_several_lookups_of_a_step_are_one_update_a_row(tmp_path: Path, store: s
     with make(options(store, tmp_path), "adam") as embedding, make(options("device"), "adam") as single:
         first, second = torch.arange(40), torch.arange(60).reshape(3, 20) % 25
         tables = [torch.full(ids.shape, 1) for ids in (first, second)]
-        pinned = embedding.prefetch([Lookup(first, tables[0]), Lookup(second, tables[1])])
+        pinned = embedding.pin([Lookup(first, tables[0]), Lookup(second, tables[1])])
         assert (pinned.gather(0).shape, pinned.gather(1).shape) == ((40, DIM), (3, 20, DIM))
         grads = [torch.randn(*ids.shape, DIM, generator=torch.Generator().manual_seed(9)) for ids in (first, second)]
         pinned.update(grads)

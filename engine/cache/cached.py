@@ -1,24 +1,18 @@
-"""A write-back cache in front of a slower tier. It is the store of a step, and a tier itself, so caches stack.
-
-A line comes up once, stays pinned for the step, and goes down once, when it gives way while dirty. Rows that no set
-has room for are served from memory of the batch (the overflow) and go straight back down.
-"""
+"""A write-back cache in front of a slower tier. It is the store of a step, and a tier itself, so caches stack."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from .. import _core
 from ..errors import OptionError, StoreError
+from ..options import CachedHostMemOptions, CachedSsdOptions
 from ..store.contract import Chunks, Found, Keys, Lines, Room, Tables, Tier
 from ..store.full import check_room
 
 MB = 1 << 20
-FLUSH_ROWS = 1 << 24  # rows a write of `flush`: a tier below need not take all at once
 
 
 def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exception) -> OptionError:
@@ -27,124 +21,104 @@ def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exceptio
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
 
 
-def cache_metrics(cache: Any, reads: Mapping[str, int]) -> dict[str, int]:
-    """Counters and sizes of a cache of any processor, with the hits and misses of what only read."""
-    counts = cache.counts
-    for name, count in reads.items():
-        counts[name] += count
-    counts["evictions"] = counts["evictions_clean"] + counts["evictions_dirty"]
-    return {**counts, "capacity": cache.capacity, "resident_rows": cache.used, "bytes": cache.bytes}
-
-
 class CachedStore:
-    """`budget_mb` bounds lines and their metadata; `option` names it in errors, `tier` names the memory in metrics."""
+    """A cache of `budget_mb`, which bounds lines and their metadata, as `options` say.
 
-    def __init__(self, layout: _core.Layout, below: Tier, budget_mb: float, tier: str, option: str) -> None:
+    `option` names the budget in errors, `tier` the memory in metrics.
+    """
+
+    def __init__(
+        self, layout: _core.Layout, below: Tier, options: CachedHostMemOptions, budget_mb: float, tier: str, option: str
+    ) -> None:
         self._layout = layout
         self._below = below
         self._tier = tier
         try:
-            self._cache = _core.Cache(layout, int(budget_mb * MB))
+            self.native = _core.CachedTier(
+                layout,
+                below.native,
+                budget_bytes=int(budget_mb * MB),
+                overflow_bytes=int(options.overflow_mb * MB),
+                policy=options.cache_policy,
+                io_threads=options.io_threads if isinstance(options, CachedSsdOptions) else 1,
+            )
         except (ValueError, MemoryError) as error:
             raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None
-        self._pinned: tuple[_core.Batch, _core.Admission] | None = None
-        self._reads = {"hits": 0, "misses": 0}  # that `peek` and `read` served
+        self._pinned: _core.Batch | None = None
+
+    def announce(self, batch: _core.Batch) -> None:
+        with self._errors():
+            self.native.announce(batch)
+
+    def prefetch(self, batch: _core.Batch) -> bool:
+        with self._errors():
+            return self.native.prefetch(batch)
+
+    def cancel(self) -> None:
+        self.native.cancel()
 
     def pin(self, batch: _core.Batch, room: Room | None) -> None:
         if self._pinned is not None:
             raise StoreError("a batch is still pinned; one step at a time")
-        admission = self._make_room(batch.tables, batch.keys)
+        with self._errors():
+            self.native.pin(batch)
         try:
-            lines = admission.lines.copy()
-            overflow = lines == 0
-            if overflow.any():
-                lines[overflow] = batch.allocate(int(overflow.sum()), self._layout)
-            self._fetch(batch.tables, batch.keys, lines, ~admission.hit)
-            batch.lines[:] = lines
             if room is not None:
                 check_room(_core.count_new(batch, self._layout), room)
         except BaseException:
-            self._cache.cancel(admission, restore=False)
+            self.native.unpin(batch)
             raise
-        self._pinned = batch, admission
+        self._pinned = batch
 
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
-        if self._pinned is None or self._pinned[0] is not batch:
+        """Lines know by their records whether they were written: `dirty` changes nothing here."""
+        if self._pinned is not batch:
             raise StoreError("unpin of a batch that is not pinned")
-        admission = self._pinned[1]
         self._pinned = None
-        self._cache.release(admission, dirty)
-        overflow = admission.lines == 0
-        if dirty and overflow.any():
-            self._below.write(batch.tables[overflow], batch.keys[overflow], batch.lines[overflow])
+        self.native.unpin(batch)
 
     def peek(self, batch: _core.Batch) -> None:
-        lines = np.empty_like(batch.lines)
-        self._cache.find(batch.tables, batch.keys, lines)
-        absent = lines == 0
-        self._count(absent)
-        if absent.any():
-            lines[absent] = batch.allocate(int(absent.sum()), self._layout)
-            self._fetch(batch.tables, batch.keys, lines, absent)
-        batch.lines[:] = lines
+        with self._errors():
+            self.native.peek(batch)
 
-    def read(self, tables: Tables, keys: Keys, lines: Lines) -> Found:
-        """Serves the cache above: a row stays where it is, it is not admitted here on the way up."""
-        here = np.empty_like(lines)
-        self._cache.find(tables, keys, here)
-        found = here != 0
-        _core.copy_lines(self._layout, here[found], lines[found])
-        absent = ~found
-        self._count(absent)
-        found[absent] = self._below.read(tables[absent], keys[absent], lines[absent])
-        return found
+    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+        with self._errors():
+            return self.native.read(tables, keys, lines, touch)
 
     def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
-        admission = self._make_room(tables, keys)
-        try:
-            overflow = admission.lines == 0
-            self._below.write(tables[overflow], keys[overflow], lines[overflow])
-            _core.copy_lines(self._layout, lines[~overflow], admission.lines[~overflow])
-        except BaseException:
-            self._cache.cancel(admission, restore=False)
-            raise
-        self._cache.release(admission, dirty=True)
+        with self._errors():
+            self.native.write(tables, keys, lines)
+
+    def erase(self, tables: Tables, keys: Keys) -> None:
+        with self._errors():
+            self.native.erase(tables, keys)
+
+    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+        place = self.native.where(table, key)
+        here = [] if place is None else [{"tier": self._tier, **place}]
+        return [*here, *self._below.where(table, key)]
 
     def scan(self) -> Chunks:
         self.flush()
         yield from self._below.scan()
 
     def flush(self) -> None:
-        tables, keys, lines = self._cache.dirty()
-        for begin in range(0, len(keys), FLUSH_ROWS):
-            part = slice(begin, begin + FLUSH_ROWS)
-            self._below.write(tables[part], keys[part], lines[part])
-        self._cache.mark_clean()
+        with self._errors():
+            self.native.flush()
         self._below.flush()
 
     def close(self) -> None:
+        self.native.close()
         self._below.close()
 
-    def metrics(self) -> dict[str, dict[str, int]]:
-        return {self._tier: cache_metrics(self._cache, self._reads), **self._below.metrics()}
+    def metrics(self) -> dict[str, dict[str, float]]:
+        return {self._tier: self.native.metrics(), **self._below.metrics()}
 
-    def _count(self, absent: NDArray[np.bool_]) -> None:
-        missed = int(absent.sum())
-        self._reads["hits"] += len(absent) - missed
-        self._reads["misses"] += missed
-
-    def _make_room(self, tables: Tables, keys: Keys) -> _core.Admission:
-        """Admit the rows and write the dirty ones that gave way down, before anything takes their lines."""
-        admission = self._cache.admit(tables, keys)
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
-            self._below.write(admission.victim_tables, admission.victim_keys, admission.victim_lines)
-        except BaseException:
-            self._cache.cancel(admission, restore=True)
-            raise
-        return admission
-
-    def _fetch(self, tables: Tables, keys: Keys, lines: Lines, absent: NDArray[np.bool_]) -> None:
-        """Fill the absent lines from below, or with initial values where below does not hold them."""
-        tables, keys, lines = tables[absent], keys[absent], lines[absent]
-        unknown = ~self._below.read(tables, keys, lines)
-        _core.initialise_lines(self._layout, tables[unknown], keys[unknown], lines[unknown])
+            yield
+        except RuntimeError as error:  # of the tier below, in its own words
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(str(error)) from error

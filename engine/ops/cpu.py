@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import _core
 from ..cache.cached import CachedStore
 from ..inputs import OUTPUT_DTYPES, Lookup
+from ..options import CachedHostMemOptions
 from ..segments import array_of, empty, flat, segment
 from ..store.contract import Tier
 from ..store.full import FullTable
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 class CpuProcessor:
     """As `Processor`. It finds nothing late: what it is asked for is done when the call returns."""
+
+    ahead = True
 
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = torch.device("cpu")
@@ -37,13 +40,20 @@ class CpuProcessor:
     def full_table(self, tier: str) -> FullTable:
         return FullTable(self.layout, tier)
 
-    def cache(self, below: Tier, budget_mb: float) -> CachedStore:
-        return CachedStore(self.layout, below, budget_mb, "device", "cache_budget_mb")
+    def cache(self, below: Tier, options: CachedHostMemOptions) -> CachedStore:
+        return CachedStore(self.layout, below, options, options.cache_budget_mb, "device", "cache_budget_mb")
+
+    def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedStore, FullTable]:
+        host = FullTable(self.layout, "host")
+        return self.cache(host, options), host
 
     def batch(self, lookups: Sequence[Lookup]) -> _core.Batch:
         _core.set_threads(torch.get_num_threads())
         segments = [segment(self._spec, lookup) for lookup in lookups]
         return _core.Batch(segments, self._spec.num_tables, self._spec.padding_key)
+
+    def count_written(self, batch: _core.Batch) -> int:
+        return batch.unique - _core.count_new(batch, self.layout)
 
     def gather(
         self, batch: _core.Batch, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype

@@ -13,8 +13,8 @@ from torch import Tensor
 from .. import _core
 from ..errors import InputError, TierbedError
 from ..inputs import DEVICES, Lookup
-from ..options import StoreOptions
-from ..store.contract import FullStore, Store, Tier
+from ..options import CachedHostMemOptions, StoreOptions
+from ..store.contract import FullStore, Loadable, Store, Tier
 
 if TYPE_CHECKING:
     from ..row_state import RowState
@@ -38,6 +38,7 @@ class Processor(Protocol[B]):
 
     device: torch.device
     layout: _core.Layout  # of lines in host memory
+    ahead: bool  # whether another thread may make batches and bring up their rows
 
     @property
     def written(self) -> int:
@@ -49,11 +50,17 @@ class Processor(Protocol[B]):
     def full_table(self, tier: str) -> FullStore[B]:
         """`tier`: "device" or "host". Raises OptionError where its memory is too small."""
 
-    def cache(self, below: Tier, budget_mb: float) -> Store[B]:
+    def cache(self, below: Tier, options: CachedHostMemOptions) -> Store[B]:
         """Raises OptionError for a budget that cannot work."""
+
+    def cached_table(self, options: CachedHostMemOptions) -> tuple[Store[B], Loadable]:
+        """A cache over a full table in host memory, and that table. Raises OptionError as the two above."""
 
     def batch(self, lookups: Sequence[Lookup]) -> B:
         """Raises InputError for offsets and table ids that are out of range, or finds it late."""
+
+    def count_written(self, batch: B) -> int:
+        """How many unique rows of a batch whose lines are set were ever written; may wait for the device."""
 
     def gather(self, batch: B, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def prefetch(embedding: MultiTableMultiColumnEmbedding, lookups: list[Lookup]) -> PinnedBatch:
     """Deduplicate the ids of all lookups, bring their rows to the top tier and pin them."""
-    return embedding.prefetch(lookups)
+    return embedding.pin(lookups)
 
 
 def gather(batch: PinnedBatch, index: int, weights: Tensor | None = None) -> Tensor:

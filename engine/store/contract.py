@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,13 +41,25 @@ class Level(Protocol):
         Buckets ascending, within one (table, key) ascending, in bounded chunks.
         """
 
+    def erase(self, tables: Tables, keys: Keys) -> None:
+        """Forget rows, given once each, in this and the tiers below; those that are not there are fine.
+
+        A row that a batch has up at this time goes back to its initial value where it is.
+        """
+
     def flush(self) -> None:
         """Bring every dirty line down to the last tier, which makes it durable where it is a disk."""
 
     def close(self) -> None:
         """Release memory and files. Does not flush."""
 
-    def metrics(self) -> dict[str, dict[str, int]]:
+    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+        """The tiers that have the row, from the top, each with its place, `updates` and `last_step`. Changes nothing.
+
+        `tier` is a name of `metrics`. `key`: its 64 bits, unsigned.
+        """
+
+    def metrics(self) -> dict[str, dict[str, float]]:
         """Counters by the tier's name, from the top down."""
 
 
@@ -78,6 +90,18 @@ class Store(Level, Protocol[B]):
     def unpin(self, batch: B, dirty: bool) -> None:
         """End a pin. With `dirty`, the lines were written and must reach the tiers below in time."""
 
+    def announce(self, batch: B) -> None:
+        """A coming step pins this batch; steps do so in the order in which their batches are announced."""
+
+    def prefetch(self, batch: B) -> bool:
+        """Bring the rows of an announced batch up ahead and keep them there; False where the caps say to wait.
+
+        May run in another thread than the rest, as `announce` may.
+        """
+
+    def cancel(self) -> None:
+        """Forget every announced batch but the pinned one. They may be announced again."""
+
     def peek(self, batch: B) -> None:
         """Write the address of each unique row to the batch for reading alone.
 
@@ -87,3 +111,16 @@ class Store(Level, Protocol[B]):
 
 class FullStore(Store[B], Loadable, Protocol[B]):
     """Every row, at the top: a stack of one."""
+
+
+class WithoutAnnouncements(Generic[B]):
+    """For stores that gain nothing from knowing the batches of coming steps."""
+
+    def announce(self, batch: B) -> None:
+        """Nothing to remember."""
+
+    def prefetch(self, batch: B) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        """Nothing to forget."""

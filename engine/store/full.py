@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .. import _core
 from ..errors import CapacityError
-from .contract import BUCKETS, Chunks, Found, Keys, Lines, Room, Tables, row_dtype
+from .contract import BUCKETS, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
 
 
 def check_room(new: int, room: Room | None) -> None:
@@ -18,58 +20,55 @@ def check_room(new: int, room: Room | None) -> None:
         )
 
 
-class FullTable:
+class FullTable(WithoutAnnouncements[_core.Batch]):
     """Grows as rows arrive; `tier` names the memory in metrics."""
 
     def __init__(self, layout: _core.Layout, tier: str) -> None:
         self._layout = layout
         self._tier = tier
-        self._table = _core.FullTable(layout)
-        self._counts = {"hits": 0, "misses": 0}
+        self.native = _core.FullTable(layout)
 
     def pin(self, batch: _core.Batch, room: Room | None) -> None:
-        missing = self._table.find(batch)
-        self._count(batch.unique, missing)
+        missing = self.native.find(batch)
         if room is not None:
             # rows of a failed step are resident but were never written: they are new as well
             check_room(_core.count_new(batch, self._layout), room)
         if missing:
-            self._table.insert_missing(batch, self._layout)
+            self.native.insert_missing(batch, self._layout)
 
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
         """Lines never move: there is nothing to end."""
 
     def peek(self, batch: _core.Batch) -> None:
-        missing = self._table.find(batch)
-        self._count(batch.unique, missing)
-        if missing:
+        if self.native.find(batch):
             _core.initialise_missing(batch, self._layout)
 
-    def read(self, tables: Tables, keys: Keys, lines: Lines) -> Found:
-        found = self._table.read(tables, keys, lines)
-        self._count(len(found), len(found) - int(found.sum()))
-        return found
+    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+        return self.native.read(tables, keys, lines, touch)
 
     def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
-        self._table.write(tables, keys, lines)
+        self.native.write(tables, keys, lines)
+
+    def erase(self, tables: Tables, keys: Keys) -> None:
+        self.native.erase(tables, keys)
+
+    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+        place = self.native.where(table, key)
+        return [] if place is None else [{"tier": self._tier, **place}]
 
     def scan(self) -> Chunks:
         dtype = row_dtype(self._layout.width)
         for bucket in range(BUCKETS):
-            rows = np.empty(self._table.held(bucket), dtype)
+            rows = np.empty(self.native.held(bucket), dtype)
             if len(rows):
-                self._table.scan(bucket, rows.view(np.uint8))
+                self.native.scan(bucket, rows.view(np.uint8))
                 yield bucket, rows
 
     def flush(self) -> None:
         """Nothing lies below."""
 
     def close(self) -> None:
-        self._table = _core.FullTable(self._layout)
+        self.native = _core.FullTable(self._layout)
 
-    def _count(self, asked: int, missing: int) -> None:
-        self._counts["hits"] += asked - missing
-        self._counts["misses"] += missing
-
-    def metrics(self) -> dict[str, dict[str, int]]:
-        return {self._tier: {**self._counts, "resident_rows": self._table.rows, "bytes": self._table.bytes}}
+    def metrics(self) -> dict[str, dict[str, float]]:
+        return {self._tier: self.native.metrics()}

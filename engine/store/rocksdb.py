@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .. import _core
-from ..errors import StoreError
+from ..errors import OptionError, StoreError
 from .contract import Chunks, Found, Keys, Lines, Tables, row_dtype
 from .durable import fsync_dir, make_folder
 
 SHARDS = 4
-BLOCK_CACHE_BYTES = 32 << 20
-WRITE_BUFFER_BYTES = 32 << 20  # a shard
+CACHE_MB = 32  # of blocks
+READ_MODES = ("buffered", "mmap", "direct")
+WRITE_BUFFER_BYTES = 192 << 20  # the most that the memtables of all shards take
 SCAN_BYTES = 1 << 20  # a chunk
+MB = 1 << 20
 
 
 def require_rocksdb() -> None:
@@ -28,43 +32,116 @@ def require_rocksdb() -> None:
         )
 
 
+def rocksdb_info() -> dict[str, Any]:
+    """What the RocksDB of this build can do: `version`, and `async_io`, whether it reads by io_uring. StoreError."""
+    require_rocksdb()
+    return {"version": _core.rocksdb_version, "async_io": _core.rocksdb_has_async_io()}
+
+
+def options_text(options: Mapping[str, Any] | str | None) -> str:
+    """RocksDB's options string, `name=value;name={name=value;...}`, of a dict or of itself.
+
+    Raises OptionError naming the option for one that RocksDB does not know, a value that it cannot read, or one that
+    would break what the store promises.
+    """
+    if options is None:
+        return ""
+    if isinstance(options, Mapping):
+        text = ";".join(f"{name}={_value(name, value)}" for name, value in options.items())
+    elif isinstance(options, str):
+        text = options.strip()
+    else:
+        raise OptionError(f"rocksdb_options={options!r}: give a dict of RocksDB options or RocksDB's options string")
+    try:
+        _core.check_rocksdb_options(_core.parse_rocksdb_options(text))
+    except ValueError as error:
+        wrong = str(error).split("=")[0]
+        near = [] if wrong in (names := _core.rocksdb_option_names()) else difflib.get_close_matches(wrong, names, 1)
+        hint = f"; did you mean {near[0]}?" if near and "no option of this name" in str(error) else ""
+        raise OptionError(f"rocksdb_options: {error}{hint}") from None
+    return text
+
+
+def _value(name: object, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ";".join(f"{inner}={_value(inner, of_inner)}" for inner, of_inner in value.items()) + "}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if not isinstance(name, str) or not isinstance(value, (str, int, float)):
+        raise OptionError(f"rocksdb_options: {name}={value!r}: give a name and a str, int, float, bool or dict")
+    return str(value)
+
+
 class RocksDB:
     """Rows of `width` floats in `folder`, one database a shard.
 
-    `shards`: how many the folder has, all of which must be there; None makes a new one with SHARDS.
+    `shards`: how many the folder has, all of which must be there; None makes a new one with `new_shards`.
+    `options`: as `options_text` gives them; they go over tierbed's own.
     """
 
-    def __init__(self, folder: Path, width: int, shards: int | None = None, block_bytes: int = 4096) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        width: int,
+        shards: int | None = None,
+        *,
+        new_shards: int = SHARDS,
+        block_bytes: int = 4096,
+        cache_mb: float = CACHE_MB,
+        read_mode: str = "buffered",
+        async_io: bool = True,
+        options: str = "",
+    ) -> None:
         require_rocksdb()
-        self.shards = shards or SHARDS
+        self.shards = shards or new_shards
         self._folder = folder
         self._width = width
-        self._counts = {"hits": 0, "misses": 0, "rows_written": 0}
+        self._scans: list[_core.RocksTier.Scan] = []
         with self._errors():
             make_folder(folder)
-            self._db: _core.RocksTier | None = _core.RocksTier(
-                str(folder),
-                width,
-                create=shards is None,
-                shards=self.shards,
-                block_bytes=block_bytes,
-                block_cache_bytes=BLOCK_CACHE_BYTES,
-                write_buffer_bytes=WRITE_BUFFER_BYTES,
-            )
+            try:
+                self._db: _core.RocksTier | None = _core.RocksTier(
+                    str(folder),
+                    width,
+                    create=shards is None,
+                    shards=self.shards,
+                    block_bytes=block_bytes,
+                    cache_bytes=int(cache_mb * MB),
+                    buffer_bytes=WRITE_BUFFER_BYTES,
+                    read_mode=read_mode,
+                    async_io=async_io,
+                    options=_core.parse_rocksdb_options(options),
+                )
+            except RuntimeError as error:
+                if "irect I/O" not in str(error):
+                    raise
+                raise OptionError(f"read_mode={read_mode!r}: {error}; give 'buffered'") from error
             fsync_dir(folder)  # RocksDB makes what is in a shard durable, not the shard's name
-        self._scans: list[_core.RocksTier.Scan] = []
 
-    def read(self, tables: Tables, keys: Keys, lines: Lines) -> Found:
+    @property
+    def native(self) -> _core.RocksTier:
+        """What a cache above takes. Raises StoreError once closed."""
+        return self._open()
+
+    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         with self._errors():
-            found = self._open().read(tables, keys, lines)
-        self._counts["hits"] += int(found.sum())
-        self._counts["misses"] += len(found) - int(found.sum())
-        return found
+            return self._open().read(tables, keys, lines, touch)
 
     def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
         with self._errors():
             self._open().write(tables, keys, lines)
-        self._counts["rows_written"] += len(keys)
+
+    def erase(self, tables: Tables, keys: Keys) -> None:
+        with self._errors():
+            self._open().erase(tables, keys)
+
+    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+        with self._errors():
+            record = self._open().where(table, key)
+        if record is None:
+            return []
+        bucket = _core.buckets(np.array([table], np.uint32), np.array([key], np.uint64))[0]
+        return [{"tier": "ssd", **record, "shard": int(bucket) % self.shards}]
 
     def scan(self) -> Chunks:
         dtype = row_dtype(self._width)
@@ -88,6 +165,11 @@ class RocksDB:
         with self._errors():
             self._open().flush()
 
+    def compact(self) -> None:
+        """Merge the files of each shard, so that replaced rows take no space. Raises StoreError."""
+        with self._errors():
+            self._open().compact()
+
     def close(self) -> None:
         for scan in self._scans:
             scan.close()
@@ -95,13 +177,18 @@ class RocksDB:
             self._db.close()
             self._db = None
 
-    def metrics(self) -> dict[str, dict[str, int]]:
-        db = self._open()
-        sizes = {
-            "sst_bytes": db.property("rocksdb.total-sst-files-size"),
-            "memtable_bytes": db.property("rocksdb.cur-size-all-mem-tables"),
-        }
-        return {"ssd": {**self._counts, **sizes}}
+    def metrics(self) -> dict[str, dict[str, float]]:
+        with self._errors():
+            return {"ssd": self._open().metrics()}
+
+    def info(self) -> dict[str, Any]:
+        """How the databases run: `rocksdb_info` and
+
+        - `flush_threads`, `compaction_threads`: of the process, shared by every database in it;
+        - `memtable_bytes_max`: what written rows take in memory before they are in files, at most;
+        - `async_io`: whether reads of this tier go by io_uring.
+        """
+        return {**rocksdb_info(), **self._open().info()}
 
     def _open(self) -> _core.RocksTier:
         if self._db is None:
@@ -112,9 +199,11 @@ class RocksDB:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except (RuntimeError, OSError) as error:
+        except OSError as error:
+            raise StoreError(
+                f"RocksDB in {self._folder}: {error}; check the disk and the folder's permissions"
+            ) from error
+        except RuntimeError as error:
             if isinstance(error, StoreError):
                 raise
-            raise StoreError(
-                f"RocksDB in {self._folder}: {error}; check the disk, then reopen from the last snapshot"
-            ) from error
+            raise StoreError(str(error)) from error

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..cache.cached import CachedStore
 from ..options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions
 from .contract import Loadable, Store, Tier
-from .full import FullTable
 from .rocksdb import RocksDB
 
 if TYPE_CHECKING:
@@ -30,17 +29,27 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
     layout = processor.layout
     if isinstance(options, CachedSsdOptions):
         assert folder is not None
-        rocksdb = RocksDB(folder, layout.width, shards, options.physical_block_size)
+        rocksdb = RocksDB(
+            folder,
+            layout.width,
+            shards,
+            new_shards=options.shards,
+            block_bytes=options.physical_block_size,
+            cache_mb=options.rocksdb_cache_mb,
+            read_mode=options.read_mode,
+            async_io=options.async_io,
+            options=options.rocksdb_options or "",
+        )
         try:
             below: Tier = rocksdb
             if options.host_cache_budget_mb:
-                below = CachedStore(layout, below, options.host_cache_budget_mb, "host", "host_cache_budget_mb")
-            return Stack(processor.cache(below, options.cache_budget_mb), rocksdb)
+                budget_mb = options.host_cache_budget_mb
+                below = CachedStore(layout, below, options, budget_mb, "host", "host_cache_budget_mb")
+            return Stack(processor.cache(below, options), rocksdb)
         except BaseException:
             rocksdb.close()
             raise
     if isinstance(options, CachedHostMemOptions):
-        host = FullTable(layout, "host")
-        return Stack(processor.cache(host, options.cache_budget_mb), host)
+        return Stack(*processor.cached_table(options))
     table = processor.full_table("device" if isinstance(options, DeviceMemOptions) else "host")
     return Stack(table, table)

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .device import Argument, Device, launch
@@ -44,6 +45,40 @@ class Groups:
     positions: Tensor  # [size] uint32 as int32
     sources: Tensor  # [size], output rows; `positions` where nothing is pooled
     offsets: Tensor  # [unique + 1], where each row's occurrences begin; the memory is larger
+
+
+def rows_of(device: Device, tables: NDArray[np.uint32], keys: NDArray[np.uint64], faults: Tensor) -> Batch:
+    """A batch of rows [n] that the host names, each once; they are unique rows in this order."""
+    owners = torch.from_numpy(tables.astype(np.int64)).to(device.torch_device)
+    ids = torch.from_numpy(keys.view(np.int64)).to(device.torch_device)
+    return Batch(device, [(ids, owners, None)], int(tables.max(initial=0)) + 1, None, faults)
+
+
+def one_row(device: Device, table: int, key: int, faults: Tensor) -> Batch:
+    """The same of one row; key: its 64 bits, unsigned."""
+    return rows_of(device, np.array([table], np.uint32), np.array([key], np.uint64), faults)
+
+
+def lines_among(pinned: Batch | None, rows: Batch, faults: Tensor) -> Tensor:
+    """[rows.size] int64: the line that each of `rows_of` has in another batch, 0 where it is not in that; waits."""
+    count = 0 if pinned is None else pinned.unique
+    if pinned is None or count == 0:
+        return torch.zeros_like(rows.lines)
+    segments: list[Segment] = [
+        (batch.keys, batch.tables[: batch.unique].to(torch.int64), None) for batch in (pinned, rows)
+    ]
+    most = 1 + max(int(tables.max()) for _, tables, _ in segments if tables is not None and len(tables))
+    index = Batch(rows.device, segments, most, None, faults).inverse[count:]
+    lines = pinned.lines[index.clamp(max=count - 1).to(torch.int64)]
+    return torch.where(index < count, lines, 0)
+
+
+def keys_of(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
+    """[n] int64 of rows [n]."""
+    keys = torch.empty_like(hashes)
+    count = torch.full((1,), len(hashes), dtype=torch.int32, device=hashes.device)
+    launch(device, _PROGRAM, "recover_keys", len(hashes), 1, hashes.contiguous(), tables.contiguous(), count, keys)
+    return keys
 
 
 class Batch:

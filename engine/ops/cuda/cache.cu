@@ -2,8 +2,7 @@
 //
 // Rows of a call are distinct and come sorted (by the caller, stably) by set and, where a set has several buckets, by
 // bucket: one tile takes all rows of a set, in this order, so it decides as the CPU's cache does.
-#include "cache.h"
-#include "layout.h"
+#include "admission.h"
 
 using namespace tierbed;
 
@@ -16,46 +15,41 @@ struct Counts {
     u32 found[5] = {};
 };
 
-// What became of each row: its slot or NONE, its line or 0, whether it was there, and what its slot held before.
-struct Admission {
-    u32* slots;
-    u64* lines;
-    u8* hit;
-    Way* before;
-};
-
 // How many numbers a set has to sort by.
 TIERBED_FN u32 parts_of_set(u32 sets) { return sets < BUCKETS ? BUCKETS : 1; }
 
-TIERBED_FN bool note_hit(const Admission& all, u64 row, Way* set, u32 way, u32 number, u32 tick, u64 memory) {
-    const bool hit = way != NONE;
-    const u32 slot = hit ? number * WAYS + way : NONE;
+TIERBED_FN bool note_hit(const Cache& cache, const Admission& all, u64 row, u32 slot, u32 now) {
+    const bool hit = slot != NONE;
     all.hit[row] = hit;
     all.slots[row] = slot;
-    all.lines[row] = hit ? memory + static_cast<u64>(slot) * SHAPE.line_bytes : 0;
-    all.before[row] = Way{0, 0, 0, 0, FREE};
+    all.lines[row] = hit ? cache.line(slot) : 0;
+    all.gone[row] = NOTHING;
     if (hit) {
-        set[way].tick = tick;
-        ++set[way].pins;
+        cache.ways[slot].last = now;
+        ++cache.ways[slot].uses;
     }
     return hit;
 }
 
-TIERBED_FN void admit_miss(const Admission& all, u64 row, Way* set, u32 number, const Way& wanted, u64 memory,
-                           Counts& counted) {
-    const u32 way = victim_way(set, wanted.tick);
+TIERBED_FN void admit_miss(const Cache& cache, const Admission& all, u64 row, u32 set, Replacement replacement,
+                           u32 done, const Way& wanted, Counts& counted) {
+    const u32 way = victim_way(cache.set(set), wanted.last, done, replacement);
     ++counted.found[MISSES];
     if (way == NONE) {
         ++counted.found[OVERFLOWS];
         return;
     }
-    const u32 slot = number * WAYS + way;
+    const u32 slot = set * WAYS + way;
     all.slots[row] = slot;
-    all.lines[row] = memory + static_cast<u64>(slot) * SHAPE.line_bytes;
-    all.before[row] = set[way];
-    counted.found[EVICTIONS_CLEAN] += set[way].state == CLEAN;
-    counted.found[EVICTIONS_DIRTY] += set[way].state == DIRTY;
-    set[way] = wanted;
+    all.lines[row] = cache.line(slot);
+    if (cache.tags[slot]) {
+        const bool dirty = cache.dirty(slot);
+        all.gone[row] = dirty ? DIRTY : CLEAN;
+        all.before[row] = cache.ways[slot];
+        ++counted.found[dirty ? EVICTIONS_DIRTY : EVICTIONS_CLEAN];
+    }
+    cache.ways[slot] = wanted;
+    cache.tags[slot] = tag_of(wanted.hash);
 }
 
 }  // namespace
@@ -68,75 +62,92 @@ extern "C" __global__ void place_rows(const u64* hashes, const u32* count, u64 n
     });
 }
 
-// places [n], sorted, and order [n], the rows in that order
-extern "C" __global__ void admit_rows(Way* ways, u32 sets, u64 memory, u32 tick, const u64* hashes, const u32* tables,
-                                      const u32* places, const i64* order, u64 n, Admission all, u64* counts) {
-    const u32 parts = parts_of_set(sets);
+// places [n], sorted, and order [n], the rows in that order: batch number `now`, where `done` is over. After a fault no
+// row comes up.
+extern "C" __global__ void admit_rows(Cache cache, u32 now, u32 done, u32 policy, const u64* hashes, const u32* tables,
+                                      const u32* places, const i64* order, u64 n, Admission all, u64* counts,
+                                      const u32* faults) {
+    const u32 parts = parts_of_set(cache.sets);
+    const bool open = *faults == 0;
     Counts counted;
-    for_each_item<WAYS>(n, [&](Tile tile, u64 first) {
-        const u32 number = places[first] / parts;
-        if (number == sets || (first > 0 && places[first - 1] / parts == number)) return;
-        Way* set = ways + static_cast<u64>(number) * WAYS;
-        for (u64 begin = first, end = first; begin < n && places[begin] / parts == number; begin = end) {
-            while (end < n && places[end] == places[begin]) ++end;
-            // hits first, so that no miss takes the place of a row that is needed
-            for (u64 i = begin; i < end; ++i) {
-                const u64 row = static_cast<u64>(order[i]);
-                const u32 way = probe_set(tile, set, tables[row], hashes[row]);
-                if (tile.lane == 0) counted.found[HITS] += note_hit(all, row, set, way, number, tick, memory);
-            }
-            for (u64 i = begin; tile.lane == 0 && i < end; ++i) {
-                const u64 row = static_cast<u64>(order[i]);
-                const Way wanted{hashes[row], tables[row], tick, 1, CLEAN};
-                if (!all.hit[row]) admit_miss(all, row, set, number, wanted, memory, counted);
-            }
-            synchronise(tile);
+    for_each_item<WAYS>(n, [&](Tile tile, u64 begin) {
+        const u32 set = places[begin] / parts;
+        if (set == cache.sets || (begin > 0 && places[begin - 1] / parts == set)) return;
+        u64 end = begin;
+        // hits first, so that no miss takes the place of a row that is needed
+        for (; end < n && places[end] / parts == set; ++end) {
+            const u64 row = static_cast<u64>(order[end]);
+            const u32 slot = cache.find(tile, tables[row], hashes[row]);
+            if (tile.lane == 0) counted.found[HITS] += note_hit(cache, all, row, slot, now);
+        }
+        for (u64 i = begin; open && tile.lane == 0 && i < end; ++i) {
+            const u64 row = static_cast<u64>(order[i]);
+            const Way wanted{hashes[row], tables[row], now, 0, 1, 0, 0};
+            if (!all.hit[row])
+                admit_miss(cache, all, row, set, static_cast<Replacement>(policy), done, wanted, counted);
         }
     });
     for (u32 k = 0; k < 5; ++k)
         if (counted.found[k]) atomicAdd(&counts[k], static_cast<u64>(counted.found[k]));
 }
 
-// Ends the pins of an admission whose lines were filled.
-extern "C" __global__ void release_rows(Way* ways, const u32* slots, const u32* count, u32 dirty) {
+// The tier below holds rows as they are now: of an admission, those that were fetched.
+extern "C" __global__ void note_fetched(Cache cache, Admission all, const u32* count) {
     for_each(*count, [&](u64 i) {
-        if (slots[i] == NONE) return;
-        --ways[slots[i]].pins;
-        if (dirty) ways[slots[i]].state = DIRTY;
+        if (all.slots[i] != NONE && !all.hit[i]) cache.ways[all.slots[i]].stored = cache.updates(all.slots[i]);
     });
 }
 
+// The same of rows in slots [n].
+extern "C" __global__ void note_written(Cache cache, const i64* slots, u64 n) {
+    for_each(n, [&](u64 i) { cache.ways[slots[i]].stored = cache.updates(static_cast<u64>(slots[i])); });
+}
+
 // Undoes an admission. With `restore` victims come back, without their slots become free.
-extern "C" __global__ void cancel_rows(Way* ways, Admission all, const u32* count, u32 restore) {
+extern "C" __global__ void cancel_rows(Cache cache, Admission all, const u32* count, u32 restore) {
     for_each(*count, [&](u64 i) {
-        if (all.slots[i] == NONE) return;
-        if (all.hit[i])
-            --ways[all.slots[i]].pins;
+        const u32 slot = all.slots[i];
+        if (slot == NONE || all.hit[i]) return;
+        const bool back = restore && all.gone[i] != NOTHING;
+        if (back) cache.ways[slot] = all.before[i];
+        cache.tags[slot] = back ? tag_of(all.before[i].hash) : u8{0};
+    });
+}
+
+// Takes rows out, where they are up; those that are `kept` [n] stay, as rows that the tier below does not hold.
+extern "C" __global__ void erase_cached(Cache cache, const u64* hashes, const u32* tables, const u32* count,
+                                        const u8* kept) {
+    for_each_item<WAYS>(*count, [&](Tile tile, u64 i) {
+        const u32 slot = cache.find(tile, tables[i], hashes[i]);
+        if (slot == NONE || tile.lane != 0) return;
+        if (kept[i])
+            cache.ways[slot].stored = 0;
         else
-            ways[all.slots[i]] = restore ? all.before[i] : Way{0, 0, 0, 0, FREE};
+            cache.tags[slot] = 0;
     });
 }
 
 // lines [n]: where each of the first `count` rows is, 0 where it is not up; missing [n]: 1 for the latter, else 0
-extern "C" __global__ void find_cached(const Way* ways, u32 sets, u64 memory, const u64* hashes, const u32* tables,
-                                       const u32* count, u64 n, u64* lines, i32* missing) {
+extern "C" __global__ void find_cached(Cache cache, const u64* hashes, const u32* tables, const u32* count, u64 n,
+                                       u64* lines, i32* missing) {
     for_each_item<WAYS>(n, [&](Tile tile, u64 i) {
-        u32 way = NONE, set = 0;
-        if (i < *count) {
-            set = set_of(hashes[i], sets);
-            way = probe_set(tile, ways + static_cast<u64>(set) * WAYS, tables[i], hashes[i]);
-        }
+        const u32 slot = i < *count ? cache.find(tile, tables[i], hashes[i]) : NONE;
         if (tile.lane != 0) return;
-        lines[i] = way == NONE ? 0 : memory + (static_cast<u64>(set) * WAYS + way) * SHAPE.line_bytes;
-        missing[i] = i < *count && way == NONE;
+        lines[i] = slot == NONE ? 0 : cache.line(slot);
+        missing[i] = i < *count && slot == NONE;
     });
+}
+
+// flags [sets * WAYS]
+extern "C" __global__ void find_dirty(Cache cache, u8* flags) {
+    for_each(static_cast<u64>(cache.sets) * WAYS, [&](u64 slot) { flags[slot] = cache.dirty(slot); });
 }
 
 // flags [n] of 0 and 1: victims (dirty rows that gave way), absent (rows to fetch), overflows (those without a slot)
 extern "C" __global__ void sort_out(Admission all, const u32* count, u64 n, i32* victims, i32* absent, i32* overflows) {
     for_each(n, [&](u64 i) {
         const bool missed = i < *count && !all.hit[i];
-        victims[i] = missed && all.slots[i] != NONE && all.before[i].state == DIRTY;
+        victims[i] = missed && all.gone[i] == DIRTY;
         absent[i] = missed;
         overflows[i] = missed && all.slots[i] == NONE;
     });

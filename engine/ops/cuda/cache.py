@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import Batch
+from .batch import Batch, one_row
 from .device import Argument, launch
 from .layout import Layout
+from .staging import Staging
 
-WAYS, WAY_BYTES, BUCKETS = 16, 24, 64
-CLEAN, DIRTY = 1, 2
+WAYS, WAY_BYTES, BUCKETS = 16, 32, 64
+POLICIES = ("lru", "lfu")
 COUNTS = ("hits", "misses", "evictions_clean", "evictions_dirty", "overflows")
 
-_ADMISSION = np.dtype([("slots", "<u8"), ("lines", "<u8"), ("hit", "<u8"), ("before", "<u8")])
+_CACHE = np.dtype([("tags", "<u8"), ("ways", "<u8"), ("memory", "<u8"), ("sets", "<u4")], align=True)
+_ADMISSION = np.dtype([(name, "<u8") for name in ("slots", "lines", "hit", "gone", "before")])
 
 
 @dataclass(frozen=True)
@@ -27,22 +30,26 @@ class Admission:
     slots: Tensor  # [size], -1 where a set had no room
     lines: Tensor  # [size], where each row is or shall be, 0 where its set had no room
     hit: Tensor  # [size], whether the line holds the row already
-    before: Tensor  # [size, WAY_BYTES], what the slot held
+    gone: Tensor  # [size], whether its slot held another row, and a dirty one, as in admission.h
+    before: Tensor  # [size, WAY_BYTES], what that was
 
     def by_value(self) -> np.ndarray:
-        """cache.cu's Admission."""
+        """admission.h's Admission."""
         struct = np.zeros((), _ADMISSION)
-        for name in ("slots", "lines", "hit", "before"):
+        for name in _ADMISSION.names or ():
             struct[name] = getattr(self, name).data_ptr()
         return struct
 
 
 class Cache:
-    """An LRU cache of lines of `budget_bytes`, their metadata included. It decides and remembers; it moves nothing."""
+    """A cache of lines of `budget_bytes`, their metadata included. It decides and remembers; it moves nothing.
 
-    def __init__(self, layout: Layout, budget_bytes: int) -> None:
-        """ValueError where the budget has no room for one set."""
-        set_bytes = WAYS * (layout.line_bytes + WAY_BYTES)
+    Batches are admitted one at a time. A row that differs from what the tier below has is dirty: its record tells.
+    """
+
+    def __init__(self, layout: Layout, budget_bytes: int, policy: str = "lru") -> None:
+        """policy: of POLICIES. ValueError where the budget has no room for one set."""
+        set_bytes = WAYS * (layout.line_bytes + WAY_BYTES + 1)
         sets = min(budget_bytes // set_bytes, (1 << 32) // WAYS - 1)
         if sets == 0:
             raise ValueError(f"one set takes {set_bytes} bytes")
@@ -52,55 +59,96 @@ class Cache:
         self._layout = layout
         self._program = layout.program("cache.cu")
         self._sets = sets
+        self._policy = POLICIES.index(policy)
+        self._tags = torch.zeros(sets * WAYS, dtype=torch.uint8, device=device)
         self._ways = torch.zeros(sets * WAYS, WAY_BYTES // 4, dtype=torch.int32, device=device)
         self._memory = torch.empty(sets * WAYS * layout.line_bytes, dtype=torch.uint8, device=device)
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
-        self._tick = 0
+        self._now = self._done = 0  # the number of the latest batch, and of the latest that is over
 
-    def admit(self, batch: Batch) -> Admission:
-        """Make room for the batch's rows and pin them."""
-        self._tick = (self._tick + 1) % (1 << 32)
+    def admit(self, batch: Batch, faults: Tensor) -> Admission:
+        """Make room for the batch's rows and pin them; after a fault [1] only those that are up."""
+        self._now = (self._now + 1) % (1 << 32)
         n = np.uint64(batch.size)
         places = batch.empty(torch.int32)
         self._run("place_rows", batch.size, 1, batch.hashes, batch.count, n, np.uint32(self._sets), places)
         ordered, order = torch.sort(places, stable=True)
-        before = torch.empty(batch.size * WAY_BYTES, dtype=torch.uint8, device=places.device)
-        slots, lines, hit = batch.empty(torch.int32), batch.empty(torch.int64), batch.empty(torch.uint8)
-        admission = Admission(batch, slots, lines, hit, before)
+        admission = Admission(
+            batch,
+            batch.empty(torch.int32),
+            batch.empty(torch.int64),
+            batch.empty(torch.uint8),
+            batch.empty(torch.uint8),
+            torch.empty(batch.size * WAY_BYTES, dtype=torch.uint8, device=places.device),
+        )
         self._run(
-            "admit_rows", batch.size, WAYS, *self._places(), np.uint32(self._tick), batch.hashes, batch.tables, ordered,
-            order, n, admission.by_value(), self._counts,
+            "admit_rows", batch.size, WAYS, self.by_value(), np.uint32(self._now), np.uint32(self._done),
+            np.uint32(self._policy), batch.hashes, batch.tables, ordered, order, n, admission.by_value(), self._counts,
+            faults,
         )  # fmt: skip
         return admission
 
-    def release(self, admission: Admission, dirty: bool) -> None:
-        """End the pins of an admission whose lines were filled."""
+    def fetched(self, admission: Admission) -> None:
+        """The lines of an admission were filled: they are what the tier below has."""
         batch = admission.batch
-        self._run("release_rows", batch.size, 1, self._ways, admission.slots, batch.count, np.uint32(dirty))
+        self._run("note_fetched", batch.size, 1, self.by_value(), admission.by_value(), batch.count)
+
+    def release(self) -> None:
+        """End the pins of the latest admission."""
+        self._done = self._now
 
     def cancel(self, admission: Admission, restore: bool) -> None:
-        """Undo an admission: `restore` where its victims were not written down."""
-        batch = admission.batch
-        self._run("cancel_rows", batch.size, 1, self._ways, admission.by_value(), batch.count, np.uint32(restore))
+        """Undo the latest admission: `restore` where its victims were not written down."""
+        batch, cache = admission.batch, self.by_value()
+        self._run("cancel_rows", batch.size, 1, cache, admission.by_value(), batch.count, np.uint32(restore))
+        self._done = self._now
 
     def find(self, batch: Batch) -> Tensor:
         """Set `batch.lines`, 0 where a row is not up; changes nothing else. Returns flags [size] int32 of those."""
         missing = batch.empty(torch.int32)
         self._run(
-            "find_cached", batch.size, WAYS, *self._places(), batch.hashes, batch.tables, batch.count,
+            "find_cached", batch.size, WAYS, self.by_value(), batch.hashes, batch.tables, batch.count,
             np.uint64(batch.size), batch.lines, missing,
         )  # fmt: skip
         return missing
 
-    def dirty(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Hashes, tables and lines of the dirty rows; waits for the device."""
-        slots = (self._ways[:, 5] == DIRTY).nonzero().flatten()
-        hashes = self._ways.view(torch.int64)[slots, 0]
-        return hashes, self._ways[slots, 2], self._memory.data_ptr() + slots * self._layout.line_bytes
+    def erase(self, batch: Batch, kept: Tensor) -> None:
+        """Take rows out; those that are flagged in kept [size] bool stay, as rows that the tier below does not hold."""
+        self._run("erase_cached", batch.size, WAYS, self.by_value(), batch.hashes, batch.tables, batch.count, kept)
 
-    def mark_clean(self) -> None:
-        states = self._ways[:, 5]
-        states[states == DIRTY] = CLEAN
+    def dirty(self) -> Tensor:
+        """Slots of the dirty rows, ascending; waits for the device."""
+        flags = torch.empty_like(self._tags)
+        self._run("find_dirty", self.capacity, 1, self.by_value(), flags)
+        return flags.nonzero().flatten()
+
+    def rows(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hashes, tables and lines of what slots [n] hold."""
+        lines = self._memory.data_ptr() + slots * self._layout.line_bytes
+        return self._ways.view(torch.int64)[slots, 0], self._ways[slots, 2], lines
+
+    def where(self, table: int, key: int, staging: Staging, faults: Tensor) -> list[dict[str, Any]]:
+        """As `Level.where` says, of this tier alone."""
+        batch = one_row(self._layout.device, table, key, faults)
+        self.find(batch)
+        if not (line := int(batch.lines)):
+            return []
+        slot = (line - self._memory.data_ptr()) // self._layout.line_bytes
+        last, stored = self._ways[slot, [3, 6]].tolist()
+        record = staging.describe(batch.lines)
+        up = {"slot": slot, "overflow": False, "pinned": last % (1 << 32) == self._now != self._done}
+        return [{"tier": "device", **record, **up, "dirty": record["updates"] != stored % (1 << 32)}]
+
+    def written(self, slots: Tensor) -> None:
+        """The tier below has what slots [n] hold."""
+        self._run("note_written", len(slots), 1, self.by_value(), slots, np.uint64(len(slots)))
+
+    def by_value(self) -> np.ndarray:
+        """admission.h's Cache."""
+        struct = np.zeros((), _CACHE)
+        struct["tags"], struct["ways"] = self._tags.data_ptr(), self._ways.data_ptr()
+        struct["memory"], struct["sets"] = self._memory.data_ptr(), self._sets
+        return struct
 
     @property
     def capacity(self) -> int:
@@ -109,19 +157,28 @@ class Cache:
     @property
     def used(self) -> int:
         """Waits for the device."""
-        return int((self._ways[:, 5] != 0).sum())
+        return int((self._tags != 0).sum())
 
     @property
     def bytes(self) -> int:
-        return self._ways.nbytes + self._memory.nbytes
+        return self._tags.nbytes + self._ways.nbytes + self._memory.nbytes
 
     @property
     def counts(self) -> dict[str, int]:
         """Waits for the device."""
         return dict(zip(COUNTS, self._counts.tolist(), strict=True))
 
-    def _places(self) -> tuple[Tensor, np.uint32, Tensor]:
-        return self._ways, np.uint32(self._sets), self._memory
+    def metrics(self) -> dict[str, float]:
+        """Counters and sizes; waits for the device."""
+        counts, used = self.counts, self.used
+        return {
+            **counts,
+            "insertions": counts["misses"] - counts["overflows"],
+            "capacity": self.capacity,
+            "resident_rows": used,
+            "fill": used / self.capacity,
+            "bytes": self.bytes,
+        }
 
     def _run(self, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
         launch(self._layout.device, self._program, kernel, items, lanes, *arguments)

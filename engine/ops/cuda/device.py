@@ -29,7 +29,7 @@ class Device(Protocol):
     blocks: int  # the most that a launch should have; kernels stride over more items
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        """[size], on the host, which kernels reach by its address."""
+        """[size], page-locked memory of the host, which kernels reach by its address. Raises MemoryError."""
 
     def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
         """Launch a kernel with THREADS threads a block."""
@@ -62,7 +62,14 @@ class CudaDevice:
         self._functions: dict[tuple[Program, str], Any] = {}
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, pin_memory=True)
+        # not by torch's allocator, which rounds up to a power of two
+        cuda, bytes_ = self._cupy.cuda, max(size, 1) * dtype.itemsize
+        try:
+            with cuda.Device(self.torch_device.index):
+                memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(bytes_), 0)
+        except cuda.runtime.CUDARuntimeError as error:
+            raise MemoryError(f"{bytes_} bytes of page-locked host memory: {error}") from None
+        return torch.frombuffer(memory, dtype=torch.uint8, count=bytes_).view(dtype)[:size]
 
     def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
         stream = torch.cuda.current_stream(self.torch_device).cuda_stream

@@ -33,7 +33,8 @@ class Layout:
         self.device = device
         self.dim = int(sum(initial.columns))
         self.width = self.dim + sum(initial.state_widths)
-        self.line_bytes = (self.width * 4 + 8 + 15) // 16 * 16
+        self.stored_bytes = self.width * 4 + 8  # without padding
+        self.line_bytes = (self.stored_bytes + 15) // 16 * 16
         values = np.zeros(len(initial.kinds), _VALUES)
         values["kind"] = initial.kinds
         values["a"], values["b"] = np.asarray(initial.parameters).T

@@ -15,15 +15,18 @@ from ...cache.cached import MB, wrong_budget
 from ...errors import OptionError
 from ...inputs import Lookup
 from ...optim.rule import rule_named
-from ...options import HostMemOptions, StoreOptions
+from ...options import CachedHostMemOptions, StoreOptions
 from ...store.contract import Tier
 from ..processor import Factory, Late
 from . import step as kernels
 from .batch import Batch, Segment
+from .cache import Cache
+from .cached import CachedStore
+from .cached_table import CachedTable
 from .device import Device
 from .faults import Faults
+from .full import FullStore
 from .layout import Layout
-from .stores import CachedStore, DeviceStore
 
 if TYPE_CHECKING:
     from ...row_state import RowState
@@ -31,17 +34,21 @@ if TYPE_CHECKING:
 
 
 def on_device(device: Device, options: StoreOptions) -> Factory:
-    """Raises OptionError for a store that a GPU cannot use."""
-    if isinstance(options, HostMemOptions):
-        raise OptionError(
-            f"store={options.store!r}: its rows stay in host memory, and lookups on a GPU need them in device memory; "
-            "use make_device_mem_store_options, or make_cached_host_mem_store_options(cache_budget_mb)"
-        )
+    """Raises OptionError for what a table on a GPU lacks."""
+    for name, off in (("eviction", "none"), ("admission", None), ("ttl_steps", None)):
+        value = getattr(options, name)
+        if value != off:
+            raise OptionError(
+                f"{name}={value!r}: tables on a GPU keep every row until it is deleted; leave {name} out, or keep the "
+                "embedding on the CPU"
+            )
     return lambda spec, state, capacity: CudaProcessor(device, spec, state, capacity)
 
 
 class CudaProcessor:
     """Finds bad table ids and offsets, and rows beyond a fixed capacity, late: a call returns before the device ran."""
+
+    ahead = False
 
     def __init__(self, device: Device, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = device.torch_device
@@ -65,25 +72,30 @@ class CudaProcessor:
         self._asked = taken
         return Late(error, asked - taken)
 
-    def full_table(self, tier: str) -> DeviceStore:
+    def full_table(self, tier: str) -> FullStore:
         try:
-            return DeviceStore(self._layout, self.layout, self._capacity, self._faults)
-        except torch.OutOfMemoryError as error:
+            return FullStore(self._layout, self.layout, self._capacity, self._faults, tier)
+        except (MemoryError, torch.OutOfMemoryError) as error:
             raise OptionError(
-                f"capacity={self._capacity} is more than {self.device} has memory for, with rows of "
-                f"{self._layout.line_bytes} bytes: {error}; give another capacity, or None for a table that grows"
+                f"capacity={self._capacity} is more than {self.device if tier == 'device' else 'the host'} has memory "
+                f"for, with rows of {self._layout.line_bytes} bytes: {error}; give another capacity, or None for a "
+                "table that grows"
             ) from None
 
-    def cache(self, below: Tier, budget_mb: float) -> CachedStore:
-        try:
-            return CachedStore(self._layout, below, int(budget_mb * MB), self._faults)
-        except (ValueError, torch.OutOfMemoryError) as error:
-            raise wrong_budget("cache_budget_mb", budget_mb, self._layout.line_bytes, error) from None
+    def cache(self, below: Tier, options: CachedHostMemOptions) -> CachedStore:
+        return CachedStore(self._layout, below, self._cache(options), self._faults)
+
+    def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, FullStore]:
+        host = self.full_table("host")
+        return CachedTable(self._layout, host, self._cache(options), self._faults), host
 
     def batch(self, lookups: Sequence[Lookup]) -> Batch:
         _core.set_threads(torch.get_num_threads())  # tiers below a cache are of the host
         segments = [_segment(lookup) for lookup in lookups]
         return Batch(self._on, segments, self._spec.num_tables, self._spec.padding_key, self._faults.word)
+
+    def count_written(self, batch: Batch) -> int:
+        return int(batch.count) - int(kernels.count_new(self._layout, batch.lines, batch.count))
 
     def gather(self, batch: Batch, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         out = torch.empty((*lookup.shape, self._layout.dim), dtype=dtype, device=self.device)
@@ -122,6 +134,13 @@ class CudaProcessor:
 
     def catch_up(self, batch: Batch, rule: str, hyper: Sequence[float], step: int) -> None:
         self._rule(rule).catch_up(batch, hyper, step)
+
+    def _cache(self, options: CachedHostMemOptions) -> Cache:
+        budget_mb = options.cache_budget_mb
+        try:
+            return Cache(self._layout, int(budget_mb * MB), options.cache_policy)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            raise wrong_budget("cache_budget_mb", budget_mb, self._layout.line_bytes, error) from None
 
     def _rule(self, rule: str) -> kernels.RuleKernels:
         return kernels.RuleKernels(self._layout, rule, bool(rule_named(rule).kernel.term))

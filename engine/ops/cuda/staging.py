@@ -55,6 +55,20 @@ class Staging:
         n, room = np.uint64(len(lines)), np.uint64(self.room)
         self._run("lines_to_host", len(lines), WARP, lines, flags, ranks, n, room, self.lines)
 
+    def read(self, lines: Tensor) -> NDArray[np.uint8]:
+        """Lines [n] as bytes [n, line_bytes] that stand until they are read or brought again; waits for the device."""
+        self.reserve(len(lines))
+        all_of = torch.ones_like(lines, dtype=torch.int32)
+        self.bring(lines, all_of, all_of.cumsum(0, dtype=torch.int32))
+        all_of.cpu()  # waits
+        return self.lines.numpy().reshape(-1, self._layout.line_bytes)[: len(lines)]
+
+    def describe(self, lines: Tensor) -> dict[str, int]:
+        """How often the row of a line [1] was written, and in which step last."""
+        end = self._layout.stored_bytes
+        updates, step = self.read(lines)[0, end - 8 : end].view(np.uint32).tolist()
+        return {"updates": updates, "last_step": step}
+
     def fill(self, batch: Batch, flags: Tensor, ranks: Tensor, found: NDArray[np.bool_]) -> None:
         """Copy flagged lines of a batch from here where they were found; the others get initial values."""
         self.found[: len(found)].numpy()[:] = found

@@ -151,13 +151,17 @@ def initialise_missing(batch: Batch, layout: Layout, ranks: Tensor) -> None:
     if batch.size == 0:
         return
     memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
-    absent = batch.lines == 0
-    program, device = layout.program("lines.cu"), layout.device
-    address = np.uint64(batch.own(memory))
-    launch(device, program, "place_lines", batch.size, 1, ranks, batch.count, address, batch.lines)
+    absent, address = batch.lines == 0, np.uint64(batch.own(memory))
+    program = layout.program("lines.cu")
+    launch(layout.device, program, "place_lines", batch.size, 1, ranks, batch.count, address, batch.lines)
+    initialise_lines(batch, layout, absent)
+
+
+def initialise_lines(batch: Batch, layout: Layout, only: Tensor) -> None:
+    """Give each row that is flagged in only [size] bool, and has a line, its initial values."""
     launch(
-        device, program, "initialise_lines", batch.size, WARP, batch.hashes, batch.tables, batch.count, batch.lines,
-        absent, layout.initial,
+        layout.device, layout.program("lines.cu"), "initialise_lines", batch.size, WARP, batch.hashes, batch.tables,
+        batch.count, batch.lines, only, layout.initial,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The full table in device memory."""
+"""The full table: its index in device memory, its lines there or in page-locked memory of the host."""
 
 from __future__ import annotations
 
@@ -15,33 +15,39 @@ SMALLEST_BITS = 10  # lines of the first segment of a table that grows, as a pow
 MOST_ROWS = (1 << 32) * 3 // 4
 PROBE_LANES, WARP = 8, 32  # as in table.cu
 
-_LINES = np.dtype([("segments", "<u8"), ("room", "<u8"), ("base_bits", "<u4")], align=True)
+COUNTS = ("used", "erased", "hits", "misses", "insertions")
+
+_SEGMENTS = np.dtype([("begins", "<u8"), ("room", "<u8"), ("base_bits", "<u4")], align=True)
 
 
 class FullTable:
-    """Every row in device memory.
+    """Every row in device memory, or its line in memory of the host that kernels reach.
 
     With a capacity it has all of its memory from the start and never waits for the device: rows that do not fit set a
     bit of `faults`, and the step that brought them changes nothing. Without, it grows, and waits only when its
     rows could exceed what it has room for.
     """
 
-    def __init__(self, layout: Layout, capacity: int | None, faults: Tensor, load: float = 0.75) -> None:
-        """`load`: the most rows for each slot of the index."""
+    def __init__(
+        self, layout: Layout, capacity: int | None, faults: Tensor, load: float = 0.75, on_host: bool = False
+    ) -> None:
+        """`load`: the most rows for each slot of the index. `on_host`: where lines are."""
         self._layout = layout
         self._device = layout.device
         self._program = layout.program("table.cu")
         self._faults = faults
         self._fixed = capacity is not None
         self._load = load
+        self._on_host = on_host
         self._base_bits = SMALLEST_BITS if capacity is None else max(capacity - 1, 1).bit_length()
         self._segments: list[Tensor] = []
         self._addresses = self._zeros(32, torch.int64)
         self._room = 0  # rows that there is memory for
         self._bound = 0  # the most rows that there can be, as far as is known without waiting
-        self._nowhere = self._zeros(layout.line_bytes, torch.uint8)
+        self.nowhere = self._zeros(layout.line_bytes, torch.uint8)  # the line of rows that do not fit
         self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
-        self._counts = self._zeros(3, torch.int64)  # rows, hits, misses
+        self._counts = self._zeros(len(COUNTS), torch.int64)
+        self._erased = self._zeros(1, torch.int32)  # numbers + 1 of rows whose lines are free, or more
         if capacity is not None:
             self._grow_index(capacity)
             self._add_segment(capacity)
@@ -50,24 +56,40 @@ class FullTable:
         """Set `batch.lines`, zero where a row is absent. Returns the running count of absent rows, [size]."""
         missing = batch.empty(torch.int32)
         self._run(
-            "find_rows", batch.size, PROBE_LANES, *self._index(), self._lines(), batch.hashes, batch.tables,
-            batch.count, np.uint64(batch.size), batch.lines, missing,
+            "find_rows", batch.size, PROBE_LANES, *self.index(), batch.hashes, batch.tables, batch.count,
+            np.uint64(batch.size), batch.lines, missing,
         )  # fmt: skip
         return missing.cumsum(0, dtype=torch.int32)
 
-    def insert_missing(self, batch: Batch, ranks: Tensor) -> None:
+    def insert_missing(self, batch: Batch, ranks: Tensor, record_only: bool = False) -> None:
         """Insert and initialise each row whose line is zero, given what `find` returned.
 
-        Those that may not come have a line of zeros, so that the steps until the fault is raised can go on.
+        With `record_only` a line has only its record, which says that the row was never written. Rows that may not come
+        have a line of zeros, so that the steps until the fault is raised can go on.
         """
         if not self._fixed:
             self._reserve(batch.size, ranks)
         n = np.uint64(batch.size)
         self._run(
-            "insert_rows", batch.size, WARP, *self._index(), self._lines(), self._counts, batch.hashes, batch.tables,
-            batch.count, ranks, n, batch.lines, self._layout.initial, self._nowhere, self._faults,
+            "insert_rows", batch.size, WARP, *self.index(), self._counts, self._erased, batch.hashes, batch.tables,
+            batch.count, ranks, n, batch.lines, self._layout.initial, np.uint32(record_only), self.nowhere,
+            self._faults,
         )  # fmt: skip
-        self._run("count_held", min(batch.size, 1), 1, ranks, n, self._counts, self._faults)
+        self._run("count_inserted", min(batch.size, 1), 1, ranks, n, self._counts, self._faults)
+
+    def erase(self, batch: Batch, lines: Tensor) -> None:
+        """Drop the rows of a batch whose line is not 0 in lines [size], as `find` set it; waits for the device."""
+        if batch.size == 0:
+            return
+        n, clusters = np.uint64(batch.size), batch.empty(torch.int64)
+        slots, mask, _ = self.index()
+        self._run("find_clusters", batch.size, 1, slots, mask, batch.hashes, lines, batch.count, n, clusters)
+        clusters, order = torch.sort(clusters, stable=True)
+        erased = batch.empty(torch.int32)
+        self._run("erase_rows", batch.size, 1, slots, mask, batch.hashes, batch.tables, clusters, order, n, erased)
+        free = int(self._counts[1])
+        self._erased = torch.cat([self._erased[:free], erased[erased != 0], self._zeros(1, torch.int32)])
+        self._counts[1] = len(self._erased) - 1
 
     def count(self, batch: Batch, ranks: Tensor) -> None:
         """Count the rows that `find` found and missed as hits and misses."""
@@ -75,26 +97,55 @@ class FullTable:
 
     def counts(self) -> dict[str, int]:
         """Waits for the device."""
-        rows, hits, misses = self._counts.tolist()
-        return {"resident_rows": rows, "hits": hits, "misses": misses}
+        used, erased, hits, misses, insertions = self._counts.tolist()
+        return {"resident_rows": used - erased, "hits": hits, "misses": misses, "insertions": insertions}
+
+    def number_of(self, line: int) -> int:
+        """Which one an address is."""
+        before = 0
+        for segment in self._segments:
+            if 0 <= (offset := line - segment.data_ptr()) < segment.nbytes:
+                return before + offset // self._layout.line_bytes
+            before += segment.nbytes // self._layout.line_bytes
+        raise ValueError(f"{line} is no line of this table")
+
+    @property
+    def room(self) -> int:
+        """Rows that there is memory for."""
+        return self._room
+
+    @property
+    def index_bytes(self) -> int:
+        return self._slots.nbytes + self._erased.nbytes
 
     @property
     def bytes(self) -> int:
-        return self._slots.nbytes + sum(segment.nbytes for segment in self._segments)
+        return self.index_bytes + sum(segment.nbytes for segment in self._segments)
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Every row: hashes, tables, lines, how often it was written. Waits for the device."""
-        held = int(self._counts[0])
-        hashes, lines = self._zeros(held, torch.int64), self._zeros(held, torch.int64)
-        tables, updates = self._zeros(held, torch.int32), self._zeros(held, torch.int32)
+        """Every row: hashes, tables, lines, how often it was written; waits for the device.
+
+        An erased row is there until another takes its line, with a line of 0 and no writes.
+        """
+        used = int(self._counts[0])
+        hashes, lines = self._zeros(used, torch.int64), self._zeros(used, torch.int64)
+        tables, updates = self._zeros(used, torch.int32), self._zeros(used, torch.int32)
         slots = self._slots.nbytes // SLOT_BYTES
-        self._run("list_rows", slots, 1, self._slots, np.uint64(slots), self._lines(), hashes, tables, lines, updates)
+        memory = self.index()[2]
+        self._run("list_rows", slots, 1, self._slots, np.uint64(slots), memory, hashes, tables, lines, updates)
         return hashes, tables, lines, updates
+
+    def index(self) -> tuple[Tensor, np.uint32, np.ndarray]:
+        """What kernels find lines by: slots, mask, segments.h's Segments."""
+        segments = np.zeros((), _SEGMENTS)
+        segments["begins"], segments["room"] = self._addresses.data_ptr(), self._room
+        segments["base_bits"] = self._base_bits
+        return self._slots, np.uint32(self._slots.nbytes // SLOT_BYTES - 1), segments
 
     def _reserve(self, more: int, ranks: Tensor) -> None:
         if self._bound + more > self._room and more:
-            held, missing = torch.stack([self._counts[0], ranks[-1].to(torch.int64)]).tolist()  # waits
-            self._bound, more = held, missing
+            used, erased, missing = torch.stack([*self._counts[:2], ranks[-1].to(torch.int64)]).tolist()  # waits
+            self._bound, more = used, max(missing - erased, 0)
         self._bound += more
         if self._bound > MOST_ROWS:
             raise MemoryError(f"{self._bound} rows; a table holds up to {MOST_ROWS}")
@@ -114,18 +165,14 @@ class FullTable:
         self._slots = larger
 
     def _add_segment(self, lines: int) -> None:
-        segment = torch.empty(lines * self._layout.line_bytes, dtype=torch.uint8, device=self._device.torch_device)
+        size = lines * self._layout.line_bytes
+        if self._on_host:
+            segment = self._device.host_memory(size, torch.uint8)
+        else:
+            segment = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
         self._addresses[len(self._segments)] = segment.data_ptr()
         self._segments.append(segment)
         self._room += lines
-
-    def _index(self) -> tuple[Tensor, np.uint32]:
-        return self._slots, np.uint32(self._slots.nbytes // SLOT_BYTES - 1)
-
-    def _lines(self) -> np.ndarray:
-        lines = np.zeros((), _LINES)
-        lines["segments"], lines["room"], lines["base_bits"] = self._addresses.data_ptr(), self._room, self._base_bits
-        return lines
 
     def _zeros(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self._device.torch_device)

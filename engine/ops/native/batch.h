@@ -44,6 +44,11 @@ public:
     Buffer<u64>& keys();
     // Memory for `n` lines that lives as long as the batch.
     std::vector<u64> allocate(std::size_t n, const LineShape& shape);
+    // Puts `own_lines` in the place of what a tier has for those rows.
+    void use_own_lines() {
+        for (std::size_t row = 0; row < own_lines.size(); ++row)
+            if (own_lines[row]) lines[row] = own_lines[row];
+    }
 
     // A segment as the batch keeps it: ids and table ids are no longer needed.
     struct Lookup {
@@ -54,12 +59,15 @@ public:
     };
 
     std::vector<Lookup> lookups;
+    u32 number = 0;   // among those of its cache, 0 before it has one
+    bool up = false;  // whether that cache has brought its rows up
     std::size_t size = 0;     // positions
     std::size_t sources = 0;  // output rows
     std::size_t unique = 0;
     bool pooled = false;                    // any segment
     Buffer<u64> hashes, lines;              // [unique]
     Buffer<u64> views;                      // [unique] what lookups read; empty where those are the lines
+    Buffer<u64> own_lines;                  // [unique] where a row is that no tier may hold, 0 for others; or empty
     Buffer<u32> tables;                     // [unique]
     Buffer<i32> inverse;                    // [size]
     Buffer<u32> occurrences;                // [size - padding], positions

@@ -7,6 +7,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "../kernels/line.h"
+#include "histogram.h"
 #include "memory.h"
 
 namespace nb = nanobind;
@@ -99,6 +101,24 @@ Array<T> view(Buffer<T>& values, nb::handle owner) {
     return Array<T>(values.data(), {values.size()}, owner);
 }
 
+// What `where` tells of a row, as a dict that more is added to.
+inline nb::dict described(const Record& record) {
+    nb::dict place;
+    place["updates"] = record.updates;
+    place["last_step"] = record.step;
+    return place;
+}
+
+inline void add_latencies(nb::dict& metrics, const std::string& name, const Histogram& histogram) {
+    metrics[(name + "_seconds_p50").c_str()] = histogram.quantile(0.5);
+    metrics[(name + "_seconds_p90").c_str()] = histogram.quantile(0.9);
+    metrics[(name + "_seconds_p99").c_str()] = histogram.quantile(0.99);
+    metrics[(name + "_seconds_max").c_str()] = histogram.max();
+}
+
 void bind_stores(nb::module_& m);
+void bind_cache(nb::module_& m);
+void bind_rocksdb(nb::module_& m);  // after bind_stores, which binds its base
+void bind_ledger(nb::module_& m);
 
 }  // namespace tierbed

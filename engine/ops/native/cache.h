@@ -1,67 +1,52 @@
-// A set-associative write-back cache of lines: which rows are up, which are pinned, which are dirty, and who gives way.
-//
-// It moves nothing itself. `admit` makes room and says what must happen: write the dirty victims down, then fetch the
-// misses. Until then the victims' lines are intact, so a failed write-back can be cancelled without loss.
+// The sets of a cache and their lines. It decides and remembers; CachedTier moves rows.
 #pragma once
-#include <vector>
-
-#include "../kernels/cache.h"
-#include "batch.h"
+#include "../kernels/cache_set.h"
+#include "layout.h"
 #include "memory.h"
 
 namespace tierbed {
 
-struct Admission {
-    std::vector<u64> lines;          // [n], where each row is or shall be; 0 where its set had no room
-    std::vector<u8> hit;             // [n]
-    std::vector<u32> victim_tables;  // dirty rows that gave way
-    std::vector<u64> victim_keys, victim_lines;
-
-    struct Displaced {
-        u32 slot;
-        Way before;
-    };
-    std::vector<u32> slots;  // [n], NONE where there was no room
-    std::vector<Displaced> displaced;
-};
-
-struct CacheCounts {
-    u64 hits = 0, misses = 0, evictions_clean = 0, evictions_dirty = 0, overflows = 0;
-};
-
 class Cache {
 public:
-    Cache(const Layout& layout, std::size_t budget_bytes);
+    // Lines, tags and ways together take `budget_bytes` at most. Throws invalid_argument where one set takes more.
+    Cache(const LineShape& shape, std::size_t budget_bytes);
     Cache(const Cache&) = delete;
 
-    // Pins each row, present or to be fetched. Rows (table, key) are distinct.
-    Admission admit(const u32* tables, const u64* keys, std::size_t n);
-    // Ends the pins of an admission whose lines were fetched.
-    void release(const Admission& admission, bool dirty);
-    // Undoes an admission. With `restore` the victims were not written down and come back; without, their slots become
-    // free.
-    void cancel(const Admission& admission, bool restore);
-    // lines [n]: where each row is, 0 where it is not up. Changes nothing.
-    void find(const u32* tables, const u64* keys, u64* lines, std::size_t n) const;
-
-    void dirty(std::vector<u32>& tables, std::vector<u64>& keys, std::vector<u64>& lines) const;
-    void mark_clean();
-
-    CacheCounts counts;
-    std::size_t capacity() const { return ways_.size(); }
+    // Whether each set belongs to one bucket, so that buckets may be worked on at once.
+    bool split() const { return sets_ >= BUCKETS; }
+    u32 capacity() const { return sets_ * WAYS; }
+    std::size_t bytes() const { return capacity() * (std::size_t{line_bytes_} + sizeof(Way) + 1); }
     std::size_t used() const;
-    std::size_t bytes() const { return ways_.size() * (shape_.line_bytes + sizeof(Way)); }
+
+    u32 set_of(u64 hash) const { return tierbed::set_of(hash, sets_); }
+    SetView set(u32 number) { return {tags() + number * std::size_t{WAYS}, ways() + number * std::size_t{WAYS}}; }
+    // The slot of a row, or NONE.
+    u32 find(u64 hash, u32 table) {
+        const u32 number = set_of(hash);
+        const u32 way = probe_set(THREAD, set(number), hash, table);
+        return way == NONE ? NONE : number * WAYS + way;
+    }
+    u8& tag(u32 slot) { return tags()[slot]; }
+    Way& way(u32 slot) { return ways()[slot]; }
+    u64 line(u32 slot) const { return lines_.start() + std::size_t{slot} * line_bytes_; }
+    bool holds(u64 line) const { return line >= lines_.start() && line < lines_.start() + lines_.size(); }
+    u32 slot_of(u64 line) const { return static_cast<u32>((line - lines_.start()) / line_bytes_); }
+
+    void fetch_tags(u64 hash) const { prefetch(tags() + set_of(hash) * std::size_t{WAYS}); }
+    // Of the ways that may be the row's; its tags are better there already.
+    void fetch_ways(u64 hash) {
+        const SetView view = set(set_of(hash));
+        for (u32 matches = tag_matches(view.tags, tag_of(hash)); matches; matches &= matches - 1)
+            prefetch(&view.ways[lowest_bit(matches)]);
+    }
 
 private:
-    u32 set_of(u64 hash) const;
-    u64 line_of(u32 slot) const { return memory_.start() + static_cast<u64>(slot) * shape_.line_bytes; }
-    template <class Body>
-    void for_each_bucket(const Body& body) const;
+    u8* tags() const { return reinterpret_cast<u8*>(tags_.start()); }
+    Way* ways() const { return reinterpret_cast<Way*>(ways_.start()); }
 
-    LineShape shape_;
-    std::vector<Way> ways_;
-    Pages memory_;
-    u32 sets_, tick_ = 0;
+    const u32 line_bytes_;
+    u32 sets_;
+    Pages tags_, ways_, lines_;
 };
 
 }  // namespace tierbed

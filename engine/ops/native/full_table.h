@@ -1,15 +1,20 @@
 // Every row in memory: an index per bucket, lines in segments that double in size and never move.
 #pragma once
 #include <array>
+#include <mutex>
+#include <optional>
 #include <vector>
 
 #include "batch.h"
+#include "histogram.h"
 #include "index.h"
 #include "memory.h"
+#include "tier.h"
 
 namespace tierbed {
 
-// Lines numbered from 0. Segment k holds BASE << k of them, so growing moves none and wastes no resident memory.
+// Lines numbered from 0. Segment k holds BASE << k of them, so growing moves none and wastes no resident memory. Lines
+// given back are taken again first; a list of them runs through their first words.
 class Lines {
 public:
     u64 address(u32 row, u32 line_bytes) const {
@@ -17,29 +22,52 @@ public:
         const u32 segment = 63 - static_cast<u32>(__builtin_clzll(r)) - BASE_BITS;
         return segments_[segment] + (r - (static_cast<u64>(BASE) << segment)) * line_bytes;
     }
-    u32 append(Arena& arena, u32 line_bytes);
-    u32 size() const { return size_; }
+    u32 take(Arena& arena, u32 line_bytes);
+    // Its record counts as a row that was never updated.
+    void give(u32 row, const LineShape& shape);
+    u32 size() const { return size_; }  // those given back included
+    u32 used() const { return size_ - free_; }
 
 private:
     static constexpr u32 BASE_BITS = 4, BASE = 1u << BASE_BITS;
     std::array<u64, 32 - BASE_BITS> segments_;
-    u32 size_ = 0, count_ = 0;  // lines, segments
+    u32 size_ = 0, count_ = 0;       // lines, segments
+    u32 free_ = 0, first_free_ = 0;  // lines given back; the number + 1 of the latest
 };
 
-class FullTable {
+// Since the table was made.
+struct FullTableCounts {
+    u64 hits = 0, misses = 0;         // rows that were looked for
+    u64 insertions = 0;               // rows that took a line
+    u64 bytes_in = 0, bytes_out = 0;  // of rows that a tier above wrote and read
+    Histogram fetch, write;           // a call of that tier each
+};
+
+class FullTable : public Tier {
 public:
     explicit FullTable(const Layout& layout);
     FullTable(const FullTable&) = delete;
 
+    // Lines that the batch has of its own stand for their rows, which are not looked for.
     std::size_t find(Batch& batch);
     void insert_missing(Batch& batch, const Layout& layout);
-    void read(const u32* tables, const u64* keys, const u64* lines, bool* found, std::size_t n) const;
-    void write(const u32* tables, const u64* keys, const u64* lines, std::size_t n);
+    void read(const Rows& rows, bool* found, bool touch) override;
+    void write(const Rows& rows) override;
+    void erase(const Rows& rows) override;
+    bool on_disk() const override { return false; }
+
+    // Whether the row is here: the number of its line in its bucket, and its record. Changes nothing.
+    struct Place {
+        u32 line;
+        Record record;
+    };
+    std::optional<Place> where(u32 table, u64 key) const;
 
     // Rows of a bucket with updates > 0; scan writes them packed (row_dtype) in (table, key) order.
     std::size_t held(u32 bucket) const;
     void scan(u32 bucket, u8* out) const;
     std::size_t rows() const;
+    const FullTableCounts& counts() const { return counts_; }
     u32 width() const { return shape_.width; }
     std::size_t bytes() const;
 
@@ -48,6 +76,7 @@ private:
     u64 insert(u32 bucket, u64 hash, u32 table);
     // Rows of the fullest bucket, with more[bucket] new ones in each.
     std::size_t fullest(const std::array<std::size_t, BUCKETS>& more) const;
+    std::size_t used() const;  // lines
     // Makes room for them.
     void reserve(const std::array<std::size_t, BUCKETS>& more);
 
@@ -55,6 +84,8 @@ private:
     Arena arena_;
     Index index_;
     std::array<Lines, BUCKETS> lines_;
+    FullTableCounts counts_;
+    mutable std::mutex mutex_;  // below a cache it is read and written by several threads
 };
 
 }  // namespace tierbed

@@ -24,10 +24,24 @@ void Index::insert(u32 bucket, const Slot& slot) {
     move(bucket, MOVES);
 }
 
+u32 Index::erase(u32 bucket, u64 hash, u32 table) {
+    u32 row = erase_row(current_.view(bucket), hash, table);
+    if (moved_[bucket] == old_.size) return row;
+    const IndexView old = old_.view(bucket);  // holds it as well, or alone
+    for (u32 at = home_slot(old, hash); old.slots[at].row != 0; at = (at + 1) & old.mask) {
+        Slot& slot = old.slots[at];
+        if (slot.hash != hash || slot.table != table) continue;
+        if (row == 0 && slot.row != ERASED) row = slot.row;
+        slot.row = ERASED;
+        break;
+    }
+    return row;
+}
+
 void Index::move(u32 bucket, u32 slots) {
     const u32 end = std::min(old_.size, moved_[bucket] + std::min(slots, old_.size));
     for (; moved_[bucket] < end; ++moved_[bucket])
-        if (const Slot& slot = old_.view(bucket).slots[moved_[bucket]]; slot.row)
+        if (const Slot& slot = old_.view(bucket).slots[moved_[bucket]]; slot.row && slot.row != ERASED)
             insert_row(current_.view(bucket), slot);
 }
 

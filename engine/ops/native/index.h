@@ -23,8 +23,10 @@ public:
 
         // The row's number + 1, or 0.
         u32 find(u64 hash, u32 table) const {
-            const u32 row = find_row(THREAD, current, hash, table);
-            return row || !moving ? row : find_row(THREAD, old, hash, table);
+            u32 row = find_row(THREAD, current, hash, table);
+            if (row || !moving) return row;
+            row = find_row(THREAD, old, hash, table);
+            return row == ERASED ? 0 : row;
         }
         void fetch(u64 hash) const {
             prefetch(&current.slots[home_slot(current, hash)]);
@@ -38,6 +40,8 @@ public:
     void reserve(std::size_t rows);
     // Puts a row that is not there, where there is room. Buckets may be filled in several threads.
     void insert(u32 bucket, const Slot& slot);
+    // Takes a row out: its number + 1, or 0 where it is not there. Buckets may be erased from in several threads.
+    u32 erase(u32 bucket, u64 hash, u32 table);
     // Goes on with growing, by that many slots of the bucket.
     void move(u32 bucket, u32 slots);
     // Lets go of the old index where nothing is left to move.
@@ -49,13 +53,14 @@ public:
         for (u32 i = 0; i < current_.size; ++i)
             if (const Slot& slot = current_.view(bucket).slots[i]; slot.row) body(slot);
         for (u32 i = moved_[bucket]; i < old_.size; ++i)
-            if (const Slot& slot = old_.view(bucket).slots[i]; slot.row) body(slot);
+            if (const Slot& slot = old_.view(bucket).slots[i]; slot.row && slot.row != ERASED) body(slot);
     }
     std::size_t bytes() const { return current_.pages.size() + old_.pages.size(); }
 
 private:
-    static constexpr u32 SMALLEST = 16;  // slots
-    static constexpr u32 MOVES = 4;      // slots of the old index moved by one insertion; 4/3 would do
+    static constexpr u32 SMALLEST = 16;         // slots
+    static constexpr u32 MOVES = 4;             // slots of the old index moved by one insertion; 4/3 would do
+    static constexpr u32 ERASED = 0xFFFFFFFFu;  // row of a slot of the old index: its rows change no places any more
 
     struct Generation {
         Generation() = default;

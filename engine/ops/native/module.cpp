@@ -70,6 +70,8 @@ void bind_batch(nb::module_& m) {
         .def_prop_ro("occurrences",
                      [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).occurrences, self); })
         .def_prop_ro("offsets", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).offsets, self); })
+        .def_prop_ro("own_lines", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).own_lines, self); })
+        .def("use_own_lines", &Batch::use_own_lines)
         .def("allocate",
              [](Batch& b, std::size_t n, const Layout& layout) { return own(b.allocate(n, layout.shape)); });
 }
@@ -261,4 +263,7 @@ NB_MODULE(_core, m) {
     bind_batch(m);
     bind_step(m);
     bind_stores(m);
+    bind_cache(m);
+    bind_rocksdb(m);
+    bind_ledger(m);
 }

@@ -1,22 +1,22 @@
 #include "rocksdb_tier.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
 #include <pthread.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <rocksdb/cache.h>
 #include <rocksdb/db.h>
-#include <rocksdb/filter_policy.h>
+#include <rocksdb/statistics.h>
 #include <rocksdb/table.h>
 #include <rocksdb/write_batch.h>
 
-#include "batch.h"
+#include "../kernels/hash.h"
 #include "packed_row.h"
 #include "pool.h"
 
@@ -24,8 +24,8 @@ namespace tierbed {
 namespace {
 
 constexpr std::size_t KEY_BYTES = 13;
-constexpr std::size_t READS = 1024;            // keys a MultiGet
-constexpr std::size_t BATCH_BYTES = 4u << 20;  // a WriteBatch
+constexpr std::size_t READS = 256;               // keys a MultiGet
+constexpr std::size_t BATCH_BYTES = 256u << 10;  // a WriteBatch
 
 struct Key {
     char bytes[KEY_BYTES];
@@ -39,41 +39,25 @@ struct Key {
     rocksdb::Slice slice() const { return {bytes, KEY_BYTES}; }
 };
 
-void check(const rocksdb::Status& status, const char* what) {
-    if (!status.ok()) throw std::runtime_error(std::string(what) + ": " + status.ToString());
+const char* remedy_of(const rocksdb::Status& status) {
+    if (status.IsNoSpace())
+        return "free space on its disk and go on: unwritten rows are kept, the next call tries again";
+    if (status.IsCorruption())
+        return "a file is damaged; load the last snapshot (rows of other files can still be read)";
+    return "check the disk and the folder's permissions, then try again or load the last snapshot";
 }
 
-void check_size(std::size_t stored, const LineShape& shape) {
+void check(const rocksdb::Status& status, const std::string& folder, const char* what) {
+    if (!status.ok())
+        throw std::runtime_error("RocksDB in " + folder + ": " + what + ": " + status.ToString() + "; " +
+                                 remedy_of(status));
+}
+
+void check_size(std::size_t stored, const LineShape& shape, const std::string& folder) {
     if (stored != stored_bytes_of(shape.width))
-        throw std::runtime_error("a stored row of " + std::to_string(stored) + " bytes where " +
-                                 std::to_string(stored_bytes_of(shape.width)) + " are expected");
-}
-
-// A share of the files that the process may open, half of them left to others.
-int open_files(u32 shards) {
-    rlimit limit{};
-    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return -1;
-    return static_cast<int>(std::clamp<rlim_t>(limit.rlim_cur / 2 / shards, 16, 1 << 20));
-}
-
-rocksdb::Options database_options(const RocksOptions& options, std::shared_ptr<rocksdb::Cache> cache) {
-    rocksdb::BlockBasedTableOptions table;
-    table.block_size = options.block_bytes;
-    table.block_cache = std::move(cache);
-    table.filter_policy.reset(rocksdb::NewBloomFilterPolicy(10));
-    table.data_block_index_type = rocksdb::BlockBasedTableOptions::kDataBlockBinaryAndHash;
-    rocksdb::Options database;
-    database.create_if_missing = options.create;
-    database.max_open_files = open_files(options.shards);
-    database.compression = rocksdb::kNoCompression;
-    database.write_buffer_size = options.write_buffer_bytes;
-    database.max_write_buffer_number = 3;
-    database.max_background_jobs = 2;
-    database.avoid_flush_during_shutdown = true;  // flush() is explicit; without it the live folder is scratch
-    database.keep_log_file_num = 1;
-    database.info_log_level = rocksdb::WARN_LEVEL;
-    database.table_factory.reset(rocksdb::NewBlockBasedTableFactory(table));
-    return database;
+        throw std::runtime_error("RocksDB in " + folder + ": a stored row of " + std::to_string(stored) +
+                                 " bytes where " + std::to_string(stored_bytes_of(shape.width)) +
+                                 " are expected; load the last snapshot");
 }
 
 // RocksDB's destructors of globals wait for threads, which a forked child does not have: a child that calls exit would
@@ -90,103 +74,227 @@ void end_forked_children_early() {
     static_cast<void>(once);
 }
 
+// A row of a bucket as RocksDB orders them.
+struct Place {
+    u64 key;
+    u32 table;
+    u32 row;  // from the bucket's first
+};
+
+std::vector<Place> sorted(const Rows& rows, std::size_t begin, std::size_t end) {
+    std::vector<Place> places;
+    places.reserve(end - begin);
+    for (std::size_t i = begin; i < end; ++i)
+        places.push_back({key_of(rows.tables[i], rows.hashes[i]), rows.tables[i], static_cast<u32>(i - begin)});
+    std::sort(places.begin(), places.end(),
+              [](const Place& a, const Place& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
+    return places;
+}
+
+using Begins = std::array<std::size_t, BUCKETS + 1>;
+
+Begins begins_of(const Rows& rows) {
+    Begins begin;
+    begin[0] = 0;
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
+        begin[bucket + 1] =
+            static_cast<std::size_t>(std::partition_point(rows.hashes + begin[bucket], rows.hashes + rows.n,
+                                                          [&](u64 hash) { return bucket_of(hash) <= bucket; }) -
+                                     rows.hashes);
+    return begin;
+}
+
 }  // namespace
 
 RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& options)
-    : shape_{width, width, line_bytes_of(width)}, process_(getpid()) {
+    : shape_{width, width, line_bytes_of(width)}, folder_(folder), process_(getpid()) {
     end_forked_children_early();
-    const auto cache = rocksdb::NewLRUCache(options.block_cache_bytes);
+    rocksdb::Options database = shard_options(options);
+    auto* table = database.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
+    if (caches_blocks(options)) table->block_cache = cache_ = rocksdb::NewLRUCache(options.cache_bytes);
+    database.statistics = statistics_ = rocksdb::CreateDBStatistics();
+    statistics_->set_stats_level(rocksdb::kExceptHistogramOrTimers);
+    info_ = {background_threads(database),
+             database.write_buffer_size * static_cast<std::size_t>(database.max_write_buffer_number) * options.shards,
+             options.async_io && has_async_io()};
+    // Shards fill alike: each is flushed once at another part of its way, so that they do not flush at the same time.
+    const u64 cycle = database.write_buffer_size * static_cast<u64>(database.min_write_buffer_number_to_merge);
     for (u32 i = 0; i < options.shards; ++i) {
+        const std::string place = folder + "/shard-" + std::to_string(i);
         rocksdb::DB* db = nullptr;
-        check(rocksdb::DB::Open(database_options(options, cache), folder + "/shard-" + std::to_string(i), &db), "open");
-        shards_.emplace_back(db);
+        check(rocksdb::DB::Open(database, place, &db), place, "open");
+        shards_.push_back(std::make_unique<Shard>());
+        shards_.back()->db.reset(db);
+        shards_.back()->until_flush = cycle * i / options.shards;
     }
 }
 
-// A forked child has the databases' memory but not their threads, which closing waits for: it leaves them alone.
 RocksTier::~RocksTier() { close(); }
 
+// A forked child has the databases' memory but not their threads, which closing waits for: it leaves them alone.
 void RocksTier::close() {
     if (process_ != getpid())
-        for (auto& shard : shards_) static_cast<void>(shard.release());
+        for (auto& shard : shards_) static_cast<void>(shard->db.release());
     shards_.clear();
 }
 
-void RocksTier::read(const u32* tables, const u64* keys, const u64* lines, bool* found, std::size_t n) const {
-    Grouped grouped = group_by_bucket(tables, keys, n);
+void RocksTier::require_open() const {
+    if (shards_.empty()) throw std::runtime_error("RocksDB in " + folder_ + " was closed");
+}
+
+void RocksTier::read(const Rows& rows, bool* found, bool) {
+    require_open();
+    const Timer timer(counts_.fetch);
+    const Begins begin = begins_of(rows);
+    std::atomic<u64> hits{0};
     parallel_for(BUCKETS, [&](std::size_t bucket) {
-        Entry* begin = grouped.entries.data() + grouped.begin[bucket];
-        Entry* end = grouped.entries.data() + grouped.begin[bucket + 1];
-        std::sort(begin, end, [&](const Entry& a, const Entry& b) {
-            return a.table != b.table ? a.table < b.table : keys[a.position] < keys[b.position];
-        });
-        rocksdb::DB& db = shard_of(static_cast<u32>(bucket));
-        std::vector<Key> names;
-        std::vector<rocksdb::Slice> slices;
-        for (Entry* chunk = begin; chunk < end; chunk += READS) {
-            const std::size_t count = std::min<std::size_t>(READS, static_cast<std::size_t>(end - chunk));
-            names.clear();
-            slices.clear();
-            for (std::size_t i = 0; i < count; ++i)
-                names.emplace_back(static_cast<u32>(bucket), chunk[i].table, keys[chunk[i].position]);
-            for (const Key& name : names) slices.push_back(name.slice());
-            std::vector<rocksdb::PinnableSlice> values(count);
-            std::vector<rocksdb::Status> statuses(count);
-            db.MultiGet(rocksdb::ReadOptions(), db.DefaultColumnFamily(), count, slices.data(), values.data(),
-                        statuses.data(), true);
-            for (std::size_t i = 0; i < count; ++i) {
-                const u32 position = chunk[i].position;
-                found[position] = !statuses[i].IsNotFound();
-                if (!found[position]) continue;
-                check(statuses[i], "read");
-                check_size(values[i].size(), shape_);
-                std::memcpy(floats(lines[position]), values[i].data(), values[i].size());
+        if (begin[bucket] < begin[bucket + 1])
+            hits += read_bucket(static_cast<u32>(bucket), rows, begin[bucket], begin[bucket + 1], found);
+    });
+    counts_.hits += hits;
+    counts_.misses += rows.n - hits;
+}
+
+std::size_t RocksTier::read_bucket(u32 bucket, const Rows& rows, std::size_t begin, std::size_t end,
+                                   bool* found) const {
+    rocksdb::DB& db = *shard_of(bucket).db;
+    rocksdb::ReadOptions options;
+    options.async_io = info_.async_io;
+    const std::vector<Place> places = sorted(rows, begin, end);
+    const std::size_t most = std::min(READS, places.size());
+    std::vector<Key> names;
+    std::vector<rocksdb::Slice> slices;
+    names.reserve(most);
+    slices.reserve(most);
+    std::vector<rocksdb::PinnableSlice> values(most);
+    std::vector<rocksdb::Status> statuses(most);
+    std::size_t hits = 0;
+    for (std::size_t first = 0; first < places.size(); first += READS) {
+        const std::size_t count = std::min(READS, places.size() - first);
+        names.clear();
+        slices.clear();
+        for (std::size_t i = 0; i < count; ++i) {
+            names.emplace_back(bucket, places[first + i].table, places[first + i].key);
+            slices.push_back(names.back().slice());
+        }
+        db.MultiGet(options, db.DefaultColumnFamily(), count, slices.data(), values.data(), statuses.data(), true);
+        for (std::size_t i = 0; i < count; ++i) {
+            const std::size_t row = begin + places[first + i].row;
+            found[row] = !statuses[i].IsNotFound();
+            if (found[row]) {
+                check(statuses[i], folder_, "read");
+                check_size(values[i].size(), shape_, folder_);
+                std::memcpy(floats(rows.lines[row]), values[i].data(), values[i].size());
+                ++hits;
+            }
+            values[i].Reset();
+        }
+    }
+    return hits;
+}
+
+std::optional<Record> RocksTier::where(u32 table, u64 key) const {
+    require_open();
+    const u32 bucket = bucket_of(hash_row(table, key));
+    rocksdb::DB& db = *shard_of(bucket).db;
+    rocksdb::ReadOptions options;
+    options.fill_cache = false;
+    rocksdb::PinnableSlice value;
+    const rocksdb::Status status = db.Get(options, db.DefaultColumnFamily(), Key(bucket, table, key).slice(), &value);
+    if (status.IsNotFound()) return std::nullopt;
+    check(status, folder_, "read");
+    check_size(value.size(), shape_, folder_);
+    Record record;
+    std::memcpy(&record, value.data() + shape_.width * sizeof(float), sizeof record);
+    return record;
+}
+
+void RocksTier::write(const Rows& rows) {
+    require_open();
+    const Timer timer(counts_.write);
+    change(rows, false);
+    counts_.rows_written += rows.n;
+}
+
+void RocksTier::erase(const Rows& rows) {
+    require_open();
+    change(rows, true);
+    counts_.rows_erased += rows.n;
+}
+
+void RocksTier::change(const Rows& rows, bool erase) {
+    const Begins begin = begins_of(rows);
+    const std::size_t value_bytes = stored_bytes_of(shape_.width);
+    parallel_for(shards_.size(), [&](std::size_t number) {
+        Shard& shard = *shards_[number];
+        rocksdb::WriteBatch batch;
+        for (std::size_t bucket = number; bucket < BUCKETS; bucket += shards_.size()) {
+            for (const Place& place : sorted(rows, begin[bucket], begin[bucket + 1])) {
+                const Key name(static_cast<u32>(bucket), place.table, place.key);
+                const u64 line = erase ? 0 : rows.lines[begin[bucket] + place.row];
+                check(erase ? batch.Delete(name.slice())
+                            : batch.Put(name.slice(), {reinterpret_cast<const char*>(line), value_bytes}),
+                      folder_, "write");
+                if (batch.GetDataSize() >= BATCH_BYTES) apply(shard, batch);
             }
         }
+        if (batch.Count()) apply(shard, batch);
     });
 }
 
-void RocksTier::write(const u32* tables, const u64* keys, const u64* lines, std::size_t n) {
-    const Grouped grouped = group_by_bucket(tables, keys, n);
-    const std::size_t value_bytes = stored_bytes_of(shape_.width);
-    parallel_for(shards_.size(), [&](std::size_t shard) {
-        rocksdb::WriteOptions options;
-        options.disableWAL = true;
-        rocksdb::WriteBatch batch;
-        for (std::size_t bucket = shard; bucket < BUCKETS; bucket += shards_.size()) {
-            for (std::size_t i = grouped.begin[bucket]; i < grouped.begin[bucket + 1]; ++i) {
-                const Entry& entry = grouped.entries[i];
-                const Key name(static_cast<u32>(bucket), entry.table, keys[entry.position]);
-                check(batch.Put(name.slice(), {reinterpret_cast<const char*>(lines[entry.position]), value_bytes}),
-                      "write");
-                if (batch.GetDataSize() < BATCH_BYTES) continue;
-                check(shards_[shard]->Write(options, &batch), "write");
-                batch.Clear();
-            }
+// A flush that failed stops all writes until it succeeds: where the reason is gone, this write goes on.
+void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
+    rocksdb::WriteOptions options;
+    options.disableWAL = true;
+    rocksdb::Status status = shard.db->Write(options, &batch);
+    if (!status.ok() && shard.db->Resume().ok()) status = shard.db->Write(options, &batch);
+    check(status, folder_, "write");
+    if (shard.until_flush) {
+        shard.until_flush -= std::min<u64>(shard.until_flush, batch.GetDataSize());
+        if (shard.until_flush == 0) {
+            rocksdb::FlushOptions early;
+            early.wait = false;
+            check(shard.db->Flush(early), folder_, "flush");
         }
-        if (batch.Count()) check(shards_[shard]->Write(options, &batch), "write");
-    });
+    }
+    batch.Clear();
 }
 
 void RocksTier::flush() {
-    parallel_for(shards_.size(), [&](std::size_t i) { check(shards_[i]->Flush(rocksdb::FlushOptions()), "flush"); });
+    require_open();
+    parallel_for(shards_.size(), [&](std::size_t i) {
+        rocksdb::DB& db = *shards_[i]->db;
+        rocksdb::Status status = db.Flush(rocksdb::FlushOptions());
+        if (!status.ok() && db.Resume().ok()) status = db.Flush(rocksdb::FlushOptions());
+        check(status, folder_, "flush");
+    });
 }
 
-u64 RocksTier::property(const std::string& name) const {
-    u64 total = 0;
-    for (const auto& db : shards_) {
-        u64 value = 0;
-        if (!db->GetIntProperty(name, &value)) throw std::runtime_error("property: RocksDB has no " + name);
-        total += value;
-    }
-    return total;
+void RocksTier::compact() {
+    flush();
+    rocksdb::CompactRangeOptions options;
+    options.bottommost_level_compaction = rocksdb::BottommostLevelCompaction::kForceOptimized;
+    for (auto& shard : shards_) check(shard->db->CompactRange(options, nullptr, nullptr), folder_, "compact");
 }
 
-RocksTier::Scan::Scan(const RocksTier& tier) : shape_(tier.shape_), process_(tier.process_) {
+std::vector<rocksdb::DB*> RocksTier::databases() const {
+    std::vector<rocksdb::DB*> all;
+    for (const auto& shard : shards_) all.push_back(shard->db.get());
+    return all;
+}
+
+RocksMetrics RocksTier::metrics() const {
+    require_open();
+    return metrics_of(counts_, stored_bytes_of(shape_.width), databases(), cache_.get(), *statistics_);
+}
+
+RocksTier::Scan::Scan(const RocksTier& tier) : shape_(tier.shape_), folder_(tier.folder_), process_(tier.process_) {
+    tier.require_open();
     rocksdb::ReadOptions options;
     options.fill_cache = false;
+    options.total_order_seek = true;
     options.readahead_size = std::size_t{2} << 20;
-    for (const auto& db : tier.shards_) {
+    for (rocksdb::DB* db : tier.databases()) {
         iterators_.emplace_back(db->NewIterator(options));
         iterators_.back()->SeekToFirst();
     }
@@ -201,7 +309,7 @@ void RocksTier::Scan::close() {
 }
 
 std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
-    if (iterators_.empty()) throw std::runtime_error("scan: the databases were closed");
+    if (iterators_.empty()) throw std::runtime_error("RocksDB in " + folder_ + " was closed during a scan");
     for (; bucket_ < BUCKETS; ++bucket_) {
         rocksdb::Iterator& it = *iterators_[bucket_ % iterators_.size()];
         std::size_t rows = 0;
@@ -210,10 +318,10 @@ std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
             u64 key;
             std::memcpy(&table, it.key().data() + 1, sizeof table);
             std::memcpy(&key, it.key().data() + 5, sizeof key);
-            check_size(it.value().size(), shape_);
+            check_size(it.value().size(), shape_, folder_);
             out = pack_row(out, __builtin_bswap32(table), __builtin_bswap64(key), it.value().data(), shape_);
         }
-        check(it.status(), "scan");
+        check(it.status(), folder_, "scan");
         bucket = bucket_;
         if (rows) return rows;
     }

@@ -1,42 +1,54 @@
 // Rows in RocksDB: shards of buckets, one database each, keyed by (bucket u8, table u32, key u64) big-endian.
 //
 // The write-ahead log is off: the live folder is scratch until `flush`. Reads run in parallel, each shard has one
-// writer. Failures throw std::runtime_error with RocksDB's own words.
+// writer. Failures throw std::runtime_error with the folder, RocksDB's own words and the remedy.
 #pragma once
+#include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <sys/types.h>
 
 #include "layout.h"
+#include "rocksdb_metrics.h"
+#include "rocksdb_options.h"
+#include "tier.h"
 
 namespace rocksdb {
-class DB;
 class Iterator;
+class Status;
+class WriteBatch;
 }  // namespace rocksdb
 
 namespace tierbed {
 
-struct RocksOptions {
-    bool create;  // an existing shard that is missing is an error
-    u32 shards;
-    std::size_t block_bytes;
-    std::size_t block_cache_bytes;
-    std::size_t write_buffer_bytes;
+struct RocksInfo {
+    BackgroundThreads threads;   // of the process, shared by all databases
+    std::size_t memtable_bytes;  // the most that all shards take
+    bool async_io;
 };
 
-class RocksTier {
+class RocksTier : public Tier {
 public:
     RocksTier(const std::string& folder, u32 width, const RocksOptions& options);
-    ~RocksTier();
+    ~RocksTier() override;
     RocksTier(const RocksTier&) = delete;
 
-    void read(const u32* tables, const u64* keys, const u64* lines, bool* found, std::size_t n) const;
-    void write(const u32* tables, const u64* keys, const u64* lines, std::size_t n);
+    void read(const Rows& rows, bool* found, bool touch) override;
+    void write(const Rows& rows) override;
+    void erase(const Rows& rows) override;
+    bool on_disk() const override { return true; }
+    // The record of a row that is here. Changes nothing, counters included.
+    std::optional<Record> where(u32 table, u64 key) const;
     void flush();
+    // Merges all files of a shard, which drops every replaced version of a row.
+    void compact();
     void close();  // nothing may be read or written after it; scans must be closed before
-    u64 property(const std::string& name) const;  // summed over shards
+    RocksMetrics metrics() const;
+    RocksInfo info() const { return info_; }
+    std::size_t shards() const { return shards_.size(); }
 
     // Walks a consistent view of all rows: buckets ascending, within one (table, key) ascending.
     class Scan {
@@ -44,8 +56,8 @@ public:
         explicit Scan(const RocksTier& tier);
         ~Scan();
         Scan(const Scan&) = delete;
-        // Packs up to max_rows rows of one bucket into out; 0 rows at the end.
         u32 width() const { return shape_.width; }
+        // Packs up to max_rows rows of one bucket into out; 0 rows at the end.
         std::size_t next(u8* out, std::size_t max_rows, u32& bucket);
         // Lets go of the databases; `next` throws from then on.
         void close();
@@ -53,16 +65,33 @@ public:
     private:
         std::vector<std::unique_ptr<rocksdb::Iterator>> iterators_;
         LineShape shape_;
+        std::string folder_;
         pid_t process_;
         u32 bucket_ = 0;
     };
 
 private:
-    rocksdb::DB& shard_of(u32 bucket) const { return *shards_[bucket % shards_.size()]; }
+    struct Shard {
+        std::unique_ptr<rocksdb::DB> db;
+        u64 until_flush = 0;  // bytes to write until its one early flush; 0 once that was
+    };
+
+    std::size_t read_bucket(u32 bucket, const Rows& rows, std::size_t begin, std::size_t end, bool* found) const;
+    // Writes the rows, or erases them.
+    void change(const Rows& rows, bool erase);
+    void apply(Shard& shard, rocksdb::WriteBatch& batch) const;
+    Shard& shard_of(u32 bucket) const { return *shards_[bucket % shards_.size()]; }
+    std::vector<rocksdb::DB*> databases() const;
+    void require_open() const;
 
     LineShape shape_;
+    std::string folder_;
     pid_t process_;
-    std::vector<std::unique_ptr<rocksdb::DB>> shards_;
+    RocksInfo info_{};
+    std::shared_ptr<rocksdb::Cache> cache_;
+    std::shared_ptr<rocksdb::Statistics> statistics_;
+    std::vector<std::unique_ptr<Shard>> shards_;
+    RocksCounts counts_;
 };
 
 }  // namespace tierbed

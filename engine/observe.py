@@ -1,0 +1,168 @@
+"""The metrics of embeddings: what each one means, and how Prometheus and TensorBoard get them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .errors import ClosedError, OptionError
+
+if TYPE_CHECKING:
+    from .embedding import MultiTableMultiColumnEmbedding
+
+
+class Metric(NamedTuple):
+    """`kind`: "counter", which grows from 0 while a store is open, or "gauge". `exported`: its name in Prometheus."""
+
+    kind: str
+    meaning: str
+    exported: str = ""
+
+
+def _latencies(name: str) -> dict[str, Metric]:
+    shares = {
+        f"{name}_seconds_p{share}": Metric("gauge", f"{share} % of them took no longer") for share in (50, 90, 99)
+    }
+    return {**shares, f"{name}_seconds_max": Metric("gauge", "the longest of them")}
+
+
+METRICS: dict[str, Metric] = {
+    # of the table
+    "rows": Metric("gauge", "rows that are written, in all tables: `size()`"),
+    "step": Metric("gauge", "training steps that updated this embedding; a snapshot keeps it"),
+    "refused": Metric("counter", "new rows that `admission` did not let in, each time"),
+    "evicted": Metric("counter", "rows that left because of `capacity`"),
+    "expired": Metric("counter", "rows that left because of `ttl_steps`"),
+    "deleted": Metric("counter", "rows that `delete` took out"),
+    "prefetch_hits": Metric("counter", "steps whose batch `prefetch` had announced"),
+    "prefetch_misses": Metric("counter", "steps that other batches were announced for"),
+    # of every tier
+    "hits": Metric("counter", "rows asked of this tier and found here"),
+    "misses": Metric("counter", "rows asked of this tier and not found here"),
+    "insertions": Metric("counter", "rows that got a place here"),
+    "bytes_in": Metric(
+        "counter", "bytes of rows that came here: from below to a cache, from above to the last tier", "in_bytes"
+    ),
+    "bytes_out": Metric("counter", "bytes of rows that went from here, the other way", "out_bytes"),
+    "resident_rows": Metric("gauge", "rows held here now"),
+    "bytes": Metric("gauge", "memory taken, metadata included", "memory_bytes"),
+    **_latencies("fetch"),
+    **_latencies("write"),
+    # of caches
+    "capacity": Metric("gauge", "rows that there is memory for", "capacity_rows"),
+    "fill": Metric("gauge", "`resident_rows` / `capacity`", "fill_ratio"),
+    "index_bytes": Metric("gauge", "of `bytes`, those of the index"),
+    "evictions_clean": Metric("counter", "rows that gave way and were as the tier below has them"),
+    "evictions_dirty": Metric("counter", "rows that gave way and were written down"),
+    "overflows": Metric("counter", "rows that no set had room for beside others that are needed"),
+    "overflow_rows": Metric("gauge", "rows in the overflow area now"),
+    "overflow_peak_rows": Metric("gauge", "the most that were there at a time"),
+    "overflow_capacity": Metric(
+        "gauge", "rows there at which prefetch and changed rows wait", "overflow_capacity_rows"
+    ),
+    "overflow_bytes": Metric("gauge", "memory of the overflow area"),
+    "prefetch_waits": Metric("counter", "prefetched batches that had to wait for room in the overflow area"),
+    # of RocksDB
+    "rows_written": Metric("counter", "rows written"),
+    "rows_erased": Metric("counter", "rows erased, whether they were there or not"),
+    "memtable_bytes": Metric("gauge", "written rows in memory that are not in files yet"),
+    "index_filter_bytes": Metric("gauge", "indexes and filters of files in memory, outside of the block cache"),
+    "block_cache_bytes": Metric("gauge", "blocks of files in RocksDB's own cache"),
+    "block_cache_hits": Metric("counter", "blocks found in that cache"),
+    "block_cache_misses": Metric("counter", "blocks read from files"),
+    "bloom_useful": Metric("counter", "reads of a file that its filter spared"),
+    "sst_bytes": Metric("gauge", "size of the files"),
+    "live_data_bytes": Metric("gauge", "of that, what newer versions of rows do not replace: an estimate"),
+    "flush_bytes": Metric("counter", "bytes written to files from memory"),
+    "compaction_bytes": Metric("counter", "bytes written to files by compactions"),
+    "compaction_read_bytes": Metric("counter", "bytes read from files by compactions"),
+    "pending_compaction_bytes": Metric("gauge", "bytes that compactions have yet to rewrite: an estimate"),
+    "running_flushes": Metric("gauge", "flushes under way"),
+    "running_compactions": Metric("gauge", "compactions under way"),
+    "background_errors": Metric("counter", "flushes and compactions that failed"),
+    "stall_seconds": Metric("counter", "how long writes were held back for flushes and compactions"),
+    "write_amplification": Metric("gauge", "bytes written to files / bytes of rows written"),
+}
+
+_QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}
+
+
+class MetricsCollector:
+    """What a `prometheus_client` registry asks for metrics, of each embedding whose store is open at that time.
+
+    `prometheus_client.REGISTRY.register(MetricsCollector(embedding))`, then `start_http_server` serves them.
+    """
+
+    def __init__(self, *embeddings: MultiTableMultiColumnEmbedding) -> None:
+        """Raises OptionError where `prometheus_client` is missing."""
+        _prometheus()
+        self._embeddings = embeddings
+
+    def describe(self) -> list[Any]:
+        """Nothing: registering asks no store."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """One family a metric, labelled by `embedding` and `tier`; latencies by `quantile` as well, 1 for the longest.
+
+        Raises StoreError as `metrics()` does.
+        """
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families: dict[str, Any] = {}
+        for embedding in self._embeddings:
+            for tier, metrics in _read(embedding).items():
+                for name, value in metrics.items():
+                    of, _, quantile = name.rpartition("_")
+                    metric, labels = METRICS[name], {"embedding": embedding.name, "tier": tier}
+                    if of.endswith("seconds") and quantile in _QUANTILES:
+                        exported, labels["quantile"] = of, _QUANTILES[quantile]
+                        meaning = "a share of the calls took no longer, in seconds"
+                    else:
+                        exported, meaning = metric.exported or name, metric.meaning
+                    if exported not in families:
+                        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                        families[exported] = kind(f"tierbed_{exported}", meaning, labels=list(labels))
+                    families[exported].add_metric(list(labels.values()), value)
+        yield from families.values()
+
+
+def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
+    """The metrics of open embeddings in Prometheus' text format, for a textfile collector or a server of one's own.
+
+    Raises OptionError where `prometheus_client` is missing.
+    """
+    prometheus = _prometheus()
+    registry = prometheus.CollectorRegistry(auto_describe=False)
+    registry.register(MetricsCollector(*embeddings))
+    return str(prometheus.generate_latest(registry).decode())
+
+
+def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, step: int | None = None) -> None:
+    """Add the metrics of open embeddings to a `torch.utils.tensorboard.SummaryWriter`, as scalars.
+
+    Their tags are `<embedding>/<tier>/<metric>`. step: of the x axis; by default the embedding's own.
+    """
+    for embedding in embeddings:
+        tiers = _read(embedding)
+        for tier, metrics in tiers.items():
+            for name, value in metrics.items():
+                writer.add_scalar(
+                    f"{embedding.name}/{tier}/{name}", value, tiers["table"]["step"] if step is None else step
+                )
+
+
+def _read(embedding: MultiTableMultiColumnEmbedding) -> dict[str, dict[str, float]]:
+    """Nothing for an embedding that was not used yet, or was closed: looking opens no store."""
+    try:
+        return embedding.metrics() if embedding.is_open else {}
+    except ClosedError:  # meanwhile
+        return {}
+
+
+def _prometheus() -> Any:
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise OptionError("Prometheus metrics need prometheus_client: pip install 'tierbed[metrics]'") from error
+    return prometheus_client

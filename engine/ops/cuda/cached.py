@@ -1,0 +1,161 @@
+"""A cache in device memory in front of a tier of the host, such as RocksDB; lines pass page-locked memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import StoreError
+from ...store.contract import Chunks, Found, Keys, Room, Tables, Tier, WithoutAnnouncements
+from ...store.full import check_room
+from .batch import Batch, keys_of, lines_among, rows_of
+from .cache import Cache
+from .device import launch
+from .faults import Faults
+from .full import SCAN_ROWS
+from .layout import Layout
+from .staging import Staging
+from .step import count_new, initialise_lines
+
+
+class CachedStore(WithoutAnnouncements[Batch]):
+    """A write-back cache in device memory in front of a tier of the host."""
+
+    def __init__(self, layout: Layout, below: Tier, cache: Cache, faults: Faults) -> None:
+        self._layout, self._below, self._faults = layout, below, faults
+        self._cache = cache
+        self._program = layout.program("cache.cu")
+        self._down, self._up = Staging(layout), Staging(layout)  # of victims, and of rows to fetch
+        self._pinned: tuple[Batch, Tensor, int] | None = None
+        self._reads = {"hits": 0, "misses": 0}  # that `peek` served
+        self._moved = {"bytes_in": 0, "bytes_out": 0}
+
+    def pin(self, batch: Batch, room: Room | None) -> None:
+        """As `engine/cache/cached.py`; waits for the device once, and raises its faults at once."""
+        if self._pinned is not None:
+            raise StoreError("a batch is still pinned; one step at a time")
+        admission = self._cache.admit(batch, self._faults.word)
+        victims, absent, overflows = (batch.empty(torch.int32) for _ in range(3))
+        struct, n = admission.by_value(), np.uint64(batch.size)
+        device = self._layout.device
+        launch(device, self._program, "sort_out", batch.size, 1, struct, batch.count, n, victims, absent, overflows)
+        victim_ranks, ranks = victims.cumsum(0, dtype=torch.int32), absent.cumsum(0, dtype=torch.int32)
+        batch.lines.copy_(admission.lines)
+        unwritten = count_new(self._layout, torch.where(admission.hit != 0, batch.lines, 0), batch.count)
+        while True:
+            room_down = np.uint64(self._down.room)
+            launch(
+                device, self._program, "list_victims", batch.size, 1, struct, victims, victim_ranks, n, room_down,
+                self._down.tables, self._down.keys,
+            )  # fmt: skip
+            self._down.bring(batch.lines, victims, victim_ranks)
+            self._up.identify(batch, absent, ranks)
+            numbers = [victims.sum(), absent.sum(), overflows.sum(), unwritten[0], self._faults.word[0]]
+            down, up, over, new, fault = torch.stack([number.to(torch.int64) for number in numbers]).tolist()  # waits
+            if not self._down.reserve(down) | self._up.reserve(up):
+                break
+        try:
+            if error := self._faults.take(fault):
+                raise error
+            self._write_below(down)
+        except BaseException:
+            self._cache.cancel(admission, restore=True)
+            raise
+        try:
+            self._place(batch, overflows.cumsum(0, dtype=torch.int32), over)
+            found = self._read_below(up)
+            check_room(new - int(found.sum()), room)
+            self._up.fill(batch, absent, ranks, found)
+            self._cache.fetched(admission)
+        except BaseException:
+            self._cache.cancel(admission, restore=False)
+            raise
+        self._pinned = batch, overflows, over
+
+    def unpin(self, batch: Batch, dirty: bool) -> None:
+        if self._pinned is None or self._pinned[0] is not batch:
+            raise StoreError("unpin of a batch that is not pinned")
+        _, overflows, over = self._pinned
+        self._pinned = None
+        self._cache.release()
+        if dirty and over:
+            ranks = overflows.cumsum(0, dtype=torch.int32)
+            self._down.reserve(over)  # nothing is under way: `pin` waited after it was last filled
+            self._down.identify(batch, overflows, ranks)
+            self._down.bring(batch.lines, overflows, ranks)
+            ranks.cpu()  # waits
+            self._write_below(over)
+
+    def peek(self, batch: Batch) -> None:
+        absent = self._cache.find(batch)
+        ranks = absent.cumsum(0, dtype=torch.int32)
+        while True:
+            self._up.identify(batch, absent, ranks)
+            numbers = [absent.sum(), batch.count[0], self._faults.word[0]]
+            missing, unique, fault = torch.stack([number.to(torch.int64) for number in numbers]).tolist()  # waits
+            if not self._up.reserve(missing):
+                break
+        if error := self._faults.take(fault):
+            raise error
+        self._reads["hits"] += unique - missing
+        self._reads["misses"] += missing
+        self._place(batch, ranks, missing)
+        self._up.fill(batch, absent, ranks, self._read_below(missing))
+
+    def erase(self, tables: Tables, keys: Keys) -> None:
+        batch = rows_of(self._layout.device, tables, keys, self._faults.word)
+        batch.lines = lines_among(self._pinned and self._pinned[0], batch, self._faults.word)
+        kept = batch.lines != 0
+        initialise_lines(batch, self._layout, kept)
+        self._cache.erase(batch, kept)
+        self._below.erase(tables, keys)
+
+    def scan(self) -> Chunks:
+        self.flush()
+        yield from self._below.scan()
+
+    def flush(self) -> None:
+        for slots in self._cache.dirty().split(SCAN_ROWS):
+            hashes, tables, lines = self._cache.rows(slots)
+            self._down.reserve(len(lines))
+            all_of = torch.ones_like(lines, dtype=torch.int32)
+            self._down.bring(lines, all_of, all_of.cumsum(0, dtype=torch.int32))
+            self._down.tables[: len(lines)] = tables
+            self._down.keys[: len(lines)] = keys_of(self._layout.device, hashes, tables)
+            all_of.cpu()  # waits
+            self._write_below(len(lines))
+            self._cache.written(slots)
+        self._below.flush()
+
+    def close(self) -> None:
+        self._below.close()
+
+    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+        here = self._cache.where(table, key, self._down, self._faults.word)
+        return here + self._below.where(table, key)
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        device = self._cache.metrics()
+        for name, count in self._reads.items():
+            device[name] += count
+        return {"device": {**device, **self._moved}, **self._below.metrics()}
+
+    def _read_below(self, count: int) -> Found:
+        found = self._below.read(*self._up.rows(count))
+        self._moved["bytes_in"] += int(found.sum()) * self._layout.stored_bytes
+        return found
+
+    def _write_below(self, count: int) -> None:
+        self._below.write(*self._down.rows(count))
+        self._moved["bytes_out"] += count * self._layout.stored_bytes
+
+    def _place(self, batch: Batch, ranks: Tensor, count: int) -> None:
+        """Give rows without a line one in memory of the batch."""
+        if not count:
+            return
+        memory = torch.empty(count * self._layout.line_bytes, dtype=torch.uint8, device=ranks.device)
+        address, program = np.uint64(batch.own(memory)), self._layout.program("lines.cu")
+        launch(self._layout.device, program, "place_lines", batch.size, 1, ranks, batch.count, address, batch.lines)

@@ -1,0 +1,102 @@
+"""A cache in device memory in front of a full table whose lines are in memory of the host: kernels alone move rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import StoreError
+from ...store.contract import Chunks, Keys, Room, Tables, WithoutAnnouncements
+from .batch import Batch, lines_among, rows_of
+from .cache import WAYS, Cache
+from .device import Argument, launch
+from .faults import Faults
+from .full import FullStore
+from .layout import Layout
+from .step import initialise_lines, initialise_missing, lanes_for
+
+
+class CachedTable(WithoutAnnouncements[Batch]):
+    """As `CachedStore`, without the host in the path: it waits for the device where the table below does, to grow.
+
+    Each row of a step has a line below from its first pin on. Rows that no set has room for are used there.
+    """
+
+    def __init__(self, layout: Layout, below: FullStore, cache: Cache, faults: Faults) -> None:
+        self._layout, self._below, self._faults = layout, below, faults
+        self._cache = cache
+        self._program = layout.program("cached_table.cu")
+        self._lanes = lanes_for((layout.dim + 3) // 4)  # that copy a line
+        # rows that the table below had and had not, rows that went down, lookups that the cache served
+        self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
+        self._pinned: Batch | None = None
+
+    def pin(self, batch: Batch, room: Room | None) -> None:
+        """Rows that do not fit into the table below set a fault, as in `FullStore`."""
+        if self._pinned is not None:
+            raise StoreError("a batch is still pinned; one step at a time")
+        table = self._below.table
+        table.insert_missing(batch, table.find(batch), record_only=True)
+        admission = self._cache.admit(batch, self._faults.word)
+        cache, struct = self._cache.by_value(), admission.by_value()
+        self._run("bring_down", batch.size, self._lanes, *table.index(), struct, batch.count, self._counts)
+        self._run(
+            "bring_up", batch.size, self._lanes, cache, struct, batch.hashes, batch.tables, batch.count, batch.lines,
+            table.nowhere, self._layout.initial, self._counts,
+        )  # fmt: skip
+        self._faults.post()
+        self._pinned = batch
+
+    def unpin(self, batch: Batch, dirty: bool) -> None:
+        if self._pinned is not batch:
+            raise StoreError("unpin of a batch that is not pinned")
+        self._cache.release()
+        self._pinned = None
+
+    def peek(self, batch: Batch) -> None:
+        absent = batch.empty(torch.int32)
+        self._run(
+            "locate_rows", batch.size, WAYS, self._cache.by_value(), *self._below.table.index(), batch.hashes,
+            batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent, self._counts,
+        )  # fmt: skip
+        initialise_missing(batch, self._layout, absent.cumsum(0, dtype=torch.int32))
+        self._faults.post()
+
+    def erase(self, tables: Tables, keys: Keys) -> None:
+        batch = rows_of(self._layout.device, tables, keys, self._faults.word)
+        batch.lines = lines_among(self._pinned, batch, self._faults.word)
+        kept = batch.lines != 0
+        initialise_lines(batch, self._layout, kept)
+        self._cache.erase(batch, kept)
+        self._below.table.find(batch)
+        initialise_lines(batch, self._layout, kept)  # the line below of a row that is up says how often it was written
+        self._below.table.erase(batch, torch.where(kept, 0, batch.lines))
+
+    def scan(self) -> Chunks:
+        self.flush()
+        yield from self._below.scan()
+
+    def flush(self) -> None:
+        cache, index = self._cache.by_value(), self._below.table.index()
+        self._run("flush_rows", self._cache.capacity, self._lanes, cache, *index, self._counts)
+
+    def close(self) -> None:
+        self._below.close()
+
+    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+        here = self._cache.where(table, key, self._below.staging, self._faults.word)
+        return here + self._below.where(table, key)
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        found, new, written, served = self._counts.tolist()
+        device, line = self._cache.metrics(), self._layout.stored_bytes
+        device["hits"] += served
+        device["misses"] = found + new
+        device.update(bytes_in=found * line, bytes_out=written * line)
+        moved = {"hits": found, "misses": new, "bytes_in": written * line, "bytes_out": found * line}
+        return {"device": device, "host": {**self._below.metrics()["host"], **moved}}
+
+    def _run(self, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
+        launch(self._layout.device, self._program, kernel, items, lanes, *arguments)

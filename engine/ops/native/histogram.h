@@ -1,0 +1,91 @@
+// Latencies counted in buckets: what a tier's percentiles come from.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+
+namespace tierbed {
+
+// Durations in buckets of 1/8 of a power of two, so a quantile is within 6.25 % of the true one. Threads add at once
+// and nobody waits; a reader beside them may see one addition in part.
+class Histogram {
+public:
+    void add(std::uint64_t nanoseconds) {
+        buckets_[bucket_of(nanoseconds)].fetch_add(1, std::memory_order_relaxed);
+        total_.fetch_add(nanoseconds, std::memory_order_relaxed);
+        std::uint64_t seen = max_.load(std::memory_order_relaxed);
+        while (seen < nanoseconds && !max_.compare_exchange_weak(seen, nanoseconds, std::memory_order_relaxed)) {
+        }
+    }
+
+    std::uint64_t count() const {
+        std::uint64_t count = 0;
+        for (const std::atomic<std::uint64_t>& bucket : buckets_) count += bucket.load(std::memory_order_relaxed);
+        return count;
+    }
+
+    // Seconds that a share `q` in [0, 1] of the durations does not exceed: the middle of the bucket, at most `max`.
+    // 0 where nothing was added.
+    double quantile(double q) const {
+        const std::uint64_t all = count();
+        if (all == 0) return 0;
+        const double wanted = q * static_cast<double>(all);
+        std::uint64_t below = 0;
+        std::size_t b = 0;
+        for (; b + 1 < kBuckets; ++b) {
+            below += buckets_[b].load(std::memory_order_relaxed);
+            if (below > 0 && static_cast<double>(below) >= wanted) break;
+        }
+        const double middle = middle_of(b) * 1e-9;
+        return b + 1 < kBuckets && middle < max() ? middle : max();
+    }
+
+    double max() const { return static_cast<double>(max_.load(std::memory_order_relaxed)) * 1e-9; }      // seconds
+    double total() const { return static_cast<double>(total_.load(std::memory_order_relaxed)) * 1e-9; }  // seconds
+
+private:
+    // 0 .. 7 ns have a bucket each; then 8 for each power of two up to 2^40 ns (18 minutes); the last takes the rest.
+    static constexpr std::size_t kParts = 8;
+    static constexpr int kPartBits = 3;
+    static constexpr int kTopBit = 40;
+    static constexpr std::size_t kBuckets = kParts * (kTopBit - kPartBits + 1);
+
+    static std::size_t bucket_of(std::uint64_t nanoseconds) {
+        if (nanoseconds < kParts) return nanoseconds;
+        const int shift = 63 - __builtin_clzll(nanoseconds) - kPartBits;
+        const std::size_t bucket = kParts * (shift + 1) + ((nanoseconds >> shift) & (kParts - 1));
+        return bucket < kBuckets ? bucket : kBuckets - 1;
+    }
+
+    static double middle_of(std::size_t bucket) {
+        if (bucket < kParts) return static_cast<double>(bucket);
+        const int shift = static_cast<int>(bucket / kParts) - 1;
+        const std::uint64_t first = (kParts + bucket % kParts) << shift;
+        return static_cast<double>(first) + static_cast<double>((std::uint64_t{1} << shift) - 1) / 2;
+    }
+
+    std::array<std::atomic<std::uint64_t>, kBuckets> buckets_{};
+    std::atomic<std::uint64_t> total_{0};
+    std::atomic<std::uint64_t> max_{0};
+};
+
+// Adds the time between its making and its end, an end by an exception too.
+class Timer {
+public:
+    explicit Timer(Histogram& histogram) : histogram_(histogram), begin_(std::chrono::steady_clock::now()) {}
+    ~Timer() {
+        const auto took = std::chrono::steady_clock::now() - begin_;
+        histogram_.add(static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(took).count()));
+    }
+    Timer(const Timer&) = delete;
+    Timer& operator=(const Timer&) = delete;
+
+private:
+    Histogram& histogram_;
+    std::chrono::steady_clock::time_point begin_;
+};
+
+}  // namespace tierbed

@@ -1,0 +1,229 @@
+"""Batches made ready before their step: ids deduplicated and rows brought up, by a thread of its own.
+
+What is announced is a hint. A step takes a prepared batch only where its ids are those that were announced, and reads
+values when it runs, so hints change when work is done and never a row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from threading import Condition, Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _core
+from .errors import StoreError
+from .inputs import Lookup
+from .options import IO_THREADS
+from .store.contract import Store
+
+if TYPE_CHECKING:
+    from .ops.processor import Processor
+
+WINDOW = 32  # batches that a store knows of ahead; more wait here
+
+
+class _Coming:
+    """An announced batch: copies of its lookups, since the caller may fill its tensors anew."""
+
+    def __init__(self, lookups: Sequence[Lookup]) -> None:
+        self.lookups = [_copy(lookup) for lookup in lookups]
+        self.batch: Any = None
+        self.announced = False  # the store knows of it
+        self.fetched = False  # its rows are up
+        self.error: BaseException | None = None
+
+    def is_of(self, lookups: Sequence[Lookup]) -> bool:
+        return len(self.lookups) == len(lookups) and all(map(_same, self.lookups, lookups))
+
+
+def _copy(lookup: Lookup) -> Lookup:
+    ids, table_ids, offsets = (None if part is None else part.detach().clone() for part in lookup[:3])
+    assert ids is not None
+    return Lookup(ids, table_ids, offsets, lookup.pooling)
+
+
+def _same(one: Lookup, other: Lookup) -> bool:
+    if one.pooling != other.pooling:
+        return False
+    for here, there in zip(one[:3], other[:3], strict=True):
+        if here is None or there is None:
+            if here is not there:
+                return False
+        elif here.shape != there.shape or here.dtype != there.dtype or not torch.equal(here, there):
+            return False
+    return True
+
+
+class Prefetcher:
+    """Prepares the announced batches of one table in their order. Its thread starts with the first of them."""
+
+    def __init__(self, processor: Processor[Any], store: Store[Any]) -> None:
+        self._processor = processor
+        self._store = store
+        self.counts = {"prefetch_hits": 0, "prefetch_misses": 0}
+        self._coming: deque[_Coming] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._changed = Condition()
+        self._thread: Thread | None = None
+        self._busy = False  # the thread is at work outside of the lock
+        self._paused = False  # the thread may not begin anything
+        self._stopping = False
+        self._ended = 0  # steps
+        self._full = False  # the store takes no more batches ahead until a step ends
+        self._unmatched = 0  # steps in a row that nobody announced
+
+    def announce(self, lookups: Sequence[Lookup]) -> None:
+        """A coming step has these lookups; steps are announced in their order."""
+        self._check_process()
+        coming = _Coming(lookups)
+        with self._changed:
+            self._coming.append(coming)
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name="tierbed-prefetch", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    @contextmanager
+    def step(self, lookups: Sequence[Lookup] | None) -> Iterator[Any]:
+        """Around pinning the rows of a step: its batch where it was announced, else None.
+
+        Without `lookups` it is no step, and takes no announced batch. Raises what preparing the batch raised.
+        """
+        if not self._coming:
+            yield None
+            return
+        self._check_process()
+        skipped = next((i for i, coming in enumerate(self._coming) if lookups and coming.is_of(lookups)), None)
+        if skipped == 0:
+            yield self._take()
+            return
+        batch = self._interrupt(skipped, step=lookups is not None)
+        try:
+            yield batch
+        finally:
+            self._resume()
+
+    def ended(self) -> None:
+        """A step is over: there is room for another batch."""
+        if self._thread is not None:
+            with self._changed:
+                self._ended += 1
+                self._full = False
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Forget what was announced and end the thread. May be called again."""
+        thread = self._thread
+        if thread is None or self._process != os.getpid():
+            return
+        with self._changed:
+            self._stopping = True
+            self._coming.clear()
+            self._changed.notify_all()
+        thread.join()
+        self._thread = None
+
+    def _take(self) -> Any:
+        """The batch that was announced first."""
+        with self._changed:
+            first = self._coming[0]
+            self._changed.wait_for(lambda: first.announced or first.error)
+            if first.error is None:
+                self._unmatched = 0
+                self.counts["prefetch_hits"] += 1
+                return self._coming.popleft().batch
+        self._interrupt(0, step=True)
+        self._resume()
+        raise first.error
+
+    def _interrupt(self, wanted: int | None, step: bool) -> Any:
+        """Pause the thread and let the store forget every batch; they are announced again after `_resume`.
+
+        Returns the batch number `wanted`, as far as it was made, and drops it and those before it.
+        """
+        with self._changed:
+            self._paused = True
+            self._changed.wait_for(lambda: not self._busy)
+            self._store.cancel()
+            for coming in self._coming:
+                coming.announced = coming.fetched = False
+            self._full = False
+            self.counts["prefetch_misses"] += step
+            self._unmatched += step
+            if wanted is not None:
+                for _ in range(wanted):
+                    self._coming.popleft()
+                self._unmatched = 0
+                return self._coming.popleft().batch
+            if self._unmatched > WINDOW:  # hints that no step wants
+                self._coming.clear()
+            return None
+
+    def _resume(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        _core.use_own_pool(IO_THREADS)
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._stopping or (not self._paused and self._next() is not None))
+                if self._stopping:
+                    return
+                coming = self._next()
+                assert coming is not None
+                self._busy = True
+            try:
+                self._prepare(coming)
+            except BaseException as error:
+                with self._changed:
+                    coming.error = error
+
+    def _next(self) -> _Coming | None:
+        """What to work on: every batch of the window becomes known before any is fetched."""
+        unfetched = None
+        for coming in islice(self._coming, WINDOW):
+            if coming.error is not None:
+                break  # the step that meets it raises; what follows waits
+            if not coming.announced:
+                return coming
+            if not coming.fetched and unfetched is None:
+                unfetched = coming
+        return None if self._full else unfetched
+
+    def _prepare(self, coming: _Coming) -> None:
+        if coming.announced:
+            ended = self._ended
+            fetched = self._store.prefetch(coming.batch)
+            with self._changed:
+                coming.fetched = fetched
+                self._full = not fetched and ended == self._ended
+            return
+        if coming.batch is None:
+            coming.batch = self._processor.batch(coming.lookups)
+        self._store.announce(coming.batch)
+        with self._changed:
+            coming.announced = True
+            self._changed.notify_all()
+
+    def _check_process(self) -> None:
+        """A forked child has no thread: it begins anew, or raises StoreError where its parent had announced batches."""
+        if self._process == os.getpid():
+            return
+        if self._coming:
+            raise StoreError(
+                f"the table was opened by process {self._process} and forked with prefetches under way; use it there"
+            )
+        self._begin()

@@ -1,0 +1,115 @@
+"""Tasks in processes of their own, forked from a warm one without threads, which has imported torch and tierbed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["embeddings", "graphs", "pytest", "torch.optim.adagrad"])
+
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 1 << 14, 1 << 18
+
+
+def in_process(task: Callable[..., Any], *arguments: Any, timeout: float = 60) -> Any:
+    """What `task(*arguments)` returns in a new process. A failure there fails here, and so does a process that hangs."""
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_run, args=(theirs, task, arguments))
+    process.start()
+    theirs.close()
+    try:
+        answer = ours.recv() if ours.poll(timeout) else None
+    except EOFError:
+        answer = None
+    process.join(5)
+    if answer is None or process.exitcode != 0:
+        process.kill()
+        pytest.fail(f"{task.__name__} came to {answer and answer[1]} and ended with {process.exitcode}")
+    passed, value = answer
+    if not passed:
+        pytest.fail(value)
+    return value
+
+
+def _run(answer: Connection, task: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        answer.send((True, task(*arguments)))
+    except BaseException:
+        answer.send((False, traceback.format_exc()))
+
+
+def _system(name: str, *arguments: Any) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)
+
+
+def _mount(path: Path, flags: int, data: str) -> None:
+    _system("mount", b"tmpfs", os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags), data.encode())
+
+
+def _own_mounts() -> None:
+    user, group = os.getuid(), os.getgid()
+    _system("unshare", CLONE_NEWUSER | CLONE_NEWNS)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    _system("mount", None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)
+
+
+def _try_to_mount(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        _own_mounts()
+        _mount(path, 0, "size=64k")
+        return "can"
+    return "cannot"
+
+
+@pytest.fixture(scope="module")
+def disk_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to mount a `Disk` on in a process of `in_process`; skips where users may not mount."""
+    path = tmp_path_factory.mktemp("disk")
+    if in_process(_try_to_mount, path) == "cannot":
+        pytest.skip("this system lets no user mount a filesystem in a namespace of their own")
+    return path
+
+
+class Disk:
+    """A real filesystem of `size` bytes, seen by this process alone, which mounts nothing else."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        _own_mounts()
+        self.path = path
+        _mount(path, 0, f"size={size}")
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        """Not one byte is left while the block runs."""
+        filler = self.path / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        try:
+            yield
+        finally:
+            filler.unlink()
+
+    @contextlib.contextmanager
+    def read_only(self) -> Iterator[None]:
+        """Nothing can be written while the block runs. Nothing may be open for writing when it begins."""
+        _mount(self.path, MS_REMOUNT | MS_RDONLY, "")
+        try:
+            yield
+        finally:
+            _mount(self.path, MS_REMOUNT, "")

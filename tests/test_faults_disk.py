@@ -1,0 +1,165 @@
+"""A disk, a real one, that is full or read-only: the call says so, rows stay right, and with space it goes on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from embeddings import DIM, STORES, contents, make, options, train
+from forked import Disk, disk_path, in_process
+
+from tierbed.engine import MultiTableEmbedding, SnapshotError, StoreError, TierbedError
+
+__all__ = ["disk_path"]
+
+MB = 1 << 20
+ON_DISK = ["ssd", "ssd_host"]
+# RocksDB gathers 64 KiB before it writes a file, of which two may wait
+SMALL = {"write_buffer_size": 1 << 16, "min_write_buffer_number_to_merge": 1, "max_write_buffer_number": 2}
+
+
+class Twins:
+    """An embedding on the disk, and one that nothing happens to, which takes the steps that the first one took."""
+
+    def __init__(self, path: Path, store: str, **more: str) -> None:
+        self.path, self.store = path, store
+        self.plain = make(options("device"), "adam", "plain", tables=1)
+        self.tested = self.reopened(**more)
+        self.step = 0
+
+    def reopened(self, **more: str) -> MultiTableEmbedding:
+        small = {"rocksdb_options": SMALL} if self.store in ON_DISK else {}
+        return make(options(self.store, self.path, **small, **more), "adam", tables=1)
+
+    def train(self) -> str | None:
+        """One step of 400 rows; what the embedding said where it failed."""
+        ids = (torch.arange(400) * 7 + 150 * self.step) % 20_000
+        said = None
+        try:
+            train(self.tested, ids)
+        except TierbedError as error:
+            said = str(error)
+        if said is None or self.tested.metrics()["table"]["step"] > self.step:
+            self.step += 1
+            train(self.plain, ids)
+        return said
+
+    def names_path_and_remedy(self, said: str) -> None:
+        assert str(self.path / "rows") in said, said
+        assert re.search(r"space|room|disk", said), said
+
+    def reads_as_before(self) -> None:
+        some = torch.arange(0, 20_000, 37)
+        assert torch.equal(self.tested.get(some), self.plain.get(some))
+
+    def same(self) -> None:
+        assert contents(self.tested).tobytes() == contents(self.plain).tobytes()
+
+    def close_and_compare(self) -> None:
+        self.tested.close()
+        self.tested = self.reopened(open="error")
+        assert self.tested.metrics()["table"]["step"] == self.step
+        self.same()
+        self.tested.close()
+
+
+def fill_while_training(path: Path, store: str) -> None:
+    disk = Disk(path, 24 * MB)
+    twins = Twins(path, store)
+    for _ in range(20):
+        assert twins.train() is None
+    with disk.full():
+        failures = [said for _ in range(200) if (said := twins.train()) is not None]
+        assert failures, "two hundred steps fit on a full disk"
+        for said in failures:
+            twins.names_path_and_remedy(said)
+        twins.reads_as_before()
+        with pytest.raises(SnapshotError) as error:
+            twins.tested.save_snapshot("no-room")
+        twins.names_path_and_remedy(str(error.value))
+    for _ in range(20):
+        twins.train()
+    assert twins.train() is None
+    twins.same()
+    twins.tested.save_snapshot("room")
+    twins.close_and_compare()
+
+
+@pytest.mark.parametrize("store", ON_DISK)
+def test_a_disk_that_fills_while_training_fails_calls_and_loses_no_row(disk_path: Path, store: str) -> None:
+    in_process(fill_while_training, disk_path, store)
+
+
+def full_at_save_and_close(path: Path, store: str) -> None:
+    disk = Disk(path, 24 * MB)
+    twins = Twins(path, store)
+    for _ in range(5):
+        twins.train()
+    with disk.full():
+        for attempt in (lambda: twins.tested.save_snapshot("s"), twins.tested.close):
+            with pytest.raises((SnapshotError, StoreError)) as error:
+                attempt()
+            twins.names_path_and_remedy(str(error.value))
+            twins.reads_as_before()
+        assert twins.train() is None
+    twins.tested.save_snapshot("s")
+    twins.train()
+    twins.close_and_compare()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_save_or_a_close_on_a_full_disk_can_be_tried_again(disk_path: Path, store: str) -> None:
+    in_process(full_at_save_and_close, disk_path, store)
+
+
+def full_at_open(path: Path, store: str) -> None:
+    disk = Disk(path, 24 * MB)
+    twins = Twins(path, store)
+    for _ in range(2):  # a new folder, and one that holds rows
+        with disk.full():
+            with pytest.raises(StoreError) as error:
+                twins.tested.size()
+            twins.names_path_and_remedy(str(error.value))
+        for _ in range(3):
+            assert twins.train() is None
+        twins.close_and_compare()
+        twins.tested = twins.reopened()
+    twins.reads_as_before()
+    with disk.full():
+        said = twins.train()
+        if said is not None:
+            twins.names_path_and_remedy(said)
+        twins.reads_as_before()
+    assert twins.train() is None
+    twins.close_and_compare()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_store_is_not_opened_on_a_full_disk_and_an_open_one_can_be_read(disk_path: Path, store: str) -> None:
+    in_process(full_at_open, disk_path, store)
+
+
+def read_only(path: Path, store: str) -> None:
+    disk = Disk(path, 24 * MB)
+    with disk.read_only(), pytest.raises(StoreError) as new:
+        Twins(path, store).tested.put([1], torch.ones(1, DIM))
+    twins = Twins(path, store)
+    twins.names_path_and_remedy(str(new.value))
+    for _ in range(3):
+        twins.train()
+    twins.tested.close()
+    twins.tested = twins.reopened()
+    with disk.read_only():
+        with pytest.raises(StoreError) as stored:
+            twins.reads_as_before()
+        twins.names_path_and_remedy(str(stored.value))
+    twins.reads_as_before()
+    assert twins.train() is None
+    twins.close_and_compare()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_store_on_a_read_only_disk_is_refused_and_left_as_it_is(disk_path: Path, store: str) -> None:
+    in_process(read_only, disk_path, store)

@@ -1,0 +1,102 @@
+"""A disk that answers with errors: the call says so, rows that are not on it stay readable, and it goes on after."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from stored import run_python
+from test_faults_disk import ON_DISK, Twins
+
+from tierbed.engine import StoreError
+
+OPERATIONS = ["read", "write", "sync"]
+
+
+@pytest.fixture(scope="module")
+def failing_io(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("io") / "failing_io.so"
+    source = Path(__file__).with_name("failing_io.cpp")
+    subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+class FailingIo:
+    """Every `operation` on a file of rows fails with an errno while the block runs."""
+
+    def __init__(self, operation: str, number: int) -> None:
+        self._shim = ctypes.CDLL(None)
+        self._shim.io_failures.restype = ctypes.c_long
+        self._errors = [number if operation == each else 0 for each in OPERATIONS]
+
+    def __enter__(self) -> FailingIo:
+        self._before = self.count
+        self._shim.fail_io(b".sst", *self._errors)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._shim.fail_io(b".sst", 0, 0, 0)
+        assert self.count > self._before, "nothing was asked of the disk"
+
+    @property
+    def count(self) -> int:
+        return int(self._shim.io_failures())
+
+
+def fail_while_training(path: Path, store: str, operation: str, number: int) -> None:
+    twins = Twins(path, store)
+    for _ in range(30):
+        assert twins.train() is None
+    with FailingIo(operation, number):
+        failures = [said for _ in range(150) if (said := twins.train()) is not None]
+        assert failures, f"{operation}: no call failed"
+        for said in failures:
+            twins.names_path_and_remedy(said)
+        with pytest.raises(StoreError) as error:  # rows that are not marked clean must not be
+            twins.tested.close()
+        twins.names_path_and_remedy(str(error.value))
+        twins.reads_as_before()
+    for _ in range(20):
+        twins.train()
+    assert twins.train() is None
+    twins.same()
+    twins.close_and_compare()
+
+
+def fail_while_reading(path: Path, store: str) -> None:
+    twins = Twins(path, store)
+    for _ in range(30):
+        twins.train()
+    twins.close_and_compare()
+    twins.tested = twins.reopened()
+    some = torch.arange(0, 20_000, 37)
+    assert twins.train() is None  # brings rows up, which stay
+    here = (torch.arange(400) * 7 + 150 * (twins.step - 1))[-8:]
+    expected = twins.plain.get(here)
+    with FailingIo("read", errno.EIO):
+        with pytest.raises(StoreError) as error:
+            twins.tested.get(some)
+        twins.names_path_and_remedy(str(error.value))
+        assert torch.equal(twins.tested.get(here), expected)
+    twins.reads_as_before()
+    twins.close_and_compare()
+
+
+def all_faults(path: Path) -> None:
+    for store in ON_DISK:
+        fail_while_reading(path / "reading" / store, store)
+        fail_while_training(path / "write" / store, store, "write", errno.EIO)
+    fail_while_training(path / "read-only", "ssd", "write", errno.EROFS)
+    fail_while_training(path / "sync", "ssd", "sync", errno.EIO)
+
+
+def test_errors_of_the_disk_fail_calls_and_lose_no_row(
+    tmp_path: Path, failing_io: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", str(failing_io))
+    script = "import sys, pathlib, test_faults_io; test_faults_io.all_faults(pathlib.Path(sys.argv[1]))"
+    run_python(script, tmp_path)

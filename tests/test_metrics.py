@@ -1,0 +1,164 @@
+"""Metrics: every number that a store gives is documented, and Prometheus and TensorBoard get all of them."""
+
+from __future__ import annotations
+
+import re
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embeddings import STORES, attach, make, options, train
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from tierbed.engine import (
+    MetricsCollector,
+    MultiTableEmbedding,
+    OptionError,
+    _core,
+    prometheus_text,
+    write_tensorboard,
+)
+from tierbed.engine.observe import METRICS
+
+DOCUMENTED = Path(__file__).parents[1] / "docs" / "metrics.md"
+
+every_store = pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param(store, marks=pytest.mark.skipif(not _core.has_rocksdb and "ssd" in store, reason="no RocksDB"))
+        for store in STORES
+    ],
+)
+
+
+def used(store: str, path: Path, name: str = "rows") -> MultiTableEmbedding:
+    """After steps that fill small caches, an evaluation and a flush."""
+    embedding = make(options(store, path, capacity=10_000), name=name)
+    attach(embedding, "adagrad")
+    for step in range(4):
+        train(embedding, range(40 * step, 40 * step + 100))
+    embedding.get([1, 2, 3_000], 0)
+    embedding.save_snapshot("all")
+    return embedding
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    rows = re.findall(r"^\| `(\w+)` \| (counter|gauge) \| (.+) \|$", DOCUMENTED.read_text(), re.M)
+    return {name: (kind, meaning) for name, kind, meaning in rows}
+
+
+@every_store
+def test_every_number_of_every_tier_is_documented(store: str, tmp_path: Path) -> None:
+    with used(store, tmp_path) as embedding:
+        metrics = embedding.metrics()
+    tiers = {"device": ["device"], "host": ["host"], "cached_host": ["device", "host"], "ssd": ["device", "ssd"]}
+    assert list(metrics) == ["table", *tiers.get(store, ["device", "host", "ssd"])]
+    for tier in metrics.values():
+        assert set(tier) <= set(METRICS)
+        assert all(isinstance(value, (int, float)) and value >= 0 for value in tier.values())
+    for tier in list(metrics.values())[1:]:
+        assert tier["hits"] + tier["misses"] > 0
+        assert tier["fetch_seconds_p50"] <= tier["fetch_seconds_p90"] <= tier["fetch_seconds_p99"]
+        assert tier["fetch_seconds_p99"] <= tier["fetch_seconds_max"]
+
+
+def test_the_page_has_every_metric_with_its_meaning() -> None:
+    assert documented() == {name: (metric.kind, metric.meaning) for name, metric in METRICS.items()}
+
+
+@pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
+def test_prometheus_parses_every_number(tmp_path: Path) -> None:
+    with used("ssd_host", tmp_path, "a") as first, used("device", tmp_path, "b") as second:
+        metrics = {"a": first.metrics(), "b": second.metrics()}
+        families = list(text_string_to_metric_families(prometheus_text(first, second)))
+    assert len({family.name for family in families}) == len(families)
+    assert all(family.documentation for family in families)
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+        if "quantile" not in sample.labels
+    }
+    quantiles = {
+        (sample.labels["embedding"], sample.labels["tier"], sample.name, sample.labels["quantile"]): sample.value
+        for family in families
+        for sample in family.samples
+        if "quantile" in sample.labels
+    }
+    assert len(samples) + len(quantiles) == sum(len(values) for tiers in metrics.values() for values in tiers.values())
+    for embedding, tiers in metrics.items():
+        assert samples["tierbed_rows", embedding, "table"] == tiers["table"]["rows"]
+        assert samples["tierbed_step", embedding, "table"] == 4
+    for tier in ("device", "host"):
+        assert samples["tierbed_resident_rows", "a", tier] == metrics["a"][tier]["resident_rows"] > 0
+    assert samples["tierbed_hits_total", "a", "device"] == metrics["a"]["device"]["hits"]
+    assert samples["tierbed_in_bytes_total", "a", "ssd"] == metrics["a"]["ssd"]["bytes_in"] > 0
+    assert samples["tierbed_memory_bytes", "b", "device"] == metrics["b"]["device"]["bytes"]
+    assert quantiles["a", "ssd", "tierbed_fetch_seconds", "0.9"] == metrics["a"]["ssd"]["fetch_seconds_p90"] > 0
+    assert quantiles["a", "ssd", "tierbed_write_seconds", "1"] == metrics["a"]["ssd"]["write_seconds_max"]
+    types = {family.name: family.type for family in families}
+    assert types["tierbed_hits"] == "counter"
+    assert types["tierbed_fetch_seconds"] == types["tierbed_rows"] == "gauge"
+
+
+def served(registry: CollectorRegistry) -> str:
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as answer:
+            text: str = answer.read().decode()
+            return text
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_registered_embedding_is_served_while_its_store_is_open(tmp_path: Path) -> None:
+    embedding = make(options("device", tmp_path), "adagrad")
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(embedding))
+    assert "tierbed" not in served(registry)
+    assert not embedding.is_open  # nobody opened it by looking
+    assert not (tmp_path / "rows").exists()
+    train(embedding, [1, 2, 3])
+    assert 'tierbed_rows{embedding="rows",tier="table"} 3.0' in served(registry)
+    embedding.close()
+    assert "tierbed" not in served(registry)
+
+
+def test_an_embedding_whose_folder_another_took_gives_nothing(tmp_path: Path) -> None:
+    older = make(options("device", tmp_path), "adagrad")
+    train(older, [1])
+    with make(options("device", tmp_path), "adagrad") as newer:
+        assert newer.size() == 1
+        assert prometheus_text(older) == ""
+        assert prometheus_text(older, newer) == prometheus_text(newer) != ""
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    with used("cached_host", tmp_path / "store") as embedding:
+        with SummaryWriter(str(tmp_path / "runs")) as writer:
+            write_tensorboard(writer, embedding)
+            write_tensorboard(writer, embedding, step=77)
+        metrics = embedding.metrics()
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    wanted = {f"rows/{tier}/{name}": value for tier, values in metrics.items() for name, value in values.items()}
+    assert set(events.Tags()["scalars"]) == set(wanted)
+    for tag, value in wanted.items():
+        points: list[Any] = events.Scalars(tag)
+        assert [point.step for point in points] == [4, 77]
+        assert points[0].value == pytest.approx(value)
+
+
+def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(OptionError, match=r"tierbed\[metrics\]"):
+        prometheus_text()
+    with pytest.raises(OptionError, match=r"tierbed\[metrics\]"):
+        MetricsCollector()

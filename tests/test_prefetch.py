@@ -1,0 +1,119 @@
+"""Announced batches change when work is done, never a row: hits, skipped and wrong hints, errors, closing."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from embeddings import STORES, attach, contents, make, options, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tierbed.engine import InputError, MultiTableEmbedding, OptimizerError
+from tierbed.engine.inputs import Lookup
+
+STEPS = 12
+BATCHES = [torch.randint(0, 300, (64,), generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
+
+
+def hint(embedding: MultiTableEmbedding, ids: torch.Tensor) -> None:
+    embedding.prefetch(ids, torch.zeros_like(ids))
+
+
+@pytest.fixture(scope="module")
+def plain() -> NDArray[np.void]:
+    with make(options("device"), "adagrad") as embedding:
+        for ids in BATCHES:
+            train(embedding, ids)
+        return contents(embedding)
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 40])
+@pytest.mark.parametrize("store", STORES)
+def test_rows_are_those_of_the_plain_run(tmp_path: Path, plain: NDArray[np.void], store: str, ahead: int) -> None:
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        for ids in BATCHES[:ahead]:
+            hint(embedding, ids)
+        for i, ids in enumerate(BATCHES):
+            train(embedding, ids)
+            for later in BATCHES[i + ahead : i + ahead + 1]:
+                hint(embedding, later)
+        assert embedding.metrics()["table"]["prefetch_hits"] == STEPS
+        assert contents(embedding).tobytes() == plain.tobytes()
+
+
+@pytest.mark.parametrize("store", STORES)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_hints_that_are_wrong_late_or_skipped_change_no_row(
+    tmp_path_factory: pytest.TempPathFactory, plain: NDArray[np.void], store: str, data: st.DataObject
+) -> None:
+    with make(options(store, tmp_path_factory.mktemp("wrong")), "adagrad") as embedding:
+        for i, ids in enumerate(BATCHES):
+            for hinted in data.draw(st.lists(st.integers(-2, 4), max_size=3)):
+                hint(embedding, BATCHES[(i + hinted) % STEPS])
+            action = data.draw(st.sampled_from(["none", "read", "put", "release", "scan"]))
+            if action == "read":
+                embedding(BATCHES[-1], torch.zeros_like(BATCHES[-1]))
+            elif action == "put":
+                embedding.put([1000], torch.ones(1, 5), 0)
+            elif action == "release":
+                embedding.pin([Lookup(ids, torch.zeros_like(ids))])
+                embedding.release()
+            elif action == "scan":
+                contents(embedding)
+            train(embedding, ids)
+        rows = contents(embedding)
+        assert rows[rows["key"] != 1000].tobytes() == plain.tobytes()
+
+
+def test_tensors_may_be_filled_anew_after_the_hint(plain: NDArray[np.void]) -> None:
+    buffer = torch.empty_like(BATCHES[0])
+    with make(options("cached_host"), "adagrad") as embedding:
+        for ids in BATCHES:
+            hint(embedding, buffer.copy_(ids))
+        for ids in BATCHES:
+            train(embedding, ids)
+        assert embedding.metrics()["table"]["prefetch_hits"] == STEPS
+        assert contents(embedding).tobytes() == plain.tobytes()
+
+
+def test_a_bad_table_id_is_raised_by_the_step_and_later_steps_go_on() -> None:
+    bad = torch.full_like(BATCHES[0], 99)
+    with make(options("cached_host"), "adagrad") as embedding:
+        embedding.prefetch(BATCHES[0], bad)
+        hint(embedding, BATCHES[1])
+        with pytest.raises(InputError, match="table id 99"):
+            embedding.pin([Lookup(BATCHES[0], bad)])
+        train(embedding, BATCHES[1])
+        assert embedding.metrics()["table"]["prefetch_hits"] == 1
+
+
+def test_a_hint_is_checked_at_once() -> None:
+    with make(options("device")) as embedding:
+        with pytest.raises(OptimizerError, match="add_optimizer"):
+            hint(embedding, BATCHES[0])
+        attach(embedding, "adagrad")
+        with pytest.raises(InputError, match="dtype"):
+            embedding.prefetch(torch.ones(3))
+
+
+def test_hints_that_no_step_wants_are_dropped() -> None:
+    with make(options("cached_host"), "adagrad") as embedding:
+        hint(embedding, torch.full((8,), 10_000))
+        for _ in range(40):
+            train(embedding, BATCHES[0])
+        assert embedding.metrics()["table"]["prefetch_misses"] == 33  # then no hint is left to look at
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_closing_with_hints_under_way_ends_the_thread(tmp_path: Path, store: str) -> None:
+    embedding = make(options(store, tmp_path), "adagrad")
+    for ids in BATCHES:
+        hint(embedding, ids)
+    embedding.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "tierbed-prefetch"]
