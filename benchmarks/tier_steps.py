@@ -40,7 +40,7 @@ class MemorySizes:
     rows: int = 38_462
     tables: int = 26
     batch: int = 4096
-    cached: tuple[float, ...] = (1.2, 0.9, 0.8, 0.6, 0.4, 0.25, 0.15)
+    cached: tuple[float, ...] = (2.0, 1.5, 1.0, 0.8, 0.6, 0.4, 0.25, 0.15)
     warm_up: int = 40
     steps: int = 60
 
@@ -81,7 +81,9 @@ def memory(folder: Path, sizes: MemorySizes) -> list[Figure]:
         turns: dict[str, list[Turn]] = {name: [] for name in stores}
         for step in range(sizes.warm_up + sizes.steps):
             batch = [(ids(trace, step), grad)]
-            taken = {name: run(graphs[name], embeddings[name], batch) for name in stores}
+            first = step % len(stores)  # which finds the batch in no cache of the processor
+            order = [*stores][first:] + [*stores][:first]
+            taken = {name: run(graphs[name], embeddings[name], batch) for name in order}
             for name, turn in taken.items():
                 check_results(f"{name}, step {step}", turn, taken["device_mem"])
                 if step >= sizes.warm_up:

@@ -115,9 +115,16 @@ class Turn:
 
 
 def run(
-    graph: Callable[..., Tensor], embedding: MultiTableEmbedding, batches: Sequence[tuple[Tensor, ...]], ahead: int = 0
+    graph: Callable[..., Tensor],
+    embedding: MultiTableEmbedding,
+    batches: Sequence[tuple[Tensor, ...]],
+    ahead: int = 0,
+    pauses: bool = False,
 ) -> Turn:
-    """A step for each batch, whose first tensor is the ids; `ahead` steps are announced ahead, within the batches."""
+    """A step for each batch, whose first tensor is the ids; `ahead` steps are announced ahead, within the batches.
+
+    `pauses`: each step waits until what was announced is known, so that misses do not depend on the machine's load.
+    """
     turn = Turn()
     before = top_tier(embedding)
     with _parts(turn.parts):
@@ -127,6 +134,8 @@ def run(
         for step, batch in enumerate(batches):
             for later, *_ in batches[step + ahead : step + ahead + 1] if ahead else ():
                 embedding.prefetch(later)
+            if pauses:
+                wait_until_idle(0.04)
             turn.results.append(graph(*batch))
         turn.seconds = time.perf_counter() - begin
     turn.backlog = wait_until_idle()
@@ -136,12 +145,12 @@ def run(
     return turn
 
 
-def wait_until_idle(longest: float = 60.0) -> float:
-    """Wait until this process has used no processor for 20 ms. Returns the seconds until that began."""
+def wait_until_idle(seconds: float = 0.02, longest: float = 60.0) -> float:
+    """Wait until this process has used no processor for that long. Returns the seconds until that began."""
     begin = time.perf_counter()
     while (waited := time.perf_counter() - begin) < longest:
         used = time.process_time()
-        time.sleep(0.02)
+        time.sleep(seconds)
         if time.process_time() - used < 0.001:
             break
     return waited

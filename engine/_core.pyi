@@ -224,6 +224,8 @@ class CachedTier(Tier):
     def close(self) -> None:
         """End the thread. Nothing may be used after it."""
     def where(self, table: int, key: int) -> dict[str, Any] | None: ...
+    def residents(self) -> tuple[I64, U32, U64, Bools]:
+        """Slots, tables, keys and dirty flags of the rows that are up: those of the sets, then with slot -1 the others."""
     def metrics(self) -> dict[str, float]: ...
 
 def use_own_pool(threads: int) -> None:

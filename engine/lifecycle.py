@@ -45,6 +45,11 @@ class Lifecycle:
         return self._ledger is not None
 
     @property
+    def metrics(self) -> dict[str, int]:
+        """`counts`, and the memory that it all takes in `ledger_bytes`."""
+        return {**self.counts, "ledger_bytes": 0 if self._ledger is None else self._ledger.bytes}
+
+    @property
     def gone(self) -> int:
         """How many rows were written and are not there: they left, or were refused and never came."""
         return sum(self.counts.values())

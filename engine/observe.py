@@ -34,6 +34,7 @@ METRICS: dict[str, Metric] = {
     "evicted": Metric("counter", "rows that left because of `capacity`"),
     "expired": Metric("counter", "rows that left because of `ttl_steps`"),
     "deleted": Metric("counter", "rows that `delete` took out"),
+    "ledger_bytes": Metric("gauge", "host memory for what `eviction`, `admission` and `ttl_steps` remember"),
     "prefetch_hits": Metric("counter", "steps whose batch `prefetch` had announced"),
     "prefetch_misses": Metric("counter", "steps that other batches were announced for"),
     # of every tier

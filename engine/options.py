@@ -140,9 +140,7 @@ class CachedHostMemOptions(StoreOptions):
         _check_budget("cache_budget_mb", self.cache_budget_mb, zero=False)
         _check_budget("overflow_mb", self.overflow_mb, zero=False)
         if self.cache_policy not in CACHE_POLICIES:
-            raise OptionError(
-                f"cache_policy={self.cache_policy!r}: give one of {', '.join(map(repr, CACHE_POLICIES))}"
-            )
+            raise OptionError(f"cache_policy={self.cache_policy!r}: give one of {', '.join(map(repr, CACHE_POLICIES))}")
 
 
 @dataclass(frozen=True, repr=False, eq=False)

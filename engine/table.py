@@ -208,7 +208,7 @@ class OpenTable:
         with self.lock:
             store = self._store()
             self.check()
-            counts = {**self.lifecycle.counts, **self._prefetcher.counts}
+            counts = {**self.lifecycle.metrics, **self._prefetcher.counts}
             return {"table": {"rows": self.rows, "step": self.step, **counts}, **store.metrics()}
 
     def where(self, lookup: Lookup) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ from embeddings import contents, make, options, train
 
 from tierbed.engine import MultiTableEmbedding
 
-
 # (signal, exit code). A second Ctrl-C may meet Python at any point of its own end, and torch aborts where a thread
 # frees a tensor while the interpreter ends.
 ENDS = {
@@ -176,8 +175,8 @@ class Trainer:
         """What the run did, as 'step 3' and 'saved 3'. It announces so many steps `ahead`.
 
         end: "kill" after the last step, "exit", "_exit", "error", "fork"; or one that `after` a number of events, and
-        each of some waits in seconds, is sent a signal: "any" saves every fourth step until it is killed, "close" closes
-        and opens every third, "interrupt" is sent SIGINT, "thread" exits by SIGTERM while a thread trains.
+        each of some waits in seconds, is sent a signal: "any" saves every fourth step until it is killed, "close"
+        closes and opens every third, "interrupt" is sent SIGINT, "thread" exits by SIGTERM while a thread trains.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None

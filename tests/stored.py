@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -87,8 +88,12 @@ def flip_bit(path: Path, bit: int) -> None:
 
 def files(path: Path) -> dict[str, tuple[int, int]]:
     """Size and time of the last change of every file under a folder."""
-    found = {str(file): file.stat() for file in path.rglob("*")}
-    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+    found = {}
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # RocksDB removes files in the background
+            stat = file.stat()
+            found[str(file)] = stat.st_size, stat.st_mtime_ns
+    return found
 
 
 def run_python(script: str, *arguments: Path) -> str:

@@ -1,7 +1,8 @@
-"""One training run, a graph with an MLP, has the same bits on every stack, whatever is cached and by how many threads."""
+"""One training run, a graph with an MLP, has the same bits on every stack, whatever is cached, by any threads."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ def id_batches() -> Tensor:
     return (torch.rand(STEPS, BATCH, FIELDS, generator=generator) ** 4 * 300).to(torch.int64)
 
 
-def run(store_options: Any, optimizer: str) -> tuple[list[bytes], bytes]:
-    """The loss of each step, and all that the table holds in the end."""
+def run(store_options: Any, optimizer: str, ahead: int = 0) -> tuple[list[bytes], bytes]:
+    """The loss of each step, and all that the table holds in the end. So many steps `ahead` are announced."""
     torch.manual_seed(3)
     embedding = make(store_options, name=f"{store_options.store}-{optimizer}")
     net = nn.Sequential(nn.Flatten(), nn.Linear(FIELDS * DIM, 16), nn.ReLU(), nn.Linear(16, 1))
@@ -38,8 +39,15 @@ def run(store_options: Any, optimizer: str) -> tuple[list[bytes], bytes]:
         return loss
 
     graph = graph_of(build, *optimizers, rows=embedding, net=net)
+    batches, losses = id_batches(), []
     with embedding:
-        losses = [graph(ids).numpy().tobytes() for ids in id_batches()]
+        for ids in batches[:ahead]:
+            embedding.prefetch(ids)
+        for step, ids in enumerate(batches):
+            losses.append(graph(ids).numpy().tobytes())
+            for coming in batches[step + ahead : step + ahead + 1] if ahead else ():
+                embedding.prefetch(coming)
+        assert embedding.metrics()["table"]["prefetch_hits"] == (STEPS if ahead else 0)
         return losses, contents(embedding).tobytes()
 
 
@@ -55,19 +63,63 @@ def expected() -> Callable[[str], tuple[list[bytes], bytes]]:
     return in_memory
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("store", STORES[1:])
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise"])
+@pytest.mark.parametrize("store", ["cached_host", "ssd_host"])
 def test_losses_rows_and_state_do_not_depend_on_the_store(
     tmp_path: Path, store: str, optimizer: str, expected: Any
 ) -> None:
     assert run(options(store, tmp_path), optimizer) == expected(optimizer)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 16])
-@pytest.mark.parametrize("sets", [3, 1000])
-@pytest.mark.parametrize("store", CACHED)
-def test_losses_rows_and_state_do_not_depend_on_the_cache_and_on_threads(
-    tmp_path: Path, store: str, sets: int, threads: int, expected: Any, native_threads: Callable[[int], None]
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("store", STORES[1:])
+def test_losses_rows_and_state_of_every_optimizer_do_not_depend_on_the_store(
+    tmp_path: Path, store: str, optimizer: str, expected: Any
 ) -> None:
-    native_threads(threads)
-    assert run(options(store, tmp_path, sets * ONE_SET_MB), "adam") == expected("adam")
+    assert run(options(store, tmp_path), optimizer, ahead=2) == expected(optimizer)
+
+
+def cached_run(
+    path: Path, store: str, sets: int, policy: str, threads: int, ahead: int, set_threads: Callable[[int], None]
+) -> tuple[list[bytes], bytes]:
+    set_threads(threads)
+    return run(options(store, path, sets * ONE_SET_MB, cache_policy=policy), "adam", ahead)
+
+
+# every pair of values meets
+@pytest.mark.parametrize(
+    ("store", "sets", "policy", "threads", "ahead"),
+    [
+        ("cached_host", 1, "lru", 1, 1),
+        ("cached_host", 3, "lfu", 2, 4),
+        ("cached_host", 1000, "lru", 16, 0),
+        ("ssd", 1, "lfu", 16, 4),
+        ("ssd", 3, "lru", 1, 0),
+        ("ssd", 1000, "lfu", 2, 1),
+        ("ssd_host", 1, "lru", 2, 0),
+        ("ssd_host", 3, "lfu", 16, 1),
+        ("ssd_host", 1000, "lfu", 1, 4),
+    ],
+)
+def test_losses_rows_and_state_do_not_depend_on_the_cache_on_threads_and_on_hints(
+    tmp_path: Path,
+    store: str,
+    sets: int,
+    policy: str,
+    threads: int,
+    ahead: int,
+    expected: Any,
+    native_threads: Callable[[int], None],
+) -> None:
+    assert cached_run(tmp_path, store, sets, policy, threads, ahead, native_threads) == expected("adam")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", CACHED)
+def test_no_combination_of_cache_threads_and_hints_changes_a_run(
+    tmp_path: Path, store: str, expected: Any, native_threads: Callable[[int], None]
+) -> None:
+    for how in itertools.product([1, 3, 1000], ["lru", "lfu"], [1, 2, 16], [0, 1, 4]):
+        path = tmp_path / "-".join(map(str, how))
+        assert cached_run(path, store, *how, native_threads) == expected("adam"), how

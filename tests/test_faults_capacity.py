@@ -1,4 +1,4 @@
-"""A table at its capacity, one row over and half over: an error or the policy, the same on every stack, never other rows."""
+"""A table at its capacity, one row over and half over: an error or the policy, the same on every stack."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ def goes_over(embedding: MultiTableEmbedding, policy: str) -> list[bytes]:
         before = contents(embedding).tobytes()
         try:
             train(embedding, torch.arange(first, first + count))
-        except CapacityError as error:
+        except CapacityError:
             assert policy == "none" or count > CAPACITY or policy == "ttl"
-            assert "capacity" in str(error)
             assert contents(embedding).tobytes() == before
         else:
             assert policy != "none"

@@ -178,6 +178,14 @@ def test_a_batch_beyond_the_capacity_changes_nothing(eviction: str) -> None:
         assert {key for _, key in written(embedding)} == set(range(1000, 1100))
 
 
+def test_memory_of_the_policies_is_reported() -> None:
+    assert embedding_of(capacity=10).metrics()["table"]["ledger_bytes"] == 0
+    embedding = embedding_of(ttl_steps=10)
+    train(embedding, range(50_000))
+    assert 30 * 50_000 <= embedding.metrics()["table"]["ledger_bytes"] <= 38.5 * 50_000
+    assert embedding_of(admission=2).metrics()["table"]["ledger_bytes"] >= 16 << 20
+
+
 def test_a_capacity_is_counted_in_64_bits() -> None:
     embedding = embedding_of(capacity=2**33, eviction="lru")
     train(embedding, range(50))
@@ -224,7 +232,7 @@ def test_sights_are_forgotten_after_two_million_others() -> None:
     others = torch.arange(2**40, 2**40 + 2_400_000)
     for part in others.split(200_000):
         train(embedding, part)
-    assert embedding.size() < 0.05 * len(others)  # taken for rows that were seen
+    assert embedding.size() < 0.01 * len(others)  # taken for rows that were seen
     before = embedding.size()
     train(embedding, early)
     assert embedding.size() - before < 300

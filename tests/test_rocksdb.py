@@ -126,9 +126,12 @@ def test_large_batches_are_read_and_written_in_pieces(tmp_path: Path, threads: i
 def test_a_folder_of_the_first_format_opens(tmp_path: Path) -> None:
     """Keys (bucket u8, table u32, key u64) big-endian, whatever files and filters the databases had."""
     old = "memtable_insert_with_hint_prefix_extractor=nullptr;min_write_buffer_number_to_merge=1;"
+    old += "compaction_style=kCompactionStyleLevel;"
     old += "block_based_table_factory={format_version=4;checksum=kCRC32c;filter_policy=nullptr;block_size=512}"
     tier = RocksDB(tmp_path, WIDTH, options=old)
-    write(tier, keys_from(0, 500), 7)
+    write(tier, keys_from(0, 400), 7)
+    tier.compact()
+    write(tier, keys_from(300, 200), 7)
     tier.flush()
     tier.close()
     sst = b"".join(file.read_bytes() for file in tmp_path.rglob("*.sst"))

@@ -8,6 +8,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import _core
+
 Tables = NDArray[np.uint32]  # [n]
 Keys = NDArray[np.uint64]  # [n]
 Lines = NDArray[np.uint64]  # [n], the address of a line each
@@ -73,8 +75,15 @@ class Loadable(Level, Protocol):
 class Tier(Loadable, Protocol):
     """Something in host memory or on a disk that a cache goes over: the full table, RocksDB, or another cache."""
 
-    def read(self, tables: Tables, keys: Keys, lines: Lines) -> Found:
-        """Copy each held row to its line; a line whose row is not held is left as it was."""
+    @property
+    def native(self) -> _core.Tier:
+        """What a cache of the CPU goes over."""
+
+    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+        """Copy each held row to its line; a line whose row is not held is left as it was.
+
+        touch: whether it counts as a use of the rows, which a cache tells the rows to keep by.
+        """
 
 
 class Store(Level, Protocol[B]):

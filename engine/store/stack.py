@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..cache.cached import CachedStore
 from ..options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions
 from .contract import Loadable, Store, Tier
-from .rocksdb import RocksDB
+from .rocksdb import RocksDB, options_text
 
 if TYPE_CHECKING:
     from ..ops.processor import Processor
@@ -38,7 +38,7 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
             cache_mb=options.rocksdb_cache_mb,
             read_mode=options.read_mode,
             async_io=options.async_io,
-            options=options.rocksdb_options or "",
+            options=options_text(options.rocksdb_options),
         )
         try:
             below: Tier = rocksdb

@@ -1,4 +1,4 @@
-"""The set-associative cache in device memory: it decides as `_core.Cache` does."""
+"""The set-associative cache in device memory: it decides as that of the CPU does."""
 
 from __future__ import annotations
 

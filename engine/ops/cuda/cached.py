@@ -66,7 +66,7 @@ class CachedStore(WithoutAnnouncements[Batch]):
             raise
         try:
             self._place(batch, overflows.cumsum(0, dtype=torch.int32), over)
-            found = self._read_below(up)
+            found = self._read_below(up, touch=True)
             check_room(new - int(found.sum()), room)
             self._up.fill(batch, absent, ranks, found)
             self._cache.fetched(admission)
@@ -103,7 +103,7 @@ class CachedStore(WithoutAnnouncements[Batch]):
         self._reads["hits"] += unique - missing
         self._reads["misses"] += missing
         self._place(batch, ranks, missing)
-        self._up.fill(batch, absent, ranks, self._read_below(missing))
+        self._up.fill(batch, absent, ranks, self._read_below(missing, touch=False))
 
     def erase(self, tables: Tables, keys: Keys) -> None:
         batch = rows_of(self._layout.device, tables, keys, self._faults.word)
@@ -143,8 +143,8 @@ class CachedStore(WithoutAnnouncements[Batch]):
             device[name] += count
         return {"device": {**device, **self._moved}, **self._below.metrics()}
 
-    def _read_below(self, count: int) -> Found:
-        found = self._below.read(*self._up.rows(count))
+    def _read_below(self, count: int, touch: bool) -> Found:
+        found = self._below.read(*self._up.rows(count), touch)
         self._moved["bytes_in"] += int(found.sum()) * self._layout.stored_bytes
         return found
 

@@ -37,12 +37,14 @@ enum Replacement : u32 { LRU = 0, LFU = 1 };
 // Bits of the hash that choose neither bucket nor set; never 0.
 TIERBED_FN u8 tag_of(u64 hash) { return static_cast<u8>(0x80 | (hash >> 50 & 0x7F)); }
 
-// The set of a row. More than BUCKETS sets are a multiple of it: a bucket owns whole sets.
+// The first set of a bucket, where there are BUCKETS sets or more: a bucket owns whole sets.
+TIERBED_FN u32 first_set(u32 bucket, u32 sets) { return static_cast<u32>(static_cast<u64>(bucket) * sets / BUCKETS); }
+
 TIERBED_FN u32 set_of(u64 hash, u32 sets) {
     const u32 low = static_cast<u32>(hash);
     if (sets < BUCKETS) return multiply_high(low, sets);
-    const u32 sets_a_bucket = sets / BUCKETS;
-    return bucket_of(hash) * sets_a_bucket + multiply_high(low, sets_a_bucket);
+    const u32 first = first_set(bucket_of(hash), sets);
+    return first + multiply_high(low, first_set(bucket_of(hash) + 1, sets) - first);
 }
 
 #ifndef TIERBED_GPU
@@ -79,6 +81,10 @@ TIERBED_FN u32 probe_set(Tile tile, const SetView& set, u64 hash, u32 table) {
 #endif
     return NONE;
 }
+
+// Whether a row differs from what the tier below has of it. `updates` stops at its largest value, and cannot tell
+// there.
+TIERBED_FN bool is_dirty(u32 updates, u32 stored) { return updates != stored || updates == 0xFFFFFFFFu; }
 
 // Numbers wrap around, and are compared by their distance.
 TIERBED_FN bool is_after(u32 number, u32 other) { return static_cast<i32>(number - other) > 0; }

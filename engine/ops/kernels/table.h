@@ -37,8 +37,9 @@ TIERBED_FN void insert_row(const IndexView& index, const Slot& slot) {
     index.slots[at] = slot;
 }
 
-// Takes a row out and returns its number + 1, or 0 where the index does not hold it. Rows behind it move up wherever its
-// slot would cut them off from their home (backward shift), so erased rows leave nothing behind. For one thread or lane.
+// Takes a row out and returns its number + 1, or 0 where the index does not hold it. Rows behind it move up wherever
+// its slot would cut them off from their home (backward shift), so erased rows leave nothing behind. For one thread or
+// lane.
 TIERBED_FN u32 erase_row(const IndexView& index, u64 hash, u32 table) {
     u32 hole = home_slot(index, hash);
     while (index.slots[hole].row != 0 && (index.slots[hole].hash != hash || index.slots[hole].table != table))

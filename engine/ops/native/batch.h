@@ -59,8 +59,6 @@ public:
     };
 
     std::vector<Lookup> lookups;
-    u32 number = 0;   // among those of its cache, 0 before it has one
-    bool up = false;  // whether that cache has brought its rows up
     std::size_t size = 0;     // positions
     std::size_t sources = 0;  // output rows
     std::size_t unique = 0;

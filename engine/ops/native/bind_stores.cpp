@@ -100,8 +100,6 @@ void bind_full_table(nb::module_& m) {
 
 }  // namespace
 
-void bind_stores(nb::module_& m) {
-    bind_full_table(m);
-}
+void bind_stores(nb::module_& m) { bind_full_table(m); }
 
 }  // namespace tierbed

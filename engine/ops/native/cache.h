@@ -1,50 +1,73 @@
-// The sets of a cache and their lines. It decides and remembers; CachedTier moves rows.
+// The sets of a cache: tags, ways and lines in one piece of memory each.
 #pragma once
+#include <vector>
+
 #include "../kernels/cache_set.h"
 #include "layout.h"
 #include "memory.h"
 
 namespace tierbed {
 
+// A slot is a way of a set, numbered through. Different sets may be used by several threads at once.
 class Cache {
 public:
-    // Lines, tags and ways together take `budget_bytes` at most. Throws invalid_argument where one set takes more.
-    Cache(const LineShape& shape, std::size_t budget_bytes);
+    // As many sets as the budget has room for, all they take included. std::invalid_argument where it has none for one.
+    Cache(const LineShape& shape, std::size_t budget_bytes, Replacement replacement);
     Cache(const Cache&) = delete;
 
-    // Whether each set belongs to one bucket, so that buckets may be worked on at once.
-    bool split() const { return sets_ >= BUCKETS; }
-    u32 capacity() const { return sets_ * WAYS; }
-    std::size_t bytes() const { return capacity() * (std::size_t{line_bytes_} + sizeof(Way) + 1); }
-    std::size_t used() const;
-
-    u32 set_of(u64 hash) const { return tierbed::set_of(hash, sets_); }
-    SetView set(u32 number) { return {tags() + number * std::size_t{WAYS}, ways() + number * std::size_t{WAYS}}; }
-    // The slot of a row, or NONE.
-    u32 find(u64 hash, u32 table) {
-        const u32 number = set_of(hash);
+    // The row's slot, or NONE.
+    u32 find(u64 hash, u32 table) const {
+        const u32 number = set_of(hash, sets_);
         const u32 way = probe_set(THREAD, set(number), hash, table);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    u8& tag(u32 slot) { return tags()[slot]; }
-    Way& way(u32 slot) { return ways()[slot]; }
-    u64 line(u32 slot) const { return lines_.start() + std::size_t{slot} * line_bytes_; }
-    bool holds(u64 line) const { return line >= lines_.start() && line < lines_.start() + lines_.size(); }
-    u32 slot_of(u64 line) const { return static_cast<u32>((line - lines_.start()) / line_bytes_); }
-
-    void fetch_tags(u64 hash) const { prefetch(tags() + set_of(hash) * std::size_t{WAYS}); }
-    // Of the ways that may be the row's; its tags are better there already.
-    void fetch_ways(u64 hash) {
-        const SetView view = set(set_of(hash));
-        for (u32 matches = tag_matches(view.tags, tag_of(hash)); matches; matches &= matches - 1)
-            prefetch(&view.ways[lowest_bit(matches)]);
+    // The slot to take for a row that is not there: victim_way's. NONE where there is none, or where all rows of the
+    // set are needed before `next`, the row's own next batch.
+    u32 choose(u64 hash, u32 batch, u32 done, u32 next) const {
+        const u32 number = set_of(hash, sets_);
+        const u32 way = victim_way(set(number), batch, done, replacement_);
+        if (way == NONE) return NONE;
+        const u32 slot = number * WAYS + way;
+        const bool later = !is_free(slot) && batches_until(next, batch) > batches_until(this->way(slot).next, batch);
+        return later ? NONE : slot;
     }
+    void take(u32 slot, const Way& row) {
+        tags()[slot] = tag_of(row.hash);
+        way(slot) = row;
+    }
+    void free(u32 slot) { tags()[slot] = 0; }
+
+    bool is_free(u32 slot) const { return tags()[slot] == 0; }
+    bool is_dirty(u32 slot) const { return tierbed::is_dirty(updates(slot), way(slot).stored); }
+    Way& way(u32 slot) const { return reinterpret_cast<Way*>(ways_.start())[slot]; }
+    u32 updates(u32 slot) const { return record(line(slot), shape_)->updates; }
+    u64 line(u32 slot) const { return lines_.start() + static_cast<u64>(slot) * shape_.line_bytes; }
+
+    u32 slot(u64 line) const { return static_cast<u32>((line - lines_.start()) / shape_.line_bytes); }
+
+    // Memory that the next calls for the row will look at, in the order in which it is asked for. A function that does
+    // nothing but this is inlined, or GCC takes it for one without effect.
+    TIERBED_INLINE void fetch_tags(u64 hash) const { prefetch(set(set_of(hash, sets_)).tags); }
+    TIERBED_INLINE void fetch_way(u64 hash) const {
+        const SetView view = set(set_of(hash, sets_));
+        if (const u32 matches = tag_matches(view.tags, tag_of(hash))) prefetch(&view.ways[lowest_bit(matches)]);
+    }
+    TIERBED_INLINE void fetch_ways(u64 hash) const {
+        prefetch_bytes(reinterpret_cast<u64>(set(set_of(hash, sets_)).ways), WAYS * sizeof(Way));
+    }
+
+    u32 slots() const { return sets_ * WAYS; }
+    // Whether buckets have sets of their own.
+    bool splits() const { return sets_ >= BUCKETS; }
+    std::size_t used() const;
+    std::size_t bytes() const { return tags_.size() + ways_.size() + lines_.size(); }
 
 private:
     u8* tags() const { return reinterpret_cast<u8*>(tags_.start()); }
-    Way* ways() const { return reinterpret_cast<Way*>(ways_.start()); }
+    SetView set(u32 number) const { return {tags() + std::size_t{number} * WAYS, &way(number * WAYS)}; }
 
-    const u32 line_bytes_;
+    LineShape shape_;
+    Replacement replacement_;
     u32 sets_;
     Pages tags_, ways_, lines_;
 };

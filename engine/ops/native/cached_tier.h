@@ -1,133 +1,135 @@
-// A write-back cache over a tier: the store of a step, and a tier itself, so that caches stack.
+// A write-back cache over a slower tier: the store of steps, or a tier itself, so that caches stack.
 //
-// A row comes up once, stays while a batch that is not over needs it, and goes down once, when it gives way while its
-// line has updates that the tier below has not. Rows that no set has room for are in the overflow until their batch is
-// over; over a disk, dirty rows that gave way wait there too, for a thread that writes them down. A row is in one place.
+// A row comes up once, stays pinned while a batch needs it, and goes down once, when it gives way while it differs from
+// what the tier below has. Batches are numbered in the order in which they are announced or pinned, and end in that
+// order: a row is pinned while the last batch that touched it is not over, so ending a batch touches no row.
 //
-// `operations_` lets one operation at a time move rows; `directory_` guards what the writing thread and the end of a
-// batch share with it. An error of the thread is kept for the next `pin`, `prefetch`, `write` or `flush`; no row is lost
-// by it, and the thread tries again.
+// Locks, in the order in which they are taken: `admission` is held by whoever brings rows up or down, `directory` while
+// sets, overflow and window are looked at or changed, `queue` for the batches. Lines change under none of them: those
+// of pinned rows are the step's, those of absent ones whose who admits them.
 #pragma once
 #include <atomic>
-#include <condition_variable>
-#include <exception>
+#include <deque>
 #include <memory>
-#include <mutex>
-#include <thread>
-#include <vector>
+#include <optional>
 
 #include <sys/types.h>
 
 #include "batch.h"
-#include "cache.h"
+#include "directory.h"
 #include "histogram.h"
-#include "overflow.h"
+#include "row_list.h"
 #include "tier.h"
-#include "window.h"
+#include "write_behind.h"
 
 namespace tierbed {
 
 struct CacheOptions {
-    std::size_t budget_bytes;
-    std::size_t overflow_bytes;
+    std::size_t budget_bytes;    // of the sets
+    std::size_t overflow_bytes;  // that no prefetch and no row on its way down may exceed
     Replacement replacement;
-    std::size_t io_threads;
-};
-
-struct CacheCounts {
-    u64 hits = 0, misses = 0;  // rows asked for
-    u64 insertions = 0, evictions_clean = 0, evictions_dirty = 0;
-    u64 overflows = 0;  // rows that no set had room for
-    u64 fetched = 0, written = 0;  // rows from and to the tier below
-    u64 prefetch_waits = 0;
-};
-
-struct OverflowSize {
-    std::size_t rows, peak, bytes, capacity;
+    std::size_t io_threads;  // that write to a disk
 };
 
 class CachedTier : public Tier {
 public:
+    // The layout and the tier below must outlive it.
     CachedTier(const Layout& layout, Tier& below, const CacheOptions& options);
     ~CachedTier() override;
     CachedTier(const CachedTier&) = delete;
-    void close();  // ends the thread; nothing may be used after it
 
-    // Of batches, whose lines they set. They begin and end in the order of their numbers.
-    void announce(Batch& batch);
-    bool prefetch(Batch& batch);  // of an announced one; false where it has to wait for room
-    void pin(Batch& batch);
-    void unpin(Batch& batch);
+    // As in engine/store/contract.py. `announce` and `prefetch` may run in another thread than the rest. An error of
+    // the thread that brings rows down is thrown by the next call that moves rows; nothing is lost by it.
+    void announce(std::shared_ptr<Batch> batch);
+    bool prefetch(const Batch& batch);
+    void pin(std::shared_ptr<Batch> batch);
+    void unpin(const Batch& batch);
     void cancel();
     void peek(Batch& batch);
 
+    // Rows that are not up stay down; those that are written come up. Not beside batches.
     void read(const Rows& rows, bool* found, bool touch) override;
     void write(const Rows& rows) override;
     void erase(const Rows& rows) override;
     bool on_disk() const override { return false; }
-    void flush();  // every dirty line to the tier below
+    // Brings every dirty row down.
+    void flush();
+    // Ends the thread and forgets batches; does not flush.
+    void close();
 
-    struct Place {
-        bool held = false, overflow = false, pinned = false, dirty = false;
-        u32 slot = 0;
-        Record record{0, 0};
+    struct Metrics {
+        CacheCounts counts;
+        u64 bytes_in, bytes_out;
+        std::size_t capacity, resident_rows, bytes;
+        std::size_t overflow_rows, overflow_peak_rows, overflow_capacity, overflow_bytes, window_bytes;
+        u64 prefetch_waits;
     };
-    Place where(u64 hash, u32 table);
+    Metrics metrics() const;
+    const Histogram& fetch_latency() const { return fetch_latency_; }
+    const Histogram& write_latency() const { return write_latency_; }
 
-    CacheCounts counts();
-    std::size_t capacity() const { return cache_.capacity(); }
-    std::size_t used();
-    std::size_t bytes() const { return cache_.bytes(); }
-    OverflowSize overflow();
-    Histogram fetch_times, write_times;
-    const LineShape& shape() const { return layout_.shape; }
+    // A row that is up.
+    struct Resident {
+        u64 hash, line, last;
+        u32 table, uses;
+        i64 slot;  // -1 in the overflow
+        bool dirty, pinned;
+        Record record;
+    };
+    std::vector<Resident> residents();
+    std::optional<Resident> find(u32 table, u64 key);
 
 private:
-    friend class Admission;
-
-    // own [unique]: lines of the batch's own, which no tier gives a place, 0 for other rows; or null
-    void admit(Batch& batch, const u64* own, std::unique_lock<std::mutex>& directory);
-    std::size_t missing(const Batch& batch);
-    void count(const CacheCounts& counts);
-    void read_below(const Rows& rows, bool* found, bool touch);  // rows that are not found get their initial values
-    void write_below(const Rows& rows);
-    bool is_dirty(u64 line, u32 stored) const { return record(line, layout_.shape)->updates != stored; }
-    bool is_announced(const Batch& batch) const { return batch.number != 0 && is_after(batch.number, cancelled_); }
-
-    // write_behind.cpp
-    class Paused {  // keeps the thread from writing
-    public:
-        Paused(CachedTier& tier, std::unique_lock<std::mutex>& directory);
-        ~Paused();
-
-    private:
-        CachedTier& tier_;
+    struct Announced {
+        std::shared_ptr<Batch> batch;
+        u32 number;
+        enum { waiting, admitting, admitted } state;
     };
-    bool can_leave() const;
-    std::vector<u32> take_leaving(std::size_t most);
-    void leave(std::unique_lock<std::mutex>& directory, const std::vector<u32>& entries);
-    void write_loop();
-    void wait_for_room(std::unique_lock<std::mutex>& directory);
-    void raise_failure();
+    // On the heap, since a forked child must not touch any of it, not even to end it.
+    struct Threads {
+        std::mutex admission, directory, queue;
+        std::condition_variable admitted;
+        std::optional<WriteBehind> writer;
+    };
+    enum class For { ahead, step, write };
+
+    // With the locks that each group begins with. `queue`:
+    Announced* announced(const Batch& batch);
+    void update_done();
+    // `admission`. Calls of a tier are batches of their own.
+    u32 begin_alone();
+    void end_alone();
+    // False where the overflow might get too large for a batch that is not needed yet.
+    bool admit(const Wanted& wanted, u32 number, For purpose);
+    void fetch(const Wanted& wanted);
+    // Copies rows that are up to the lines `to` and lists the others. `touch`: the former count as used.
+    std::vector<std::size_t> copy_present(const Wanted& wanted, const u64* to, bool touch);
+    // `admission` and `directory`: brings down what is in the overflow, what gives way, and rows.
+    void sweep();
+    void write_victims();
+    void write_down(const Rows& rows);
+    Resident resident(const Way& way, u64 line, i64 slot) const;
+    // None; fills the lines of rows from below, or with initial values where it has none. Returns `updates` of each.
+    std::vector<u32> read_below(const Rows& rows, bool touch);
+    u32 done() const { return done_.load(std::memory_order_acquire); }
 
     const Layout& layout_;
     Tier& below_;
-    const CacheOptions options_;
-    const pid_t process_;
-    std::mutex operations_, directory_;
-    Cache cache_;
-    Overflow overflow_;
-    const std::size_t overflow_rows_;  // where prefetch and victims wait
-    Window window_;
+    std::size_t overflow_rows_;
+    Directory directory_;
     CacheCounts counts_;
-    std::atomic<u64> fetched_{0}, written_{0};
-    u32 issued_ = 0, done_ = 0, cancelled_ = 0;  // batch numbers: the latest, the last one over, all that were forgotten
+    std::atomic<u64> bytes_in_{0};
+    u64 bytes_out_ = 0, prefetch_waits_ = 0;
+    Histogram fetch_latency_, write_latency_;
+    pid_t process_;
+    std::unique_ptr<Threads> threads_;
 
-    std::unique_ptr<std::thread> writer_;
-    // not destroyed in a forked child, where that would wait for the parent's thread
-    std::condition_variable &wake_ = *new std::condition_variable, &wrote_ = *new std::condition_variable;
-    std::exception_ptr failure_;
-    bool stopping_ = false, paused_ = false, writing_ = false;
+    // guarded by `queue`
+    std::deque<Announced> announced_;
+    std::shared_ptr<Batch> pinned_;
+    u32 pinned_number_ = 0;
+    u32 number_ = 0;  // of the latest batch
+    std::atomic<u32> done_{0};
 };
 
 }  // namespace tierbed

@@ -72,7 +72,6 @@ bool Ledger::is_kept(u64 hash, u32 table, u32 now) const {
 }
 
 Admitted Ledger::admit(Batch& batch, const Layout& layout, u32 now, bool training) {
-    batch.own_lines = Buffer<u64>();
     const bool refuses = training && (policy_.sights > 1 || policy_.chance < 1);
     const std::size_t held = rows();
     Admitted admitted;

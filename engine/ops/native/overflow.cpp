@@ -4,48 +4,84 @@
 
 namespace tierbed {
 
-void Overflow::reserve(std::size_t more) {
-    if (free_.size() < more) {
-        const std::size_t lines = std::max<std::size_t>({more - free_.size(), entries_.size() / 2, 256});
-        free_.reserve(entries_.size() + lines);
-        entries_.reserve(entries_.size() + lines);
-        pages_.reserve(pages_.size() + 1);
-        pages_.emplace_back(lines * line_bytes_);
-        for (std::size_t i = 0; i < lines; ++i)
-            entries_.push_back({0, pages_.back().start() + i * line_bytes_, 0, 0, 0, false, false});
-        for (std::size_t i = entries_.size(); i > entries_.size() - lines; --i) free_.push_back(static_cast<u32>(i - 1));
+void Overflow::reserve(std::size_t rows) {
+    index_.reserve(index_.size() + rows);
+    while (free_.size() < rows) {
+        const u32 first = places();
+        chunks_.emplace_back(std::size_t{CHUNK} * shape_.line_bytes);
+        places_.resize(first + CHUNK);
+        if (free_.capacity() < places_.size()) free_.reserve(2 * places_.size());
+        for (u32 place = first + CHUNK; place-- > first;) free_.push_back(place);
     }
-    std::size_t slots = std::max<std::size_t>(slots_.size(), 512);
-    while ((used_ + more) * 2 > slots) slots *= 2;
-    if (slots == slots_.size()) return;
-    std::vector<Slot> larger(slots, Slot{0, 0, 0});
-    const IndexView index{larger.data(), static_cast<u32>(slots - 1)};
-    for (const Slot& slot : slots_)
-        if (slot.row) insert_row(index, slot);
-    slots_.swap(larger);
 }
 
-u32 Overflow::add(u64 hash, u32 table, u32 last, u32 stored) {
-    const u32 number = free_.back();
+void Overflow::trim() {
+    if (rows_ > 0 || places() <= kept_) return;
+    index_ = RowMap();
+    places_ = std::vector<Place>();
+    free_ = std::vector<u32>();
+    chunks_ = std::vector<Pages>();
+}
+
+u32 Overflow::add(const Way& row) {
+    const u32 place = free_.back();
     free_.pop_back();
-    Entry& entry = entries_[number];
-    entry = {hash, entry.line, table, last, stored, false, true};
-    insert_row(view(), Slot{hash, table, number + 1});
-    peak_ = std::max(peak_, ++used_);
-    return number;
+    index_.insert(row.hash, row.table, place + 1);
+    places_[place] = Place{row, true, false, false};
+    peak_ = std::max(peak_, ++rows_);
+    return place;
 }
 
-void Overflow::remove(u32 number) {
-    Entry& entry = entries_[number];
-    if (entry.found) erase_row(view(), entry.hash, entry.table);
-    entry.found = false;
-    if (entry.writing) return;
-    free_.push_back(number);
-    --used_;
+void Overflow::remove(u32 place) {
+    index_.erase(at(place).way.hash, at(place).way.table);
+    if (at(place).leaving)
+        at(place).gone = true;
+    else
+        forget(place);
+}
+
+void Overflow::forget(u32 place) {
+    places_[place] = Place{};
+    free_.push_back(place);
+    --rows_;
+}
+
+std::vector<u32> Overflow::take(u32 done, std::size_t most) {
+    std::vector<u32> taken;
+    const u32 all = places();
+    for (u32 n = 0; n < all && rows_ > 0 && taken.size() < most; ++n) {
+        if (turn_ >= all) turn_ = 0;
+        const u32 place = turn_++;
+        if (!at(place).used || at(place).leaving || is_after(at(place).way.last, done)) continue;
+        if (is_dirty(place))
+            taken.push_back(place);
+        else
+            remove(place);
+    }
+    std::sort(taken.begin(), taken.end(), [&](u32 a, u32 b) {
+        return at(a).way.hash != at(b).way.hash ? at(a).way.hash < at(b).way.hash : at(a).way.table < at(b).way.table;
+    });
+    for (const u32 place : taken) at(place).leaving = true;
+    return taken;
+}
+
+void Overflow::wrote(const std::vector<u32>& places, const std::vector<u32>* updates, u32 done) {
+    for (std::size_t i = 0; i < places.size(); ++i) {
+        Place& row = at(places[i]);
+        row.leaving = false;
+        if (row.gone) {
+            forget(places[i]);
+        } else if (updates) {
+            row.way.stored = (*updates)[i];
+            if (!is_after(row.way.last, done)) remove(places[i]);
+        }
+    }
 }
 
 std::size_t Overflow::bytes() const {
-    return entries_.size() * (line_bytes_ + sizeof(Entry) + sizeof(u32)) + slots_.size() * sizeof(Slot);
+    std::size_t total = places_.capacity() * sizeof(Place) + free_.capacity() * sizeof(u32) + index_.bytes();
+    for (const Pages& chunk : chunks_) total += chunk.size();
+    return total;
 }
 
 }  // namespace tierbed

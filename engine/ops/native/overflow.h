@@ -1,62 +1,71 @@
-// Lines beside the sets of a cache: rows that no set had room for, and rows on their way down.
+// Lines outside of the sets, for rows that no set has room for and for rows on their way down.
 #pragma once
-#include <deque>
 #include <vector>
 
-#include "../kernels/table.h"
-#include "layout.h"
+#include "../kernels/cache_set.h"
 #include "memory.h"
+#include "row_map.h"
 
 namespace tierbed {
 
+// Places of rows are numbered from 0. Nothing is safe in several threads but `find` beside itself.
 class Overflow {
 public:
-    struct Entry {
-        u64 hash;
-        u64 line;
-        u32 table;
-        u32 last;    // as in a Way
-        u32 stored;  // as in a Way
-        bool writing;
-        bool found;  // whether the index leads here; a row that was taken back while it was written has left it
+    struct Place {
+        Way way;
+        bool used;
+        bool leaving;  // its line is being written down by another thread
+        bool gone;     // the row is elsewhere: the place is free when the write is over
     };
 
-    explicit Overflow(u32 line_bytes) : line_bytes_(line_bytes) {}
-    Overflow(const Overflow&) = delete;
+    // `kept`: rows whose memory stays when they have left.
+    Overflow(const LineShape& shape, std::size_t kept) : shape_(shape), kept_(kept) {}
 
-    // The number of the row's entry + 1, or 0. Safe beside itself.
-    u32 find(u64 hash, u32 table) const { return used_ ? find_row(THREAD, view(), hash, table) : 0; }
-    Entry& operator[](u32 number) { return entries_[number]; }
-    const Entry& operator[](u32 number) const { return entries_[number]; }
+    // The row's place, or NONE.
+    u32 find(u64 hash, u32 table) const { return index_.find(hash, table) - 1; }
+    // Makes room for so many more rows: only this can fail for lack of memory.
+    void reserve(std::size_t rows);
+    // A place for a row that is not there; its line is the caller's to fill.
+    u32 add(const Way& row);
+    void remove(u32 place);
+    // Gives memory back.
+    void trim();
 
-    // Memory for that many more rows, so that `add` cannot fail.
-    void reserve(std::size_t more);
-    // A line for a row that is not here; returns the entry's number.
-    u32 add(u64 hash, u32 table, u32 last, u32 stored);
-    // The row leaves; while it is being written its line stays until `remove` is called again.
-    void remove(u32 number);
-    // (batch, entry) of what batches hold, by their numbers, and entries that may go; some may have left or come back.
-    std::deque<std::pair<u32, u32>> touched;
-    std::deque<u32> leaving;
+    // Rows whose batches are over, at most `most`, by hash: their places are leaving until `wrote`. Clean ones go at
+    // once.
+    std::vector<u32> take(u32 done, std::size_t most);
+    // Ends that; `updates` of each row as it was written, or null where that failed.
+    void wrote(const std::vector<u32>& places, const std::vector<u32>* updates, u32 done);
 
-    std::size_t used() const { return used_; }  // lines, those included that are still being written
-    std::size_t peak() const { return peak_; }
-    std::size_t bytes() const;
-    template <class Body>
-    void for_each(const Body& body) {
-        for (u32 number = 0; number < entries_.size(); ++number)
-            if (entries_[number].found) body(number, entries_[number]);
+    u32 updates(u32 place) const { return record(line(place), shape_)->updates; }
+    bool is_dirty(u32 place) const { return tierbed::is_dirty(updates(place), at(place).way.stored); }
+    Place& at(u32 place) { return places_[place]; }
+    const Place& at(u32 place) const { return places_[place]; }
+    u64 line(u32 place) const {
+        return chunks_[place / CHUNK].start() + static_cast<u64>(place % CHUNK) * shape_.line_bytes;
     }
+    // Places that there are, used and free.
+    u32 places() const { return static_cast<u32>(places_.size()); }
+
+    bool empty() const { return rows_ == 0; }
+    std::size_t rows() const { return rows_; }
+    std::size_t peak_rows() const { return peak_; }
+    std::size_t bytes() const;
+    // What a row takes, near enough to turn a budget into rows.
+    static std::size_t row_bytes(const LineShape& shape) { return shape.line_bytes + sizeof(Place) + 2 * sizeof(Slot); }
 
 private:
-    IndexView view() const { return {const_cast<Slot*>(slots_.data()), static_cast<u32>(slots_.size() - 1)}; }
+    static constexpr u32 CHUNK = 1024;  // lines
 
-    const u32 line_bytes_;
-    std::vector<Slot> slots_;
-    std::vector<Entry> entries_;
+    void forget(u32 place);
+
+    LineShape shape_;
+    std::size_t kept_, rows_ = 0, peak_ = 0;  // places in use, those that are gone included
+    RowMap index_;                            // places + 1
+    std::vector<Place> places_;
     std::vector<u32> free_;
-    std::vector<Pages> pages_;
-    std::size_t used_ = 0, peak_ = 0;
+    std::vector<Pages> chunks_;
+    u32 turn_ = 0;  // where `take` goes on
 };
 
 }  // namespace tierbed

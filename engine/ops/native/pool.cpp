@@ -111,19 +111,14 @@ private:
 };
 
 std::atomic<std::size_t> wanted_threads{1};
-std::atomic<std::size_t> wanted_background_threads{std::clamp(std::thread::hardware_concurrency(), 1u, 4u)};
-thread_local bool in_background = false;
+thread_local std::unique_ptr<Pool> own_pool;
 
-struct Team {
-    std::mutex turn;
-    Pool* pool = nullptr;
-};
-
-// The pools of this process. After a fork the parent's threads do not exist: its pools and mutexes are abandoned, never
+// The pool of this process. After a fork the parent's threads do not exist: its pool and mutex are abandoned, never
 // touched.
 struct Process {
     pid_t pid = getpid();
-    Team front, background;
+    std::mutex turn;
+    Pool* pool = nullptr;
 };
 
 Process& process() {
@@ -141,15 +136,9 @@ Process& process() {
 
 }  // namespace
 
-static thread_local std::unique_ptr<Pool> own_pool;
-
 void use_own_pool(std::size_t threads) { own_pool = std::make_unique<Pool>(std::max<std::size_t>(threads, 1) - 1); }
 
 void set_threads(std::size_t threads) { wanted_threads = std::max<std::size_t>(threads, 1); }
-void set_background_threads(std::size_t threads) { wanted_background_threads = std::max<std::size_t>(threads, 1); }
-
-Background::Background() : before_(in_background) { in_background = true; }
-Background::~Background() { in_background = before_; }
 
 // Rounding and the flushing of denormals belong to a thread; rows must not depend on whose they are.
 class DefaultArithmetic {
@@ -170,17 +159,17 @@ void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& tas
         own_pool->run(tasks, task);
         return;
     }
-    const std::size_t workers = (in_background ? wanted_background_threads : wanted_threads) - 1;
+    const std::size_t workers = wanted_threads - 1;
     if (workers > 0 && tasks > 1) {
-        Team& team = in_background ? process().background : process().front;
-        std::unique_lock turn(team.turn, std::try_to_lock);
+        Process& here = process();
+        std::unique_lock turn(here.turn, std::try_to_lock);
         if (turn.owns_lock()) {
-            if (team.pool && team.pool->wanted() != workers) {
-                delete team.pool;
-                team.pool = nullptr;
+            if (here.pool && here.pool->wanted() != workers) {
+                delete here.pool;
+                here.pool = nullptr;
             }
-            if (!team.pool) team.pool = new Pool(workers);
-            team.pool->run(tasks, task);
+            if (!here.pool) here.pool = new Pool(workers);
+            here.pool->run(tasks, task);
             return;
         }
     }

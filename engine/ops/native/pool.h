@@ -1,8 +1,7 @@
 // A small thread pool: the caller and `threads - 1` workers take numbered tasks until none is left.
 //
 // Which thread takes which task varies, so a task must own what it writes. The first exception of a task is rethrown to
-// the caller. A second caller at the same time runs its tasks alone; a forked child starts with a fresh pool. Work in the
-// background has threads of its own, so that it does not take those of a step.
+// the caller. A second caller at the same time runs its tasks alone; a forked child starts with a fresh pool.
 #pragma once
 #include <cstddef>
 #include <functional>
@@ -10,19 +9,6 @@
 namespace tierbed {
 
 void set_threads(std::size_t threads);
-// Of work in the background; at first 4, or as many as there are cores where those are fewer.
-void set_background_threads(std::size_t threads);
-
-// What the thread that holds it does is work in the background, until it goes.
-class Background {
-public:
-    Background();
-    ~Background();
-    Background(const Background&) = delete;
-
-private:
-    bool before_;
-};
 
 // From here on the loops of this thread run on a pool of its own, so that they never wait for, or take, that of steps.
 void use_own_pool(std::size_t threads);

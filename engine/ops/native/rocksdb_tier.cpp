@@ -125,7 +125,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
         check(rocksdb::DB::Open(database, place, &db), place, "open");
         shards_.push_back(std::make_unique<Shard>());
         shards_.back()->db.reset(db);
-        shards_.back()->until_flush = cycle * i / options.shards;
+        shards_.back()->until_flush = static_cast<i64>(cycle * i / options.shards);
     }
 }
 
@@ -249,13 +249,12 @@ void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::Status status = shard.db->Write(options, &batch);
     if (!status.ok() && shard.db->Resume().ok()) status = shard.db->Write(options, &batch);
     check(status, folder_, "write");
-    if (shard.until_flush) {
-        shard.until_flush -= std::min<u64>(shard.until_flush, batch.GetDataSize());
-        if (shard.until_flush == 0) {
-            rocksdb::FlushOptions early;
-            early.wait = false;
-            check(shard.db->Flush(early), folder_, "flush");
-        }
+    const i64 size = static_cast<i64>(batch.GetDataSize());
+    const i64 left = shard.until_flush.fetch_sub(size);
+    if (left > 0 && left <= size) {
+        rocksdb::FlushOptions early;
+        early.wait = false;
+        check(shard.db->Flush(early), folder_, "flush");
     }
     batch.Clear();
 }

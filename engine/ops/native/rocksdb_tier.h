@@ -48,7 +48,6 @@ public:
     void close();  // nothing may be read or written after it; scans must be closed before
     RocksMetrics metrics() const;
     RocksInfo info() const { return info_; }
-    std::size_t shards() const { return shards_.size(); }
 
     // Walks a consistent view of all rows: buckets ascending, within one (table, key) ascending.
     class Scan {
@@ -73,7 +72,7 @@ public:
 private:
     struct Shard {
         std::unique_ptr<rocksdb::DB> db;
-        u64 until_flush = 0;  // bytes to write until its one early flush; 0 once that was
+        std::atomic<i64> until_flush{0};  // bytes to write until its one early flush
     };
 
     std::size_t read_bucket(u32 bucket, const Rows& rows, std::size_t begin, std::size_t end, bool* found) const;

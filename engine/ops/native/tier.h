@@ -2,7 +2,7 @@
 #pragma once
 #include <cstddef>
 
-#include "memory.h"
+#include "../kernels/portable.h"
 
 namespace tierbed {
 
@@ -12,23 +12,6 @@ struct Rows {
     const u64* hashes;
     const u64* lines;
     std::size_t n;
-};
-
-// Collects rows in the order in which a tier takes them.
-class RowList {
-public:
-    explicit RowList(std::size_t most) : tables_(most), hashes_(most), lines_(most) {}
-    void add(u32 table, u64 hash, u64 line) {
-        tables_[n_] = table;
-        hashes_[n_] = hash;
-        lines_[n_++] = line;
-    }
-    Rows rows() const { return {tables_.data(), hashes_.data(), lines_.data(), n_}; }
-
-private:
-    Buffer<u32> tables_;
-    Buffer<u64> hashes_, lines_;
-    std::size_t n_ = 0;
 };
 
 // May be called by several threads at once for different rows.

@@ -1,42 +1,76 @@
-// Which of the announced batches need a row: what look-ahead replacement goes by.
+// Which coming batches need which rows: what replacement looks ahead with.
 #pragma once
+#include <algorithm>
 #include <array>
-#include <vector>
 
 #include "../kernels/cache_set.h"
-#include "../kernels/table.h"
-#include "layout.h"
+#include "row_map.h"
 
 namespace tierbed {
 
-// Batches have numbers; those of the window are fewer than SPAN apart. Buckets may be used by several threads at once.
+// Batches that were announced and have not begun, SPAN at most, numbered one after the other. A row's number in the
+// map has a bit for each of them that needs it. Each bucket may be changed by a thread of its own.
 class Window {
 public:
     static constexpr u32 SPAN = 32;
 
-    // Room for that many more rows of the bucket, so that `add` cannot fail.
-    void reserve(u32 bucket, std::size_t more);
-    void add(u32 bucket, u64 hash, u32 table, u32 number);
-    // The row's batch `number` is on: returns the next one that needs it, 0 for none.
-    u32 take(u32 bucket, u64 hash, u32 table, u32 number);
-    // The first batch after `number` that needs the row, 0 for none.
-    u32 next(u32 bucket, u64 hash, u32 table, u32 number) const;
-    bool empty(u32 bucket) const { return parts_[bucket].rows == 0; }
-    void clear();
-    std::size_t bytes() const;
+    bool full() const { return last_ + 1 - first_ == SPAN; }
+    // Whether any batch comes after that one.
+    bool looks_past(u32 number) const { return is_after(last_, number); }
+
+    // A batch is announced.
+    void add(u32 number) {
+        if (empty()) first_ = number;
+        last_ = number;
+    }
+    // It needs the row. True where it is the first that does.
+    bool add_row(u32 bucket, u64 hash, u32 table) {
+        u32* const bits = maps_[bucket].look_up(hash, table);
+        if (bits)
+            *bits |= bit_of(last_);
+        else
+            maps_[bucket].insert(hash, table, bit_of(last_));
+        return !bits;
+    }
+
+    // The earliest batch begins.
+    void take(u32 number) {
+        if (empty()) return;
+        first_ = number + 1;
+        if (empty()) clear();
+    }
+    // It needs the row no more. Returns the next one that does, or 0.
+    u32 take_row(u32 bucket, u64 hash, u32 table, u32 number) {
+        u32* const bits = maps_[bucket].look_up(hash, table);
+        const u32 others = bits ? *bits & ~bit_of(number) : 0;
+        if (!others) {
+            if (bits) maps_[bucket].erase(hash, table);
+            return 0;
+        }
+        *bits = others;
+        return next_of(others, number);
+    }
+
+    TIERBED_INLINE void fetch(u32 bucket, u64 hash) const { maps_[bucket].fetch(hash); }
+    void clear() { *this = Window(); }
+    std::size_t bytes() const {
+        std::size_t total = 0;
+        for (const RowMap& map : maps_) total += map.bytes();
+        return total;
+    }
 
 private:
-    struct Part {
-        std::vector<Slot> slots;  // `row` is a mask of batches, by number modulo SPAN
-        std::size_t rows = 0;
-        IndexView view() const {
-            return {const_cast<Slot*>(slots.data()), static_cast<u32>(slots.size() - 1)};
-        }
-    };
-    static u32 after(u32 mask, u32 number);
-    Slot* find(u32 bucket, u64 hash, u32 table) const;
+    bool empty() const { return is_after(first_, last_); }
+    static u32 bit_of(u32 number) { return 1u << number % SPAN; }
+    // The first batch after `now` whose bit is set.
+    static u32 next_of(u32 bits, u32 now) {
+        const u32 turn = static_cast<u32>((now + 1) % SPAN);
+        const u32 turned = turn ? bits >> turn | bits << (SPAN - turn) : bits;
+        return now + 1 + lowest_bit(turned);
+    }
 
-    std::array<Part, BUCKETS> parts_;
+    std::array<RowMap, BUCKETS> maps_;
+    u32 first_ = 1, last_ = 0;  // numbers
 };
 
 }  // namespace tierbed
