@@ -213,7 +213,8 @@ def measure(folder: Path, row_bytes: int, rows: int, repeats: int, threads: int,
     for turn in range(-2, repeats):  # the first two bring tables into the page cache
         piece = pieces[turn % len(pieces)]
         found = []
-        for name, contender in sorted(contenders.items(), key=lambda item: (hash(item[0]) + turn) % 3):
+        order = list(contenders.items())
+        for name, contender in order[turn % 3 :] + order[: turn % 3]:
             piece.memory[:] = 0
             began = time.perf_counter()
             contender.fetch(piece)

@@ -225,7 +225,7 @@ class CachedTier(Tier):
         """End the thread. Nothing may be used after it."""
     def where(self, table: int, key: int) -> dict[str, Any] | None: ...
     def residents(self) -> tuple[I64, U32, U64, Bools]:
-        """Slots, tables, keys and dirty flags of the rows that are up: those of the sets, then with slot -1 the others."""
+        """Slots, tables, keys and dirty flags of the rows that are up: of the sets, then with slot -1 the others."""
     def metrics(self) -> dict[str, float]: ...
 
 def use_own_pool(threads: int) -> None:
@@ -249,7 +249,7 @@ class Ledger:
     def __init__(
         self, *, eviction: str, capacity: int | None, ttl_steps: int, sights: int, chance: float, seed: int
     ) -> None:
-        """`eviction`, `capacity`, `ttl_steps` (0: none) as in `StoreOptions`. `sights` > 1, or `chance` < 1: admission."""
+        """`eviction`, `capacity`, `ttl_steps` (0: none) as in `StoreOptions`; `sights` > 1 or `chance` < 1: admission."""
     def admit(self, batch: Batch, layout: Layout, now: int, training: bool) -> Admitted:
         """Decide what becomes of a batch that step `now` writes; without `training` no row is refused.
 

@@ -62,6 +62,7 @@ METRICS: dict[str, Metric] = {
         "gauge", "rows there at which prefetch and changed rows wait", "overflow_capacity_rows"
     ),
     "overflow_bytes": Metric("gauge", "memory of the overflow area"),
+    "window_bytes": Metric("gauge", "memory of what is known of announced batches"),
     "prefetch_waits": Metric("counter", "prefetched batches that had to wait for room in the overflow area"),
     # of RocksDB
     "rows_written": Metric("counter", "rows written"),

@@ -104,7 +104,13 @@ class Prefetcher:
         self._check_process()
         skipped = next((i for i, coming in enumerate(self._coming) if lookups and coming.is_of(lookups)), None)
         if skipped == 0:
-            yield self._take()
+            batch = self._take()
+            try:
+                yield batch
+            except BaseException:  # it may not have come to be pinned: the store forgets it as well
+                self._interrupt(None, step=False)
+                self._resume()
+                raise
             return
         batch = self._interrupt(skipped, step=lookups is not None)
         try:

@@ -22,7 +22,7 @@ MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 1 << 14, 1 << 18
 
 
 def in_process(task: Callable[..., Any], *arguments: Any, timeout: float = 60) -> Any:
-    """What `task(*arguments)` returns in a new process; a failure there fails here, and so does a process that hangs"""
+    """What `task(*arguments)` returns in a new process. One that fails or hangs fails here."""
     ours, theirs = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=_run, args=(theirs, task, arguments))
     process.start()

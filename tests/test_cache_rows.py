@@ -215,6 +215,23 @@ def test_prefetched_rows_stay_until_their_step_though_others_come() -> None:
         cache.unpin(batch)
 
 
+def test_a_row_beside_the_sets_stays_where_a_coming_batch_has_it() -> None:
+    cache, model = cache_over(_core.FullTable(TABLE.layout), 1), Model()
+    first, second, third = (batch_of([(0, key) for key in keys]) for keys in (range(16), range(16, 40), range(20, 60)))
+    for batch in (first, second, third):
+        cache.announce(batch)
+    assert cache.prefetch(first)
+    assert cache.prefetch(second)  # beside the set, which the first fills
+    cache.pin(first)
+    cache.unpin(first)
+    assert cache.prefetch(third)  # the set has room by now
+    for batch in (second, third):
+        cache.pin(batch)
+        model.check(batch)
+        model.write(batch)
+        cache.unpin(batch)
+
+
 @KINDS
 def test_rows_erased_while_a_coming_batch_has_them_are_new_in_it(kind: str) -> None:
     with tier_below(kind) as below:

@@ -200,6 +200,7 @@ def test_a_new_row_that_is_not_kept_is_initial_and_learns_nothing() -> None:
         assert torch.equal(train(embedding, [5, 6]), initial)
         assert embedding.size() == 0
     assert torch.equal(embedding.get([5, 6]), initial)
+    assert embedding.metrics()["device"]["resident_rows"] == 0
     assert torch.equal(train(embedding, [5, 7])[0], initial[0])
     assert written(embedding) == {(0, 5): (1, 3)}
     assert not torch.equal(embedding.get([5]), initial[:1])

@@ -25,6 +25,7 @@ COMMON = {
     "admission": None,
     "ttl_steps": None,
 }
+CACHE = {"cache_policy": "lru", "overflow_mb": 64}
 ROCKSDB = {
     "host_cache_budget_mb": 0,
     "shards": 4,
@@ -55,7 +56,9 @@ def embedding(store_options: Any) -> MultiTableEmbedding:
 def test_options_read_print_and_compare_as_dicts(maker: Callable[..., Any], needed: dict[str, Any]) -> None:
     options = maker(**needed)
     store = next(name for name, made in MADE.items() if made[0] is maker)
-    more = ROCKSDB if store == "cached_ssd" else {}
+    more: dict[str, Any] = CACHE if store.startswith("cached") else {}
+    if store == "cached_ssd":
+        more = {**more, **ROCKSDB, "io_threads": options["io_threads"]}  # of the machine
     expected = {"store": store, **COMMON, **more, **needed}
     assert dict(options) == expected == options.as_dict()
     assert options == expected

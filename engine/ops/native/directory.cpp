@@ -75,8 +75,8 @@ void Directory::probe(const Wanted& batch, u32 number, bool marking) {
                 continue;
             }
             const u32 place = overflow.empty() ? NONE : overflow.find(batch.hashes[i], batch.tables[i]);
+            absent.push_back({static_cast<u32>(i), place, place == NONE ? 0 : overflow.at(place).way.last});
             if (marking && place != NONE) overflow.at(place).way.last = number;
-            absent.push_back({static_cast<u32>(i), place});
             batch.lines[i] = 0;
             ++(place == NONE ? parts[b].misses : parts[b].hits);
         }
@@ -110,7 +110,8 @@ void Directory::choose(const Wanted& batch, u32 number, u32 done) {
                 way = overflow.at(absent.from).way;
             }
             absent.way = way;
-            absent.slot = sets.choose(hash, number, done, next);
+            const bool stays = absent.from != NONE && is_after(absent.before, done);
+            absent.slot = stays ? NONE : sets.choose(hash, number, done, next);
             if (absent.slot == NONE) {
                 ++parts[b].overflows;
                 continue;

@@ -24,6 +24,7 @@ struct Wanted {
 struct Absent {
     u32 row;             // of the batch
     u32 from;            // where the overflow has it, NONE where it must be fetched
+    u32 before;          // the batch that had touched it there: one that is not over has its address
     u32 slot = NONE;     // that it gets, or
     u32 place = NONE;    // that it gets in the overflow
     bool free = false;   // the slot was
