@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from tier_report import Figure, listed
@@ -75,12 +76,16 @@ def batches(trace: Trace, first: int, count: int) -> list[tuple[Tensor, Tensor]]
     return [(each, (each[:, 0] % 3 == 0).float()) for each in made]
 
 
-def measure(folder: Path, sizes: Sizes, draw: str = "zipf", ahead: int = AHEAD) -> list[Figure]:
-    """Turns of the same steps: in memory, on SSD; every other time steps on SSD are announced."""
+def measure(
+    folder: Path, sizes: Sizes, draw: str = "zipf", ahead: int = AHEAD, options: Mapping[str, Any] | None = None
+) -> list[Figure]:
+    """Turns of the same steps: on SSD with store `options`, in memory; every other time steps on SSD are announced."""
     trace = TRACES[draw](sizes.tables, sizes.rows // sizes.tables, sizes.batch)
     cached = int(sizes.rows * sizes.cached)
     memory = make_embedding("memory", sizes.tables, make_options("device_mem", folder))
-    ssd = make_embedding("ssd", sizes.tables, make_options("cached_ssd", folder, cached, open="fresh"))
+    ssd = make_embedding(
+        "ssd", sizes.tables, make_options("cached_ssd", folder, cached, open="fresh", **(options or {}))
+    )
     with memory, ssd:
         train_memory, train_ssd = TrainStep(memory), TrainStep(ssd)
         filled = fill(memory, trace.rows), fill(ssd, trace.rows)

@@ -31,7 +31,9 @@ Section = Callable[[Path, argparse.Namespace], list[Figure]]
 
 def train(folder: Path, given: argparse.Namespace) -> list[Figure]:
     sizes = tier_train.QUICK if given.quick else tier_train.Sizes()
-    return [figure for draw in given.draw for figure in tier_train.measure(folder, sizes, draw, given.ahead)]
+    return [
+        figure for draw in given.draw for figure in tier_train.measure(folder, sizes, draw, given.ahead, given.options)
+    ]
 
 
 def memory(folder: Path, given: argparse.Namespace) -> list[Figure]:
@@ -79,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     parser.add_argument("--draw", action="append", choices=tier_train.TRACES, help="train: how ids are drawn")
     parser.add_argument("--ahead", type=int, default=tier_train.AHEAD, help="train: steps announced ahead")
+    parser.add_argument("--options", type=json.loads, help='train: of cached_ssd, as in {"read_mode": "mmap"}')
     parser.add_argument("--rows", type=int, help="scale: one table of so many rows instead, with its I/O")
     given = parser.parse_args(arguments)
     given.draw = given.draw or ["zipf"]

@@ -60,7 +60,7 @@ class Plan:
         number = isinstance(budget_mb, (int, float)) and not isinstance(budget_mb, bool)
         if not number or not self.bytes(LEAST) / MB <= budget_mb < 1 << 40:
             raise OptionError(f"budget_mb={budget_mb!r}: give a number of MiB from {self.bytes(LEAST) / MB:.3f} on")
-        return int(budget_mb * MB) // self.bytes(LEAST) * LEAST
+        return int(budget_mb * MB) // self.bytes(WAYS) * WAYS
 
     def bytes(self, rows: int) -> int:
         """That a cache of so many lines takes."""

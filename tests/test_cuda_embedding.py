@@ -101,7 +101,7 @@ def of_steps(store: str, embedding: MultiTableEmbedding) -> dict[str, Any]:
     metrics = embedding.metrics()
     top = metrics["device" if "device" in metrics else "host"]
     counts = {name: top[name] for name in COUNTED if name in top}
-    if store == "ssd":  # on the CPU, rows that gave way may still be beside the cache, as a thread writes them
+    if store not in ("device", "host", "capacity", "host_capacity"):  # on the CPU, rows without a set stay a while
         asked, gone = (counts.pop(one) + counts.pop(two) for one, two in (COUNTED[:2], COUNTED[2:4]))
         del counts["overflows"]
         counts |= {"asked": asked, "evictions": gone}

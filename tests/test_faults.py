@@ -18,7 +18,6 @@ import torch
 from embeddings import DIM, STORES, attach, held, make, options, train
 
 from tierbed.engine import MultiTableEmbedding, SnapshotError, StoreError
-from tierbed.engine.store import rocksdb
 
 BIG = 40_000  # rows, more than a full disk takes
 
@@ -105,31 +104,6 @@ def test_ctrl_c_at_any_instant_leaves_whole_puts(tmp_path: Path, store: str) -> 
         assert len({row[0] for (_, key), row in rows.items() if key >= 7}) == 1
         put(embedding, range(400), -1.0)
         assert set(map(tuple, held(embedding).values())) == {(-1.0,) * DIM}
-
-
-def test_a_full_disk_fails_the_step_loudly_and_the_last_snapshot_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rocksdb, "WRITE_BUFFER_BYTES", 1 << 16)
-    embedding = make(options("ssd", tmp_path), "sgd", tables=1)
-    train(embedding, list(range(100)), grad=1.0)
-    embedding.save_snapshot("good")
-    good = held(embedding)
-    with file_size_limit(1 << 16):
-        with pytest.raises(StoreError):
-            put_a_lot(embedding)
-        with pytest.raises(StoreError):
-            embedding.get([1])
-        with contextlib.suppress(StoreError):
-            embedding.close()
-    del embedding
-    with make(options("ssd", tmp_path), "sgd", tables=1) as again:
-        assert held(again) == good
-
-
-def put_a_lot(embedding: MultiTableEmbedding) -> None:
-    for step in range(20):
-        put(embedding, range(step * BIG, (step + 1) * BIG), 1.0)
 
 
 @pytest.mark.parametrize("store", ["device", "host", "cached_host"])

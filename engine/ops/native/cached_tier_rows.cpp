@@ -31,6 +31,7 @@ bool CachedTier::admit(const Wanted& wanted, u32 number, For purpose) {
     Overflow& overflow = directory_.overflow;
     if (writer) writer->raise();
     overflow.trim();
+    directory_.take_back(done());
     const auto fits = [&] { return overflow.rows() + directory_.counted().misses <= overflow_rows_; };
     directory_.probe(wanted, number, purpose != For::ahead);
     if (purpose == For::ahead) {

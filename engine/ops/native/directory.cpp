@@ -1,5 +1,7 @@
 #include "directory.h"
 
+#include <algorithm>
+
 #include "pool.h"
 
 namespace tierbed {
@@ -95,15 +97,39 @@ void Directory::mark(const Wanted& batch, u32 number) {
     });
 }
 
+void Directory::take_back(u32 done) {
+    if (!window.looks_past(done) || overflow.empty()) return;
+    overflow.reserve(overflow.rows());
+    for (u32 place = 0, all = overflow.places(); place < all; ++place) {
+        if (!overflow.is_idle(place, done)) continue;
+        const Way row = overflow.at(place).way;
+        const u32 slot = sets.choose(row.hash, done, done, row.next);
+        if (slot == NONE || batches_until(row.next, done) == NEVER) continue;
+        if (!sets.is_free(slot)) {
+            const Way victim = sets.way(slot);
+            if (batches_until(victim.next, done) <= batches_until(row.next, done)) continue;
+            if (sets.is_dirty(slot)) copy_line(THREAD, overflow.line(overflow.add(victim)), sets.line(slot), shape_);
+        }
+        copy_line(THREAD, sets.line(slot), overflow.line(place), shape_);
+        sets.take(slot, row);
+        overflow.remove(place);
+    }
+}
+
 void Directory::choose(const Wanted& batch, u32 number, u32 done) {
     std::array<CacheCounts, BUCKETS> parts;
     const auto choose_in = [&](std::size_t b) {
         std::vector<Absent>& all = absent_[b];
+        for (Absent& absent : all) absent.next = next_of(batch, static_cast<u32>(b), absent.row, number);
+        if (looking_)
+            std::stable_sort(all.begin(), all.end(), [&](const Absent& one, const Absent& other) {
+                return batches_until(one.next, number) < batches_until(other.next, number);
+            });
         for (std::size_t k = 0; k < all.size(); ++k) {
             if (k + AHEAD < all.size()) sets.fetch_ways(batch.hashes[all[k + AHEAD].row]);
             Absent& absent = all[k];
             const u64 hash = batch.hashes[absent.row];
-            const u32 table = batch.tables[absent.row], next = next_of(batch, static_cast<u32>(b), absent.row, number);
+            const u32 table = batch.tables[absent.row], next = absent.next;
             Way way{hash, table, number, next, 1, 0, 0};
             if (absent.from != NONE) {
                 touch(overflow.at(absent.from).way, number, next);

@@ -25,6 +25,7 @@ struct Absent {
     u32 row;             // of the batch
     u32 from;            // where the overflow has it, NONE where it must be fetched
     u32 before;          // the batch that had touched it there: one that is not over has its address
+    u32 next = 0;        // the next batch that needs it
     u32 slot = NONE;     // that it gets, or
     u32 place = NONE;    // that it gets in the overflow
     bool free = false;   // the slot was
@@ -52,7 +53,10 @@ public:
     void mark(const Wanted& batch, u32 number);
     std::size_t misses() const { return counts_.misses; }
 
-    // Takes slots for absent rows. Batches up to `done` are over.
+    // Gives rows of the overflow that announced batches need a slot of rows that are needed later, or by none, after
+    // `done`, the last batch that is over.
+    void take_back(u32 done);
+    // Takes slots for absent rows, for those that are needed soonest first. Batches up to `done` are over.
     void choose(const Wanted& batch, u32 number, u32 done);
     void restore();
     // Gives every absent row its line, which holds what the overflow has of it. Displaced rows that are dirty move to

@@ -52,7 +52,8 @@ std::vector<u32> Overflow::take(u32 done, std::size_t most) {
     for (u32 n = 0; n < all && rows_ > 0 && taken.size() < most; ++n) {
         if (turn_ >= all) turn_ = 0;
         const u32 place = turn_++;
-        if (!at(place).used || at(place).leaving || is_after(at(place).way.last, done)) continue;
+        if (!is_idle(place, done)) continue;
+        if (2 * rows_ <= kept_ && batches_until(at(place).way.next, done) != NEVER) continue;
         if (is_dirty(place))
             taken.push_back(place);
         else

@@ -32,11 +32,16 @@ public:
     void trim();
 
     // Rows whose batches are over, at most `most`, by hash: their places are leaving until `wrote`. Clean ones go at
-    // once.
+    // once. Rows that announced batches need stay while half of the area is free.
     std::vector<u32> take(u32 done, std::size_t most);
     // Ends that; `updates` of each row as it was written, or null where that failed.
     void wrote(const std::vector<u32>& places, const std::vector<u32>* updates, u32 done);
 
+    // Whether it holds a row that no batch has pinned and nobody writes down.
+    bool is_idle(u32 place, u32 done) const {
+        const Place& here = at(place);
+        return here.used && !here.leaving && !is_after(here.way.last, done);
+    }
     u32 updates(u32 place) const { return record(line(place), shape_)->updates; }
     bool is_dirty(u32 place) const { return tierbed::is_dirty(updates(place), at(place).way.stored); }
     Place& at(u32 place) { return places_[place]; }

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <future>
 #include <stdexcept>
 
 #include <pthread.h>
@@ -51,6 +53,15 @@ void check(const rocksdb::Status& status, const std::string& folder, const char*
     if (!status.ok())
         throw std::runtime_error("RocksDB in " + folder + ": " + what + ": " + status.ToString() + "; " +
                                  remedy_of(status));
+}
+
+// Tries again what a flush that failed left undone. RocksDB 7 may not schedule it, and waits for ever: then work that is
+// paused and continued makes it look.
+bool resume(rocksdb::DB& db) {
+    std::future<rocksdb::Status> resumed = std::async(std::launch::async, [&db] { return db.Resume(); });
+    while (resumed.wait_for(std::chrono::milliseconds(100)) != std::future_status::ready)
+        if (db.PauseBackgroundWork().ok()) static_cast<void>(db.ContinueBackgroundWork());
+    return resumed.get().ok();
 }
 
 void check_size(std::size_t stored, const LineShape& shape, const std::string& folder) {
@@ -247,7 +258,7 @@ void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::WriteOptions options;
     options.disableWAL = true;
     rocksdb::Status status = shard.db->Write(options, &batch);
-    if (!status.ok() && shard.db->Resume().ok()) status = shard.db->Write(options, &batch);
+    if (!status.ok() && resume(*shard.db)) status = shard.db->Write(options, &batch);
     check(status, folder_, "write");
     const i64 size = static_cast<i64>(batch.GetDataSize());
     const i64 left = shard.until_flush.fetch_sub(size);
@@ -264,7 +275,7 @@ void RocksTier::flush() {
     parallel_for(shards_.size(), [&](std::size_t i) {
         rocksdb::DB& db = *shards_[i]->db;
         rocksdb::Status status = db.Flush(rocksdb::FlushOptions());
-        if (!status.ok() && db.Resume().ok()) status = db.Flush(rocksdb::FlushOptions());
+        if (!status.ok() && resume(db)) status = db.Flush(rocksdb::FlushOptions());
         check(status, folder_, "flush");
     });
 }
