@@ -18,7 +18,7 @@ from tierbed.engine import _core
 from tierbed.engine.store.rocksdb import RocksDB
 
 ROWS = [(table, key) for table in range(2) for key in range(4000)]
-SMALL = "write_buffer_size=64k;min_write_buffer_number_to_merge=1;max_write_buffer_number=2;disable_auto_compactions=true"
+SMALL = "write_buffer_size=64k;min_write_buffer_number_to_merge=1;max_write_buffer_number=2"
 
 
 @pytest.fixture

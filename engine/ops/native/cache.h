@@ -21,16 +21,14 @@ public:
         const u32 way = probe_set(THREAD, set(number), hash, table);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    // The slot to take for a row that is not there: victim_way's. NONE where there is none, or where all rows of the
-    // set are needed before `next`, the row's own next batch.
-    u32 choose(u64 hash, u32 batch, u32 done, u32 next) const {
+    // The slot to take for a row that is not there: victim_way's, or NONE.
+    u32 choose(u64 hash, u32 batch, u32 done) const {
         const u32 number = set_of(hash, sets_);
         const u32 way = victim_way(set(number), batch, done, replacement_);
-        if (way == NONE) return NONE;
-        const u32 slot = number * WAYS + way;
-        const bool later = !is_free(slot) && batches_until(next, batch) > batches_until(this->way(slot).next, batch);
-        return later ? NONE : slot;
+        return way == NONE ? NONE : number * WAYS + way;
     }
+    // How many batches after `batch` the row of a slot is needed, NEVER for a free one.
+    u32 needed_in(u32 slot, u32 batch) const { return is_free(slot) ? NEVER : batches_until(way(slot).next, batch); }
     void take(u32 slot, const Way& row) {
         tags()[slot] = tag_of(row.hash);
         way(slot) = row;

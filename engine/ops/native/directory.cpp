@@ -30,8 +30,8 @@ void Directory::announce(const Wanted& batch, u32 number) {
         for (std::size_t i = batch.begin[b]; i < end; ++i) {
             if (i + AHEAD < end) window.fetch(bucket, batch.hashes[i + AHEAD]);
             if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch comes first
-            const u32 slot = sets.find(batch.hashes[i], batch.tables[i]);
-            if (slot != NONE) sets.way(slot).next = number;
+            const Found found = find(batch.hashes[i], batch.tables[i]);
+            if (found.way) found.way->next = number;
         }
     });
 }
@@ -103,12 +103,11 @@ void Directory::take_back(u32 done) {
     for (u32 place = 0, all = overflow.places(); place < all; ++place) {
         if (!overflow.is_idle(place, done)) continue;
         const Way row = overflow.at(place).way;
-        const u32 slot = sets.choose(row.hash, done, done, row.next);
-        if (slot == NONE || batches_until(row.next, done) == NEVER) continue;
-        if (!sets.is_free(slot)) {
-            const Way victim = sets.way(slot);
-            if (batches_until(victim.next, done) <= batches_until(row.next, done)) continue;
-            if (sets.is_dirty(slot)) copy_line(THREAD, overflow.line(overflow.add(victim)), sets.line(slot), shape_);
+        const u32 slot = sets.choose(row.hash, done, done);
+        if (slot == NONE || sets.needed_in(slot, done) <= batches_until(row.next, done)) continue;
+        if (!sets.is_free(slot) && sets.is_dirty(slot)) {
+            const u32 victim = overflow.add(sets.way(slot));
+            copy_line(THREAD, overflow.line(victim), sets.line(slot), shape_);
         }
         copy_line(THREAD, sets.line(slot), overflow.line(place), shape_);
         sets.take(slot, row);
@@ -137,7 +136,9 @@ void Directory::choose(const Wanted& batch, u32 number, u32 done) {
             }
             absent.way = way;
             const bool stays = absent.from != NONE && is_after(absent.before, done);
-            absent.slot = stays ? NONE : sets.choose(hash, number, done, next);
+            absent.slot = stays ? NONE : sets.choose(hash, number, done);
+            // a row that a batch to come needs stays: which of the set go is known when this batch is over
+            if (absent.slot != NONE && sets.needed_in(absent.slot, number) != NEVER) absent.slot = NONE;
             if (absent.slot == NONE) {
                 ++parts[b].overflows;
                 continue;

@@ -6,13 +6,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <future>
 #include <stdexcept>
 
 #include <pthread.h>
 #include <unistd.h>
 
 #include <rocksdb/cache.h>
+#include <rocksdb/convenience.h>
 #include <rocksdb/db.h>
 #include <rocksdb/statistics.h>
 #include <rocksdb/table.h>
@@ -53,15 +53,6 @@ void check(const rocksdb::Status& status, const std::string& folder, const char*
     if (!status.ok())
         throw std::runtime_error("RocksDB in " + folder + ": " + what + ": " + status.ToString() + "; " +
                                  remedy_of(status));
-}
-
-// Tries again what a flush that failed left undone. RocksDB 7 may not schedule it, and waits for ever: then work that is
-// paused and continued makes it look.
-bool resume(rocksdb::DB& db) {
-    std::future<rocksdb::Status> resumed = std::async(std::launch::async, [&db] { return db.Resume(); });
-    while (resumed.wait_for(std::chrono::milliseconds(100)) != std::future_status::ready)
-        if (db.PauseBackgroundWork().ok()) static_cast<void>(db.ContinueBackgroundWork());
-    return resumed.get().ok();
 }
 
 void check_size(std::size_t stored, const LineShape& shape, const std::string& folder) {
@@ -144,8 +135,12 @@ RocksTier::~RocksTier() { close(); }
 
 // A forked child has the databases' memory but not their threads, which closing waits for: it leaves them alone.
 void RocksTier::close() {
-    if (process_ != getpid())
-        for (auto& shard : shards_) static_cast<void>(shard->db.release());
+    for (auto& shard : shards_) {
+        if (process_ != getpid())
+            static_cast<void>(shard.release());
+        else if (shard->resumed.valid())
+            rocksdb::CancelAllBackgroundWork(shard->db.get(), false);
+    }
     shards_.clear();
 }
 
@@ -253,12 +248,21 @@ void RocksTier::change(const Rows& rows, bool erase) {
     });
 }
 
+// Tries again what a flush that failed left undone. Where it fails once more, RocksDB 7 may wait for ever: then this
+// gives up after a second, and the next call asks whether it came to an end.
+bool RocksTier::resume(Shard& shard) const {
+    const std::lock_guard lock(shard.resuming);
+    rocksdb::DB& db = *shard.db;
+    if (!shard.resumed.valid()) shard.resumed = std::async(std::launch::async, [&db] { return db.Resume().ok(); });
+    return shard.resumed.wait_for(std::chrono::seconds(1)) == std::future_status::ready && shard.resumed.get();
+}
+
 // A flush that failed stops all writes until it succeeds: where the reason is gone, this write goes on.
 void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::WriteOptions options;
     options.disableWAL = true;
     rocksdb::Status status = shard.db->Write(options, &batch);
-    if (!status.ok() && resume(*shard.db)) status = shard.db->Write(options, &batch);
+    if (!status.ok() && resume(shard)) status = shard.db->Write(options, &batch);
     check(status, folder_, "write");
     const i64 size = static_cast<i64>(batch.GetDataSize());
     const i64 left = shard.until_flush.fetch_sub(size);
@@ -275,7 +279,7 @@ void RocksTier::flush() {
     parallel_for(shards_.size(), [&](std::size_t i) {
         rocksdb::DB& db = *shards_[i]->db;
         rocksdb::Status status = db.Flush(rocksdb::FlushOptions());
-        if (!status.ok() && resume(db)) status = db.Flush(rocksdb::FlushOptions());
+        if (!status.ok() && resume(*shards_[i])) status = db.Flush(rocksdb::FlushOptions());
         check(status, folder_, "flush");
     });
 }
