@@ -33,6 +33,7 @@ from .options import (
     make_host_mem_store_options,
 )
 from .plan import Curve, Plan, plan
+from .store.rocksdb import rocksdb_info
 
 __version__ = _version("tierbed")
 
@@ -67,6 +68,7 @@ __all__ = [
     "make_uniform_initializer",
     "plan",
     "prometheus_text",
+    "rocksdb_info",
     "row_optimizer",
     "write_tensorboard",
 ]

@@ -188,10 +188,8 @@ class FullTable(Tier):
     def where(self, table: int, key: int) -> dict[str, int] | None:
         """`updates` and `last_step` of a row, and its `line` in its bucket; None where it is not here."""
     def metrics(self) -> dict[str, float]: ...
-    def held(self, bucket: int) -> int:
-        """Rows of the bucket with `updates > 0`."""
-    def scan(self, bucket: int, rows: U8) -> None:
-        """Write those rows, packed as `row_dtype` and sorted by (table, key)."""
+    def scan(self, bucket: int) -> U8:
+        """Rows of the bucket with `updates > 0`, packed as `row_dtype` and sorted by (table, key)."""
     rows: int
     bytes: int
 

@@ -28,6 +28,7 @@ from .ops import lookup as ops
 from .optimizers import RowOptimizer, row_optimizer
 from .options import store_options_from_dict
 from .row_state import RowState
+from .segments import segment
 from .spec import TableSpec, check_columns, check_dtype, check_key_type, check_name, check_padding, check_seed
 from .table import OpenTable, PinnedBatch
 
@@ -206,22 +207,37 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         """
         self._opened().load_snapshot(snapshot_name)
 
+    def compact(self) -> None:
+        """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError where it has none."""
+        if self.store_options.store != "cached_ssd":
+            raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
+        self._table().compact()
+
     def metrics(self) -> dict[str, dict[str, float]]:
         """Numbers of the whole (`table`), then of each tier from the top: docs/metrics.md says what each means."""
         return self._table().metrics()
 
-    def explain(self, key: int, table: int = 0) -> dict[str, Any]:
-        """Where one row is now, for people. Nothing changes by it.
+    def explain(self, key: int, table: int | None = None) -> dict[str, Any]:
+        """Where one row is now, for people. Nothing changes by it. `table` may be left out where there is one.
 
         `stored`: whether the row was written (else it has its initial value, and no tier need have it); `updates`, and
         the `last_step` that wrote it; `tiers`: those that have it, the top first, each with its place, and in a cache
         whether it is `dirty` (the tier below has an older row) and `pinned` (a step or a prefetch holds it there).
+        Raises InputError.
         """
+        if isinstance(key, bool) or not isinstance(key, (int, np.integer)):
+            raise InputError(f"key of embedding {self.name!r}: got {key!r}; give one whole number")
+        if table is None and self.spec.num_tables == 1:
+            table = 0
+        if isinstance(table, bool) or not isinstance(table, (int, np.integer)) or not 0 <= table < self.spec.num_tables:
+            raise InputError(
+                f"table of embedding {self.name!r}: got {table!r}; give the key's, from 0 to {self.spec.num_tables - 1}"
+            )
         tiers = self._table().where(self._lookup([key], table))
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {
-            "table": table,
-            "key": key,
+            "table": int(table),
+            "key": int(key),
             "stored": newest["updates"] > 0,
             "updates": newest["updates"],
             "last_step": newest["last_step"],
@@ -286,8 +302,15 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         return self._trained().pin(lookups, self.output_dtype)
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """`prefetch` of a step with several lookups, checked, in the order in which the step pins them."""
-        self._trained().announce(lookups)
+        """`prefetch` of a step with several lookups, checked, in the order in which the step pins them.
+
+        Raises InputError for values on the CPU that are out of range.
+        """
+        table = self._trained()
+        for lookup in lookups:
+            if lookup.ids.device.type == "cpu":
+                segment(self.spec, lookup)
+        table.announce(lookups)
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""

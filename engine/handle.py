@@ -54,9 +54,10 @@ class TableHandle:
             raise ClosedError(
                 f"embedding {self._name!r} was closed, or another embedding opened its folder; create it again"
             )
-        if self._home.folder is not None and self._process != os.getpid():
+        if self._process != os.getpid() and (self._home.folder is not None or self._table.has_thread):
             raise StoreError(
-                f"embedding {self._name!r} was opened by process {self._process}, which holds its folder; use it there"
+                f"embedding {self._name!r} was opened by process {self._process}, which holds its folder or its "
+                "threads; use it there"
             )
         return self._table
 

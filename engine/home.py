@@ -22,7 +22,7 @@ from .interrupts import uninterrupted
 from .lifecycle import Lifecycle
 from .ops.processor import processor_of
 from .optimizers import RowOptimizer
-from .options import CachedSsdOptions, StoreOptions
+from .options import IO_THREADS, CachedSsdOptions, StoreOptions
 from .row_state import RowState
 from .spec import KEY_TYPES, TableSpec
 from .store.contract import Chunks
@@ -30,7 +30,7 @@ from .store.durable import remove_folder
 from .store.folder import StoreFolder
 from .store.rocksdb import RocksDB
 from .store.stack import build_stack
-from .table import OpenTable, load_rows, with_state
+from .table import OpenTable, load_rows
 
 log = logging.getLogger("tierbed")
 
@@ -66,6 +66,7 @@ class TableHome:
         closed without a mark: the next run goes back to the last snapshot.
         """
         with table.lock:
+            table.rest()  # first: what follows may fail, and at the end of the process no thread may be left
             if self.folder is not None and self._scratch and table.failure is None:
                 if self._on_disk:
                     table.flush()
@@ -239,7 +240,7 @@ class TableHome:
         """Load scanned rows, with room for the optimizer's state where they were put without one. Returns how many."""
         assert table.stack is not None
         if table.state.names and not stored["states"]:
-            chunks = with_state(chunks, table.state)
+            chunks = table.state.added_to(chunks)
         return load_rows(table.stack, table.lifecycle.remember(chunks), table.layout.width)
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
@@ -252,14 +253,19 @@ class TableHome:
         lifecycle = Lifecycle(self.options, rows, self.spec.seed % 2**64)
         processor = self._processor(self.spec, state, lifecycle.capacity)
         stack = build_stack(self.options, processor, place, shards)
-        table = OpenTable(self.spec, processor, stack, state, lifecycle, self._write_at)
+        io_threads = self.options.io_threads if isinstance(self.options, CachedSsdOptions) else IO_THREADS
+        table = OpenTable(self.spec, processor, stack, state, lifecycle, self._write_at, io_threads)
         table.optimizer = optimizer
         if stored is not None:
             table.stored_rows, table.step = rows, stored["step"]
             table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []
         if shards is not None and lifecycle.remembers:  # rows are there, in RocksDB
-            for _ in lifecycle.remember(table.scan()):
-                pass
+            try:
+                for _ in lifecycle.remember(table.scan()):
+                    pass
+            except BaseException:
+                table.close()
+                raise
         return table
 
     def _write_at(self, step: int) -> None:
@@ -331,5 +337,5 @@ def _lost(kept: int, reached: int | None) -> str:
     if reached is None or reached < kept:
         return "what was written since is lost"
     if reached == kept:
-        return "no later step is lost"
+        return "no later step; rows put or deleted since are lost"
     return f"what was written since, steps {kept + 1} to {reached}, is lost"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from .errors import ClosedError, OptionError
-
-if TYPE_CHECKING:
-    from .embedding import MultiTableMultiColumnEmbedding
+from .embedding import MultiTableMultiColumnEmbedding
+from .errors import ClosedError, InputError, OptionError, TierbedError
 
 
 class Metric(NamedTuple):
@@ -37,6 +37,7 @@ METRICS: dict[str, Metric] = {
     "ledger_bytes": Metric("gauge", "host memory for what `eviction`, `admission` and `ttl_steps` remember"),
     "prefetch_hits": Metric("counter", "steps whose batch `prefetch` had announced"),
     "prefetch_misses": Metric("counter", "steps that other batches were announced for"),
+    "prefetch_dropped": Metric("counter", "announced batches that were forgotten, as too many waited"),
     # of every tier
     "hits": Metric("counter", "rows asked of this tier and found here"),
     "misses": Metric("counter", "rows asked of this tier and not found here"),
@@ -62,7 +63,9 @@ METRICS: dict[str, Metric] = {
         "gauge", "rows there at which prefetch and changed rows wait", "overflow_capacity_rows"
     ),
     "overflow_bytes": Metric("gauge", "memory of the overflow area"),
-    "window_bytes": Metric("gauge", "memory of what is known of announced batches"),
+    "window_bytes": Metric(
+        "gauge", "memory for which announced batches need which rows, of those whose rows are not up yet"
+    ),
     "prefetch_waits": Metric("counter", "prefetched batches that had to wait for room in the overflow area"),
     # of RocksDB
     "rows_written": Metric("counter", "rows written"),
@@ -96,8 +99,9 @@ class MetricsCollector:
     """
 
     def __init__(self, *embeddings: MultiTableMultiColumnEmbedding) -> None:
-        """Raises OptionError where `prometheus_client` is missing."""
+        """Raises OptionError where `prometheus_client` is missing, InputError for no embedding or equal names."""
         _prometheus()
+        _check(embeddings)
         self._embeddings = embeddings
 
     def describe(self) -> list[Any]:
@@ -107,13 +111,16 @@ class MetricsCollector:
     def collect(self) -> Iterator[Any]:
         """One family a metric, labelled by `embedding` and `tier`; latencies by `quantile` as well, 1 for the longest.
 
-        Raises StoreError as `metrics()` does.
+        `tierbed_up` of each embedding is 1, or 0 where it gave no metrics: unused, closed, or failed, with a warning.
         """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        families: dict[str, Any] = {}
+        up = GaugeMetricFamily("tierbed_up", "whether the embedding gave its metrics", labels=["embedding"])
+        families: dict[str, Any] = {"up": up}
         for embedding in self._embeddings:
-            for tier, metrics in _read(embedding).items():
+            tiers = _read(embedding)
+            up.add_metric([embedding.name], bool(tiers))
+            for tier, metrics in tiers.items():
                 for name, value in metrics.items():
                     of, _, quantile = name.rpartition("_")
                     metric, labels = METRICS[name], {"embedding": embedding.name, "tier": tier}
@@ -132,7 +139,7 @@ class MetricsCollector:
 def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
     """The metrics of open embeddings in Prometheus' text format, for a textfile collector or a server of one's own.
 
-    Raises OptionError where `prometheus_client` is missing.
+    `tierbed_up` says which embeddings gave theirs. Raises as `MetricsCollector` does.
     """
     prometheus = _prometheus()
     registry = prometheus.CollectorRegistry(auto_describe=False)
@@ -143,8 +150,12 @@ def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
 def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, step: int | None = None) -> None:
     """Add the metrics of open embeddings to a `torch.utils.tensorboard.SummaryWriter`, as scalars.
 
-    Their tags are `<embedding>/<tier>/<metric>`. step: of the x axis; by default the embedding's own.
+    Their tags are `<embedding>/<tier>/<metric>`. step: of the x axis; by default the embedding's own. One that fails
+    gives a warning. Raises InputError for what is no writer, no embedding, or embeddings of equal names.
     """
+    if not hasattr(writer, "add_scalar"):
+        raise InputError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")
+    _check(embeddings)
     for embedding in embeddings:
         tiers = _read(embedding)
         for tier, metrics in tiers.items():
@@ -154,11 +165,28 @@ def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, 
                 )
 
 
+def _check(embeddings: Sequence[Any]) -> None:
+    for embedding in embeddings:
+        if not isinstance(embedding, MultiTableMultiColumnEmbedding):
+            raise InputError(
+                f"embeddings: got {type(embedding).__name__}; give embeddings, each as an argument of its own"
+            )
+    for name, count in Counter(embedding.name for embedding in embeddings).items():
+        if count > 1:
+            raise InputError(
+                f"embeddings: {count} have the name {name!r}, so their series would be the same; make them with names "
+                "of their own"
+            )
+
+
 def _read(embedding: MultiTableMultiColumnEmbedding) -> dict[str, dict[str, float]]:
-    """Nothing for an embedding that was not used yet, or was closed: looking opens no store."""
+    """Nothing for an embedding that was not used yet, or was closed: looking opens no store. A failed one warns."""
     try:
         return embedding.metrics() if embedding.is_open else {}
     except ClosedError:  # meanwhile
+        return {}
+    except TierbedError as error:
+        warnings.warn(f"no metrics of embedding {embedding.name!r}: {error}", RuntimeWarning, stacklevel=3)
         return {}
 
 

@@ -152,7 +152,8 @@ class CachedSsdOptions(CachedHostMemOptions):
     memory, but ends the process where the disk fails to read; "direct" bypasses the page cache.
     io_threads: threads that bring rows up ahead of their step, and as many that write rows down.
     async_io: read by io_uring where the RocksDB of this build does.
-    rocksdb_cache_mb: MiB of RocksDB's own cache of blocks, used by "direct" reads: others have the page cache.
+    rocksdb_cache_mb: MiB of RocksDB's own cache of blocks, for "direct" reads alone, 32 where None: others have the
+    page cache.
     rocksdb_options: a dict, or RocksDB's options string, which it is kept as, over tierbed's own settings. Names are
     fields of RocksDB's DBOptions and ColumnFamilyOptions; those of a file's format go into
     {"block_based_table_factory": {...}}.
@@ -164,18 +165,26 @@ class CachedSsdOptions(CachedHostMemOptions):
     read_mode: str = field(default="buffered", kw_only=True)
     io_threads: int = field(default=IO_THREADS, kw_only=True)
     async_io: bool = field(default=True, kw_only=True)
-    rocksdb_cache_mb: float = field(default=CACHE_MB, kw_only=True)
+    rocksdb_cache_mb: float | None = field(default=None, kw_only=True)
     rocksdb_options: str | Mapping[str, Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         require_rocksdb()
         super().__post_init__()
         _check_budget("host_cache_budget_mb", self.host_cache_budget_mb, zero=True)
-        _check_budget("rocksdb_cache_mb", self.rocksdb_cache_mb, zero=True)
         if isinstance(self.shards, bool) or not isinstance(self.shards, int) or not 1 <= self.shards <= BUCKETS:
             raise OptionError(f"shards={self.shards!r}: give a whole number from 1 to {BUCKETS}")
         if self.read_mode not in READ_MODES:
             raise OptionError(f"read_mode={self.read_mode!r}: give one of {', '.join(map(repr, READ_MODES))}")
+        if self.read_mode == "direct":
+            if self.rocksdb_cache_mb is None:
+                object.__setattr__(self, "rocksdb_cache_mb", CACHE_MB)
+            _check_budget("rocksdb_cache_mb", self.rocksdb_cache_mb, zero=True)
+        elif self.rocksdb_cache_mb is not None:
+            raise OptionError(
+                f"rocksdb_cache_mb={self.rocksdb_cache_mb!r}: with read_mode={self.read_mode!r} the page cache has the "
+                "blocks; give read_mode='direct', or leave it out"
+            )
         if isinstance(self.io_threads, bool) or not isinstance(self.io_threads, int) or not 1 <= self.io_threads <= 64:
             raise OptionError(f"io_threads={self.io_threads!r}: give a whole number from 1 to 64")
         if not isinstance(self.async_io, bool):
@@ -305,7 +314,7 @@ def make_cached_ssd_store_options(
     read_mode: str = "buffered",
     io_threads: int = IO_THREADS,
     async_io: bool = True,
-    rocksdb_cache_mb: float = CACHE_MB,
+    rocksdb_cache_mb: float | None = None,
     rocksdb_options: str | Mapping[str, Any] | None = None,
 ) -> CachedSsdOptions:
     """All rows in RocksDB under `persistent_path`, the hot ones cached in device memory and, by option, in host memory.

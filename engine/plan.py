@@ -34,14 +34,15 @@ class Curve(NamedTuple):
 class Plan:
     """Predicted hit rates of an LRU cache over all tables of an embedding. `plan` makes it; it prints as a table.
 
-    A hit is counted as the engine's metrics do: each distinct row of a batch once. `line_bytes`: of a row with its
-    optimizer state and record; a cache takes `WAY_BYTES` more for it. `seen`: distinct rows of the trace by table, and
-    `uses`: how often `batches` of it needed them, those after the warmup; both exact at `rate` 1, else estimated from
-    that share of the rows.
+    A hit is counted as the engine's metrics do: each distinct row of a batch once. `dim`, `state`: floats of a row and of
+    its optimizer state. `line_bytes`: of both with the record; a cache takes `WAY_BYTES` more for it. `seen`: distinct
+    rows of the trace by table, and `uses`: how often `batches` of it needed them, those after the warmup; both exact at
+    `rate` 1, else estimated from that share of the rows.
     """
 
-    def __init__(self, sample: Sample, line_bytes: int, tables: int, warmup: int) -> None:
-        self.line_bytes = line_bytes
+    def __init__(self, sample: Sample, dim: int, state: int, tables: int, warmup: int) -> None:
+        self.dim, self.state = dim, state
+        self.line_bytes = -(-((dim + state) * 4 + RECORD_BYTES) // 16) * 16
         self.rate = sample.rate
         self.batches = max(len(sample.batch_rows) - warmup, 0)
         uses = sample.uses()
@@ -118,10 +119,12 @@ class Plan:
         seen = int(self.seen.sum())
         sampled = "" if self.rate == 1 else f", sampled 1/{round(1 / self.rate)}"
         lines = [
-            f"{self.batches} batches need {int(self.uses.sum())} rows, {seen} different ones in all{sampled}; "
-            f"{self.line_bytes + WAY_BYTES} bytes a cached row",
-            f"{'cache_budget_mb':>16}{'rows':>12}{'of all':>8}{'hit rate':>10}",
+            f"{self.batches} batches need {int(self.uses.sum())} rows, {seen} different ones in all{sampled}",
+            f"{self.line_bytes + WAY_BYTES} bytes a cached row: {self.dim} floats and {self.state} of optimizer state",
         ]
+        if seen < LEAST:
+            return "\n".join([*lines, f"caches of fewer than {LEAST} rows are not predicted: one of {LEAST} holds all"])
+        lines.append(f"{'cache_budget_mb':>16}{'rows':>12}{'of all':>8}{'hit rate':>10}")
         for share in SHARES:
             rows = round(share * seen)
             if rows < LEAST:
@@ -145,7 +148,7 @@ class Plan:
 def plan(
     trace: Iterable[Any],
     dim: int,
-    state: int = 0,
+    state: int,
     *,
     tables: int = 1,
     padding_idx: int | None = None,
@@ -156,7 +159,8 @@ def plan(
 
     trace: a batch for each training step: ids, or (ids, table_ids), tensors or arrays of integers as lookups take
     them: table_ids broadcast to ids; without them and with several tables, the last dimension of ids is the tables.
-    dim, state: floats of a row, and of its optimizer state: 0 for SGD, dim for Adagrad, 2 * dim for Adam.
+    dim, state: floats of a row, and of its optimizer state: 0 for SGD, dim for SGD with momentum and for Adagrad,
+    2 * dim for Adam, AdamW and CatchUpAdam, 1 for RowWiseAdagrad.
     warmup: batches at the start that fill the cache and are not counted.
     samples: the most uses of rows that are kept; where a trace has more, a share of its rows is followed, and memory
     stays bounded.
@@ -175,8 +179,7 @@ def plan(
     for number, item in enumerate(trace):
         keys, table_ids = _ids(item, tables, f"batch {number} of trace")
         sample.add(_core.Batch([(keys, table_ids, None)], tables, padding))
-    line_bytes = -(-((dim + state) * 4 + RECORD_BYTES) // 16) * 16
-    return Plan(sample, line_bytes, tables, warmup)
+    return Plan(sample, dim, state, tables, warmup)
 
 
 def _estimates(tables: NDArray[np.int64], count: int, rate: float) -> NDArray[np.int64]:

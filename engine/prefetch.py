@@ -11,13 +11,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from threading import Condition, Thread
+from threading import Condition, Thread, current_thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _core
-from .errors import StoreError
 from .inputs import Lookup
 from .options import IO_THREADS
 from .store.contract import Store
@@ -25,7 +24,8 @@ from .store.contract import Store
 if TYPE_CHECKING:
     from .ops.processor import Processor
 
-WINDOW = 32  # batches that a store knows of ahead; more wait here
+WINDOW = 31  # batches that a store knows of ahead, beside that of the step; more wait here
+QUEUE = 4 * WINDOW  # batches that wait at most
 
 
 class _Coming:
@@ -63,10 +63,11 @@ def _same(one: Lookup, other: Lookup) -> bool:
 class Prefetcher:
     """Prepares the announced batches of one table in their order. Its thread starts with the first of them."""
 
-    def __init__(self, processor: Processor[Any], store: Store[Any]) -> None:
+    def __init__(self, processor: Processor[Any], store: Store[Any], threads: int = IO_THREADS) -> None:
         self._processor = processor
         self._store = store
-        self.counts = {"prefetch_hits": 0, "prefetch_misses": 0}
+        self._threads = threads
+        self.counts = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
         self._coming: deque[_Coming] = deque()
         self._begin()
 
@@ -81,9 +82,16 @@ class Prefetcher:
         self._full = False  # the store takes no more batches ahead until a step ends
         self._unmatched = 0  # steps in a row that nobody announced
 
+    @property
+    def has_thread(self) -> bool:
+        return self._thread is not None
+
     def announce(self, lookups: Sequence[Lookup]) -> None:
         """A coming step has these lookups; steps are announced in their order."""
         self._check_process()
+        if len(self._coming) == QUEUE:  # nobody takes them
+            self.counts["prefetch_dropped"] += 1
+            return
         coming = _Coming(lookups)
         with self._changed:
             self._coming.append(coming)
@@ -127,7 +135,7 @@ class Prefetcher:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Forget what was announced and end the thread. May be called again."""
+        """Forget what was announced and end the thread; the next announcement starts another."""
         thread = self._thread
         if thread is None or self._process != os.getpid():
             return
@@ -135,8 +143,10 @@ class Prefetcher:
             self._stopping = True
             self._coming.clear()
             self._changed.notify_all()
-        thread.join()
-        self._thread = None
+        if thread is not current_thread():  # garbage may be collected in it, and close the table
+            thread.join()
+            self._thread, self._stopping = None, False
+        self._store.cancel()
 
     def _take(self) -> Any:
         """The batch that was announced first."""
@@ -180,7 +190,7 @@ class Prefetcher:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        _core.use_own_pool(IO_THREADS)
+        _core.use_own_pool(self._threads)
         while True:
             with self._changed:
                 self._busy = False
@@ -225,11 +235,6 @@ class Prefetcher:
             self._changed.notify_all()
 
     def _check_process(self) -> None:
-        """A forked child has no thread: it begins anew, or raises StoreError where its parent had announced batches."""
-        if self._process == os.getpid():
-            return
-        if self._coming:
-            raise StoreError(
-                f"the table was opened by process {self._process} and forked with prefetches under way; use it there"
-            )
-        self._begin()
+        """A forked child of a table without a thread begins anew; others may not be used there."""
+        if self._process != os.getpid():
+            self._begin()

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from .store.contract import Chunks, row_dtype
+
 
 @dataclass(frozen=True)
 class RowState:
@@ -38,3 +42,14 @@ class RowState:
         """Of a description."""
         names, widths, initial = stored["states"], stored["state_widths"], stored["initial"]
         return RowState(stored["optimizer"], tuple(names), tuple(widths), tuple(initial))
+
+    def added_to(self, chunks: Chunks) -> Chunks:
+        """Scanned rows that have no state, with room for it as a new row has it."""
+        for bucket, rows in chunks:
+            dim = rows["values"].shape[1]
+            wide = np.empty(len(rows), row_dtype(dim + self.width))
+            for field in ("table", "key", "updates", "step"):
+                wide[field] = rows[field]
+            wide["values"][:, :dim] = rows["values"]
+            wide["values"][:, dim:] = np.repeat(np.asarray(self.initial, np.float32), self.widths)
+            yield bucket, wide

@@ -1,12 +1,9 @@
-"""The open table of an embedding.
-
-A stack of tiers, the rows' layout, the step count, and the way of one batch through them.
-"""
+"""The open table of an embedding: its tiers, the rows' layout, the step, and the way of one batch through them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +46,7 @@ class OpenTable:
         state: RowState,
         lifecycle: Lifecycle,
         before_write: Callable[[int], None],
+        io_threads: int = 1,
     ) -> None:
         self.spec = spec
         self.processor = processor
@@ -61,9 +59,10 @@ class OpenTable:
         self.step = 0
         self.failure: BaseException | None = None  # what left the rows in doubt
         self.lifecycle = lifecycle
+        self._leaving: tuple[Tables, Keys, int, str] | None = None  # what `_erase` was told and has not finished
         self._before_write = before_write
         self._pinned: PinnedBatch | None = None
-        self._prefetcher = Prefetcher(processor, stack.top)
+        self._prefetcher = Prefetcher(processor, stack.top, io_threads)
         self.lock = RLock()  # native loops let other threads of Python run
 
     @property
@@ -136,7 +135,8 @@ class OpenTable:
                 self.step, self.hyper = step, hyper
                 self.lifecycle.written(pinned.core, step)
             if expired := self.lifecycle.expired(step):
-                self._erase(*expired, "expired")
+                with suppress(StoreError):  # this step was taken: the next call erases them, or says why it cannot
+                    self._erase(*expired, "expired")
 
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
         """Write values [n, dim] to the rows of n ids; of a repeated id the last stands. Optimizer state stays."""
@@ -196,6 +196,22 @@ class OpenTable:
         with self.lock, uninterrupted():
             self._store().flush()
 
+    def compact(self) -> None:
+        with self.lock, uninterrupted():
+            self._store()
+            assert self.stack is not None
+            self.stack.compact()
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether one makes announced batches ready."""
+        return self._prefetcher.has_thread
+
+    def rest(self) -> None:
+        """Forget announced batches, and end the thread that makes them ready."""
+        with self.lock:
+            self._prefetcher.close()
+
     def close(self) -> None:
         """Release memory and files without flushing. May be called again."""
         with self.lock:
@@ -206,7 +222,7 @@ class OpenTable:
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self.lock:
-            store = self._store()
+            store = self._opened()
             self.check()
             counts = {**self.lifecycle.metrics, **self._prefetcher.counts}
             return {"table": {"rows": self.rows, "step": self.step, **counts}, **store.metrics()}
@@ -240,6 +256,7 @@ class OpenTable:
 
     def _pin(self, lookups: list[Lookup], dtype: torch.dtype, is_step: bool = True) -> PinnedBatch:
         self.release()
+        self._store()  # what is leaving has left before rows are counted
         with self._prefetcher.step(lookups if is_step else None) as prepared:
             batch = self._batch(lookups) if prepared is None else prepared
             step = self.step + is_step
@@ -265,15 +282,25 @@ class OpenTable:
         return max(self.lifecycle.capacity - self.rows, 0)
 
     def _erase(self, tables: Tables, keys: Keys, cause: str, count: int | None = None) -> None:
-        """Take rows out of every tier; `count` of them had been written, all where it is None."""
-        store = self._store()
-        self._before_write(self.step)
-        try:
-            store.erase(tables, keys)
-            self.lifecycle.left(tables, keys, len(keys) if count is None else count, cause)
-        except BaseException as error:
-            self.failure = error  # some are out and some are not
-            raise
+        """Take rows out of every tier; `count` of them had been written, all where it is None.
+
+        Where StoreError is raised, some may be out and some not: no tier is used before the rest is out as well.
+        """
+        self._leaving = tables, keys, len(keys) if count is None else count, cause
+        self._store()
+
+    def _finish_erase(self, store: Store[Any], tables: Tables, keys: Keys, count: int, cause: str) -> None:
+        with uninterrupted():
+            self._before_write(self.step)
+            try:
+                store.erase(tables, keys)
+                self.lifecycle.left(tables, keys, count, cause)
+                self._leaving = None
+            except StoreError:
+                raise  # erased again by the next call
+            except BaseException as error:
+                self.failure = error
+                raise
 
     def _peek(self, lookup: Lookup) -> Any:
         batch = self._batch([lookup])
@@ -320,6 +347,12 @@ class OpenTable:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
 
     def _store(self) -> Store[Any]:
+        store = self._opened()
+        if self._leaving is not None:
+            self._finish_erase(store, *self._leaving)
+        return store
+
+    def _opened(self) -> Store[Any]:
         if self.stack is None:
             raise ClosedError(f"embedding {self.spec.name!r} was closed or its rows were replaced; use it anew")
         if self.failure is not None:
@@ -357,18 +390,6 @@ class PinnedBatch:
     def update(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
         """Apply the optimizer. For each lookup: the gradient of its result, and the weights that it was pooled with."""
         self._table.update(self, grads, weights if weights is not None else [None] * len(self.lookups))
-
-
-def with_state(chunks: Chunks, state: RowState) -> Chunks:
-    """Scanned rows that have no optimizer state, with room for `state` as a new row has it."""
-    for bucket, rows in chunks:
-        dim = rows["values"].shape[1]
-        wide = np.empty(len(rows), row_dtype(dim + state.width))
-        for field in ("table", "key", "updates", "step"):
-            wide[field] = rows[field]
-        wide["values"][:, :dim] = rows["values"]
-        wide["values"][:, dim:] = np.repeat(np.asarray(state.initial, np.float32), state.widths)
-        yield bucket, wide
 
 
 def load_rows(stack: Stack, chunks: Chunks, width: int) -> int:

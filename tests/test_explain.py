@@ -84,7 +84,7 @@ def settled(embedding: MultiTableEmbedding) -> None:
 def test_a_row_that_was_never_written_is_initial(store: str, tmp_path: Path) -> None:
     with opened(store, tmp_path) as embedding:
         train(embedding, [1, 2])
-        assert embedding.explain(3) == {
+        assert embedding.explain(3, 0) == {
             "table": 0, "key": 3, "stored": False, "updates": 0, "last_step": 0, "tiers": []
         }  # fmt: skip
         assert not embedding.explain(1, table=1)["stored"]
@@ -98,37 +98,49 @@ def test_a_pinned_row_is_pinned_until_its_step_ends(tmp_path: Path) -> None:
     with opened("cached_host", tmp_path) as embedding:
         train(embedding, [5])
         embedding.pin([Lookup(torch.tensor([5, 6]), torch.tensor([0, 0]))])
-        known, new = embedding.explain(5), embedding.explain(6)
+        known, new = embedding.explain(5, 0), embedding.explain(6, 0)
         assert known["stored"]
         assert places(known)["device"]["pinned"]
         assert not new["stored"]
         assert places(new)["device"]["pinned"]
         embedding.release()
-        assert not places(embedding.explain(5))["device"]["pinned"]
+        assert not places(embedding.explain(5, 0))["device"]["pinned"]
 
 
 def test_a_dirty_row_is_newer_than_below_until_it_is_flushed(tmp_path: Path) -> None:
     with opened("cached_host", tmp_path) as embedding:
         train(embedding, [5])
         train(embedding, [5])
-        assert places(embedding.explain(5))["device"]["dirty"]
-        assert list(places(embedding.explain(5))) == ["device"]
+        assert places(embedding.explain(5, 0))["device"]["dirty"]
+        assert list(places(embedding.explain(5, 0))) == ["device"]
         settled(embedding)
-        row = embedding.explain(5)
+        row = embedding.explain(5, 0)
         assert [(place["tier"], place["updates"], place.get("dirty")) for place in row["tiers"]] == [
             ("device", 2, False),
             ("host", 2, None),
         ]
         train(embedding, [5])
-        row = embedding.explain(5)
+        row = embedding.explain(5, 0)
         assert row["updates"] == 3
         assert [place["updates"] for place in row["tiers"]] == [3, 2]
 
 
 def test_what_cannot_be_a_row(tmp_path: Path) -> None:
     with make(options("device", tmp_path), "adagrad", padding_idx=-1) as embedding:
-        assert embedding.explain(-1)["tiers"] == []
-        with pytest.raises(InputError, match="table id 3"):
-            embedding.explain(1, 3)
-        with pytest.raises(InputError):
-            embedding.explain("one")  # type: ignore[arg-type]
+        assert embedding.explain(-1, 0)["tiers"] == []
+        for table in (None, 3, -1, 0.0, [0]):
+            with pytest.raises(InputError, match=r"table of embedding 'rows': got .+; give the key's, from 0 to 2"):
+                embedding.explain(1, table)  # type: ignore[arg-type]
+        for key in ("one", [1], [1, 2], torch.tensor([1, 2]), 2.0):
+            with pytest.raises(InputError, match="key of embedding 'rows'"):
+                embedding.explain(key, 0)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="keys of embedding 'rows'"):
+            embedding.explain(1 << 63, 0)
+
+
+def test_the_only_table_need_not_be_named(tmp_path: Path) -> None:
+    with make(options("device", tmp_path), "adagrad", tables=1) as embedding:
+        train(embedding, [5])
+        told = embedding.explain(np.int64(5))
+        assert told == embedding.explain(5, 0)
+        assert told["stored"]

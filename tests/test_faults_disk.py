@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,10 @@ from tierbed.engine import MultiTableEmbedding, SnapshotError, StoreError, Tierb
 __all__ = ["disk_path"]
 
 MB = 1 << 20
+LIVES: dict[str, dict[str, Any]] = {
+    "eviction": {"eviction": "lru", "capacity": 3000},
+    "ttl": {"ttl_steps": 8},
+}
 ON_DISK = ["ssd", "ssd_host"]
 # RocksDB gathers 64 KiB before it writes a file, of which two may wait
 SMALL = {"write_buffer_size": 1 << 16, "min_write_buffer_number_to_merge": 1, "max_write_buffer_number": 2}
@@ -24,15 +29,15 @@ SMALL = {"write_buffer_size": 1 << 16, "min_write_buffer_number_to_merge": 1, "m
 class Twins:
     """An embedding on the disk, and one that nothing happens to, which takes the steps that the first one took."""
 
-    def __init__(self, path: Path, store: str, **more: str) -> None:
-        self.path, self.store = path, store
-        self.plain = make(options("device"), "adam", "plain", tables=1)
-        self.tested = self.reopened(**more)
+    def __init__(self, path: Path, store: str, life: dict[str, Any] | None = None) -> None:
+        self.path, self.store, self.life = path, store, life or {}
+        self.plain = make(options("device", **self.life), "adam", "plain", tables=1)
+        self.tested = self.reopened()
         self.step = 0
 
     def reopened(self, **more: str) -> MultiTableEmbedding:
         small = {"rocksdb_options": SMALL} if self.store in ON_DISK else {}
-        return make(options(self.store, self.path, **small, **more), "adam", tables=1)
+        return make(options(self.store, self.path, **small, **self.life, **more), "adam", tables=1)
 
     def train(self) -> str | None:
         """One step of 400 rows; what the embedding said where it failed."""
@@ -93,6 +98,27 @@ def fill_while_training(path: Path, store: str) -> None:
     twins.same()
     twins.tested.save_snapshot("room")
     twins.close_and_compare()
+
+
+def fill_while_rows_leave(path: Path, store: str, life: str) -> None:
+    disk = Disk(path, 24 * MB)
+    twins = Twins(path, store, LIVES[life])
+    for _ in range(20):
+        assert twins.train() is None
+    with disk.full():
+        twins.train_until_it_fails(3)
+    for _ in range(20):
+        twins.train()
+    assert twins.train() is None
+    assert twins.tested.size() == twins.plain.size() == len(contents(twins.plain))
+    twins.same()
+    twins.close_and_compare()
+
+
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("store", ON_DISK)
+def test_a_disk_that_fills_while_rows_leave_loses_no_other_row(disk_path: Path, store: str, life: str) -> None:
+    in_process(fill_while_rows_leave, disk_path, store, life)
 
 
 @pytest.mark.parametrize("store", ON_DISK)

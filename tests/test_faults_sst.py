@@ -63,6 +63,19 @@ def test_one_flipped_bit_costs_the_rows_of_its_block_alone(tmp_path: Path, store
     goes_back_to_the_snapshot(tmp_path, store, saved)
 
 
+def test_a_damaged_store_that_cannot_be_opened_can_be_begun_anew(tmp_path: Path) -> None:
+    closed_store(tmp_path, "ssd")
+    file = newest(tmp_path)
+    flip_bit(file, 8 * (file.stat().st_size // 3))
+    policy = {"capacity": 10_000, "eviction": "lru"}  # knows every row, so that opening reads all
+    with pytest.raises(StoreError, match="marked clean and cannot be read") as said:
+        make(options("ssd", tmp_path, **policy), "adam", tables=1).size()
+    with make(options("ssd", tmp_path, open="fresh", **policy), "adam", tables=1) as embedding:
+        train(embedding, KEYS)
+        assert embedding.size() == len(KEYS)
+    assert 'open="fresh"' in str(said.value)  # the error was held meanwhile, and with it what its frames refer to
+
+
 @pytest.mark.parametrize("rest", [0, 0.5])
 def test_a_cut_file_is_missed_at_once(tmp_path: Path, rest: float) -> None:
     saved = closed_store(tmp_path, "ssd")

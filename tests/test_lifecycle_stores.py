@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,16 @@ def test_an_announced_step_that_finds_no_room_is_in_nobodys_way(tmp_path: Path, 
                     hinted.prefetch(*coming)
             assert hinted.size() == plain.size()
         assert contents(hinted).tobytes() == contents(plain).tobytes()
+
+
+def test_after_an_unclean_end_lost_puts_and_deletes_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    running, ended = tmp_path / "running", tmp_path / "ended"
+    with make(options("ssd", running), "sgd") as embedding:
+        train(embedding, range(20))
+        embedding.save_snapshot("s")
+        embedding.put([30], torch.ones(1, 5), [0])
+        assert embedding.delete(range(5), 0) == 5
+        shutil.copytree(running, ended)  # what a kill would leave
+    with make(options("ssd", ended), "sgd") as embedding:
+        assert embedding.size() == 20
+    assert "'s', of step 1; no later step; rows put or deleted since are lost" in caplog.text

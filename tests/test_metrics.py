@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import urllib.request
@@ -9,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from embeddings import STORES, attach, make, options, train
+from forked import in_process
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
 from tierbed.engine import (
+    InputError,
     MetricsCollector,
     MultiTableEmbedding,
     OptionError,
@@ -90,7 +94,10 @@ def test_prometheus_parses_every_number(tmp_path: Path) -> None:
         for sample in family.samples
         if "quantile" in sample.labels
     }
-    assert len(samples) + len(quantiles) == sum(len(values) for tiers in metrics.values() for values in tiers.values())
+    assert len(samples) + len(quantiles) == len(metrics) + sum(
+        len(values) for tiers in metrics.values() for values in tiers.values()
+    )
+    assert samples["tierbed_up", "a"] == samples["tierbed_up", "b"] == 1
     for embedding, tiers in metrics.items():
         assert samples["tierbed_rows", embedding, "table"] == tiers["table"]["rows"]
         assert samples["tierbed_step", embedding, "table"] == 4
@@ -122,22 +129,52 @@ def test_a_registered_embedding_is_served_while_its_store_is_open(tmp_path: Path
     embedding = make(options("device", tmp_path), "adagrad")
     registry = CollectorRegistry()
     registry.register(MetricsCollector(embedding))
-    assert "tierbed" not in served(registry)
+    down = 'tierbed_up{embedding="rows"} 0.0'
+    assert re.findall("^tierbed.*", served(registry), re.M) == [down]
     assert not embedding.is_open  # nobody opened it by looking
     assert not (tmp_path / "rows").exists()
     train(embedding, [1, 2, 3])
     assert 'tierbed_rows{embedding="rows",tier="table"} 3.0' in served(registry)
+    assert 'tierbed_up{embedding="rows"} 1.0' in served(registry)
     embedding.close()
-    assert "tierbed" not in served(registry)
+    assert re.findall("^tierbed.*", served(registry), re.M) == [down]
 
 
-def test_an_embedding_whose_folder_another_took_gives_nothing(tmp_path: Path) -> None:
+def test_an_embedding_whose_folder_another_took_leaves_the_others(tmp_path: Path) -> None:
     older = make(options("device", tmp_path), "adagrad")
     train(older, [1])
-    with make(options("device", tmp_path), "adagrad") as newer:
+    with make(options("device", tmp_path), "adagrad") as newer, used("device", tmp_path, "other") as other:
         assert newer.size() == 1
-        assert prometheus_text(older) == ""
-        assert prometheus_text(older, newer) == prometheus_text(newer) != ""
+        text = prometheus_text(older, other)
+        assert 'tierbed_up{embedding="rows"} 0.0' in text
+        assert text.count('embedding="rows"') == 1
+        assert text.replace('tierbed_up{embedding="rows"} 0.0\n', "") == prometheus_text(other)
+
+
+def _seen_by_a_child(path: Path) -> int:
+    """A forked child's embedding raises StoreError. Returns the child's exit code."""
+    with used("device", path, "a") as embedding:
+        child = os.fork()
+        if child == 0:
+            with pytest.warns(RuntimeWarning, match="no metrics of embedding 'a'"):
+                text = prometheus_text(embedding)
+            os._exit(0 if 'tierbed_up{embedding="a"} 0.0' in text and "tierbed_rows" not in text else 1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_an_embedding_that_fails_is_down_with_a_warning(tmp_path: Path) -> None:
+    assert in_process(_seen_by_a_child, tmp_path) == 0
+
+
+def test_what_has_no_metrics_is_refused(tmp_path: Path) -> None:
+    one, same = make(options("device", tmp_path / "one")), make(options("device", tmp_path / "same"))
+    for wrong in ([one], None, torch.nn.Linear(1, 1)):
+        with pytest.raises(InputError, match="embeddings: got .+; give embeddings, one an argument"):
+            prometheus_text(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="2 have the name 'rows'"):
+        MetricsCollector(one, same)
+    with pytest.raises(InputError, match="writer=None: give a torch.utils.tensorboard.SummaryWriter"):
+        write_tensorboard(None, one)
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:

@@ -79,8 +79,7 @@ class Checked:
     def scan(self) -> None:
         scanned = []
         for bucket in range(BUCKETS):
-            scanned.append(np.zeros(self.store.held(bucket), row_dtype(1)))
-            self.store.scan(bucket, scanned[-1].view(np.uint8))
+            scanned.append(self.store.scan(bucket).view(row_dtype(1)))
         held = np.flatnonzero(self.updates)
         expected = np.zeros(len(held), row_dtype(1))
         expected["table"], expected["key"] = self.tables[held], self.keys[held]

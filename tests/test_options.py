@@ -31,7 +31,7 @@ ROCKSDB = {
     "shards": 4,
     "read_mode": "buffered",
     "async_io": True,
-    "rocksdb_cache_mb": 32,
+    "rocksdb_cache_mb": None,
     "rocksdb_options": None,
 }
 MADE = {

@@ -108,15 +108,15 @@ def test_a_plan_says_what_it_saw() -> None:
 def test_ids_are_taken_as_lookups_take_them() -> None:
     ids = np.array([[1, 2, -1], [1, 5, -1]])
     trace = [ids, torch.tensor(ids, dtype=torch.int32), ids.astype(np.uint64), (ids, np.arange(3)), ids.tolist()]
-    made = plan(trace, dim=4, tables=3, padding_idx=-1)
+    made = plan(trace, dim=4, state=0, tables=3, padding_idx=-1)
     assert made.seen.tolist() == [1, 2, 0]
     assert made.hit_rate(rows=1 << 20) == 12 / 15
-    assert plan(trace, dim=4, tables=3, padding_idx=-1, warmup=1).hit_rate(rows=1 << 20) == 1
+    assert plan(trace, dim=4, state=0, tables=3, padding_idx=-1, warmup=1).hit_rate(rows=1 << 20) == 1
 
 
 def test_the_parts_of_a_shared_cache_make_its_hit_rate() -> None:
     trace = [np.stack([a, b % 50], 1) for a, b in zip(zipf(9000, 1500, 20), zipf(9000, 1500, 20, seed=1), strict=True)]
-    made = plan(trace, dim=8, tables=2)
+    made = plan(trace, dim=8, state=8, tables=2)
     for rows in (1024, 1500, 4096):
         parts = [made.hit_rate(rows=rows, table=table) for table in (0, 1)]
         assert made.hit_rate(rows=rows) == pytest.approx(np.average(parts, weights=made.uses))
@@ -130,7 +130,7 @@ def test_the_parts_of_a_shared_cache_make_its_hit_rate() -> None:
 
 def test_sampling_a_share_of_the_rows_moves_the_curve_little() -> None:
     trace = zipf(30_000, 4000, 30)
-    exact, sampled = plan(trace, dim=8, samples=1 << 20), plan(trace, dim=8, samples=1 << 14)
+    exact, sampled = plan(trace, 8, 8, samples=1 << 20), plan(trace, 8, 8, samples=1 << 14)
     assert exact.rate == 1 > sampled.rate
     for rows in (1024, 3200, 16_000):
         assert abs(exact.hit_rate(rows=rows) - sampled.hit_rate(rows=rows)) < 0.02
@@ -138,17 +138,25 @@ def test_sampling_a_share_of_the_rows_moves_the_curve_little() -> None:
 
 
 def test_a_plan_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = plan(zipf(10_000, 1000, 10), dim=8)
+    made = plan(zipf(10_000, 1000, 10), dim=8, state=0)
     text = repr(made)
-    assert f"{int(made.seen.sum())} different ones in all; 81 bytes a cached row" in text
+    assert (
+        f"{int(made.seen.sum())} different ones in all; 81 bytes a cached row of 8 floats with 0 of optimizer state"
+        in text
+    )
     assert f"{made.hit_rate(rows=round(made.seen.sum() / 2)):.1%}" in text
     made.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    plan([(np.arange(4), 1)], dim=8, tables=2).plot(tmp_path / "tables.svg")
+    plan([(np.arange(4), 1)], dim=8, state=0, tables=2).plot(tmp_path / "tables.svg")
     assert "table 1" in (tmp_path / "tables.svg").read_text()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(OptionError, match=r"tierbed\[plot\]"):
         made.plot(tmp_path / "none.png")
+
+
+def test_a_plan_of_few_rows_says_why_it_prints_no_sizes() -> None:
+    assert "fewer than 1024 rows are not predicted" in repr(plan([np.arange(1023)], 4, 4))
+    assert "cache_budget_mb" in repr(plan([np.arange(1024)], 4, 4))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +172,7 @@ def test_a_plan_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        plan([np.arange(3)], **arguments)  # type: ignore[arg-type]
+        plan([np.arange(3)], **{"state": 0, **arguments})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -179,11 +187,11 @@ def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
 )
 def test_wrong_batches(trace: list[object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        plan(trace, dim=4, tables=2)
+        plan(trace, dim=4, state=0, tables=2)
 
 
 def test_wrong_questions() -> None:
-    made: Plan = plan([(np.arange(100), 0)], dim=4, tables=2)
+    made: Plan = plan([(np.arange(100), 0)], dim=4, state=0, tables=2)
     with pytest.raises(OptionError, match="give one of them"):
         made.hit_rate()
     with pytest.raises(OptionError, match="give one of them"):

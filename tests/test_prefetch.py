@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tierbed.engine import InputError, MultiTableEmbedding, OptimizerError
 from tierbed.engine.inputs import Lookup
+from tierbed.engine.prefetch import QUEUE, WINDOW
 
 STEPS = 12
 BATCHES = [torch.randint(0, 300, (64,), generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
@@ -82,10 +83,13 @@ def test_tensors_may_be_filled_anew_after_the_hint(plain: NDArray[np.void]) -> N
         assert contents(embedding).tobytes() == plain.tobytes()
 
 
-def test_a_bad_table_id_is_raised_by_the_step_and_later_steps_go_on() -> None:
+def test_a_bad_table_id_is_raised_at_once_and_steps_go_on() -> None:
     bad = torch.full_like(BATCHES[0], 99)
     with make(options("cached_host"), "adagrad") as embedding:
-        embedding.prefetch(BATCHES[0], bad)
+        with pytest.raises(InputError, match="table id 99"):
+            embedding.prefetch(BATCHES[0], bad)
+        with pytest.raises(InputError, match="followed by"):
+            embedding.prefetch(BATCHES[0], 0, torch.tensor([0, 9, 3, 64]), "sum")
         hint(embedding, BATCHES[1])
         with pytest.raises(InputError, match="table id 99"):
             embedding.pin([Lookup(BATCHES[0], bad)])
@@ -107,7 +111,7 @@ def test_hints_that_no_step_wants_are_dropped() -> None:
         hint(embedding, torch.full((8,), 10_000))
         for _ in range(40):
             train(embedding, BATCHES[0])
-        assert embedding.metrics()["table"]["prefetch_misses"] == 33  # then no hint is left to look at
+        assert embedding.metrics()["table"]["prefetch_misses"] == WINDOW + 1  # then no hint is left to look at
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -117,3 +121,12 @@ def test_closing_with_hints_under_way_ends_the_thread(tmp_path: Path, store: str
         hint(embedding, ids)
     embedding.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "tierbed-prefetch"]
+
+
+def test_hints_that_nobody_takes_do_not_pile_up() -> None:
+    with make(options("cached_host"), "adagrad") as embedding:
+        for _ in range(QUEUE + 5):
+            hint(embedding, BATCHES[0])
+        assert embedding.metrics()["table"]["prefetch_dropped"] == 5
+        train(embedding, BATCHES[0])
+        assert embedding.metrics()["table"]["prefetch_hits"] == 1

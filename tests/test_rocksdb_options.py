@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from embeddings import DIM, contents, make, options, train
+from embeddings import DIM, attach, contents, make, options, train
 from rows import Table
 
-from tierbed.engine import OptionError, make_cached_ssd_store_options
+from tierbed.engine import OptionError, StoreError, make_cached_ssd_store_options, rocksdb_info
 from tierbed.engine.options import store_options_from_dict
-from tierbed.engine.store.rocksdb import RocksDB, rocksdb_info
+from tierbed.engine.store.rocksdb import RocksDB
 
 
 def in_file(folder: Path) -> dict[str, str]:
@@ -96,7 +97,31 @@ def test_blocks_are_cached_once(tmp_path: Path, mode: str, cache_mb: int, cached
         ({"allow_mmap_reads": True}, r"allow_mmap_reads='true': give read_mode="),
         ({"paranoid_checks": False}, r"paranoid_checks='false': damage of a file would go unseen"),
         ({"inplace_update_support": True}, r"inplace_update_support.*rows of two steps"),
-        ({"compaction_style": "kCompactionStyleFIFO"}, r"compaction_style='kCompactionStyleFIFO': FIFO drops rows"),
+        ({"compaction_style": "kCompactionStyleFIFO"}, r"compaction_style='kCompactionStyleFIFO': it would drop rows"),
+        (
+            {"compaction_style": "kCompactionStyleNone"},
+            r"kCompactionStyleNone': .*for ever; give kCompactionStyleLevel",
+        ),
+        ({"write_buffer_size": -1}, r"write_buffer_size='-1': .*give a whole number"),
+        ({"write_buffer_size": "64 MB"}, r"write_buffer_size='64 MB': .*such as 4096 or 64M"),
+        ({"write_buffer_size": "12xyz"}, r"write_buffer_size='12xyz': .*give a whole number"),
+        ({"write_buffer_size": 1e17}, r"write_buffer_size='1e\+17': .*give a whole number"),
+        ({"write_buffer_size": "99999999999T"}, r"write_buffer_size='99999999999T': .*give"),
+        ({"max_open_files": 2.9}, r"max_open_files='2.9': .*give a whole number"),
+        ({"max_write_buffer_number": -5}, r"max_write_buffer_number='-5': it cannot be negative; give a number >= 0"),
+        ({"max_bytes_for_level_multiplier": "8x"}, r"max_bytes_for_level_multiplier='8x': give a number >= 0"),
+        ({"max_bytes_for_level_multiplier_additional": "1:2x"}, r"additional='1:2x': give whole numbers with a colon"),
+        ({"compression_opts": "4:5:6:7"}, r"compression_opts='4:5:6:7': give {name=value"),
+        ({"block_based_table_factory": {"block_size": -1}}, r"block_size='-1': .*give a whole number"),
+        ({"write_buffer_size": "1m;num_levels=3"}, r"write_buffer_size='1m;num_levels=3': give one option a name"),
+        ({"write_buffer_size=1;ttl": 3}, r"write_buffer_size=1;ttl=3: give one option a name"),
+        (" ttl=3; num_levels=2;ttl =4", r"ttl='4': it is given twice; give it once"),
+        ("block_based_table_factory={block_size=1k;block_size=2k}", r"block_size='2k': it is given twice"),
+        ({"two_write_queues": True}, r"two_write_queues='true': .*no write-ahead log.*leave it out"),
+        ({"enable_blob_files": True}, r"enable_blob_files='true': the bounds of disk use.*leave it out"),
+        ({"allow_mmap_writes": True}, r"allow_mmap_writes='true': a full disk would end the process; leave it out"),
+        ({"num_levels": 3}, r"num_levels='3': the folder would not open with another number; leave it out"),
+        ({"block_based_table_factory": {"index_type": "kHashSearch"}}, r"kHashSearch needs a prefix of keys"),
         ({"block_based_table_factory": {"checksum": "kNoChecksum"}}, r"kNoChecksum: damage of a file"),
         ({"block_based_table_factory": {"no_block_cache": True}}, r"give rocksdb_cache_mb instead"),
         ({"write_buffer_size": [1]}, r"write_buffer_size=\[1\]: give a name and a str, int, float, bool or dict"),
@@ -119,7 +144,8 @@ def test_options_that_rocksdb_or_a_promise_refuses_are_named(tmp_path: Path, giv
         ({"shards": True}, "shards=True"),
         ({"read_mode": "fast"}, "read_mode='fast': give one of 'buffered', 'mmap', 'direct'"),
         ({"async_io": 1}, "async_io=1: give True or False"),
-        ({"rocksdb_cache_mb": -1}, "rocksdb_cache_mb=-1: give a number of MiB >= 0"),
+        ({"rocksdb_cache_mb": -1, "read_mode": "direct"}, "rocksdb_cache_mb=-1: give a number of MiB >= 0"),
+        ({"rocksdb_cache_mb": 8}, "rocksdb_cache_mb=8: with read_mode='buffered' .* give read_mode='direct'"),
     ],
 )
 def test_a_wrong_setting_of_the_tier_is_named(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
@@ -132,10 +158,10 @@ def test_rows_do_not_depend_on_how_rocksdb_runs(tmp_path: Path) -> None:
         {},
         {"shards": 1},
         {"shards": 64, "rocksdb_options": {"max_open_files": 100}},
-        {"shards": 7, "read_mode": "mmap", "rocksdb_cache_mb": 0},
+        {"shards": 7, "read_mode": "mmap"},
         {"read_mode": "direct", "physical_block_size": 512},
         {"async_io": False, "rocksdb_options": {"compaction_style": "kCompactionStyleUniversal"}},
-        {"rocksdb_options": {"write_buffer_size": 1, "enable_blob_files": True, "compression": "kZSTD"}},
+        {"rocksdb_options": {"write_buffer_size": 1, "max_open_files": -1, "compression": "kZSTD"}},
     ]
     seen = set()
     for number, setting in enumerate(settings):
@@ -147,12 +173,43 @@ def test_rows_do_not_depend_on_how_rocksdb_runs(tmp_path: Path) -> None:
     assert len(seen) == 1
 
 
-def test_a_folder_keeps_its_number_of_shards(tmp_path: Path) -> None:
+def test_a_folder_keeps_its_number_of_shards_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with make(options("ssd", tmp_path, shards=2), "sgd") as embedding:
         train(embedding, range(100))
     with make(options("ssd", tmp_path, shards=5, open="error"), "sgd") as embedding:
         assert embedding.size() == len(contents(embedding)) == 100
         assert len(list((tmp_path / "rows" / "live").glob("shard-*"))) == 2
+    assert re.search(r"shards=5: .*live was made with shards=2 and keeps them", caplog.text)
+
+
+def test_rows_made_with_other_options_move_to_a_wider_row(tmp_path: Path) -> None:
+    given = {
+        "compaction_style": "kCompactionStyleLevel",
+        "level0_file_num_compaction_trigger": 2,
+        "prefix_extractor": "fixed:1",
+        "block_based_table_factory": {"index_type": "kHashSearch", "format_version": 4},
+    }
+    with make(options("ssd", tmp_path, rocksdb_options=given)) as embedding:
+        for _ in range(3):
+            embedding.put(range(500), torch.ones(500, DIM), table_ids=0)
+            embedding._table().flush()
+        embedding.compact()
+        attach(embedding, "adam")
+        train(embedding, range(500))
+        assert embedding.size() == len(contents(embedding)) == 500
+
+
+def test_compaction_gives_the_space_of_replaced_rows_back(tmp_path: Path) -> None:
+    with make(options("ssd", tmp_path, rocksdb_options={"disable_auto_compactions": True}), "sgd") as embedding:
+        for _ in range(5):
+            train(embedding, range(2000))
+            embedding._table().flush()
+        before, rows = embedding.metrics()["ssd"]["sst_bytes"], contents(embedding)
+        embedding.compact()
+        assert embedding.metrics()["ssd"]["sst_bytes"] < before / 3
+        assert contents(embedding).tobytes() == rows.tobytes()
+    with make(options("host"), "sgd") as embedding, pytest.raises(StoreError, match="a host_mem store has no files"):
+        embedding.compact()
 
 
 def test_what_rocksdb_can_do_and_takes_is_told(tmp_path: Path) -> None:

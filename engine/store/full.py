@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from .. import _core
 from ..errors import CapacityError
 from .contract import BUCKETS, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
@@ -59,9 +57,8 @@ class FullTable(WithoutAnnouncements[_core.Batch]):
     def scan(self) -> Chunks:
         dtype = row_dtype(self._layout.width)
         for bucket in range(BUCKETS):
-            rows = np.empty(self.native.held(bucket), dtype)
+            rows = self.native.scan(bucket).view(dtype)
             if len(rows):
-                self.native.scan(bucket, rows.view(np.uint8))
                 yield bucket, rows
 
     def flush(self) -> None:

@@ -69,6 +69,10 @@ def _value(name: object, value: Any) -> str:
         return "true" if value else "false"
     if not isinstance(name, str) or not isinstance(value, (str, int, float)):
         raise OptionError(f"rocksdb_options: {name}={value!r}: give a name and a str, int, float, bool or dict")
+    if not name.isidentifier() or (isinstance(value, str) and set(value) & set(";={}")):
+        raise OptionError(
+            f"rocksdb_options: {name}={value!r}: give one option a name, and a dict where an option has fields"
+        )
     return str(value)
 
 
@@ -115,7 +119,8 @@ class RocksDB:
             except RuntimeError as error:
                 if "irect I/O" not in str(error):
                     raise
-                raise OptionError(f"read_mode={read_mode!r}: {error}; give 'buffered'") from error
+                reason = str(error).rpartition("; ")[0]
+                raise OptionError(f"read_mode={read_mode!r}: {reason}; give 'buffered'") from error
             fsync_dir(folder)  # RocksDB makes what is in a shard durable, not the shard's name
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,11 +15,19 @@ if TYPE_CHECKING:
     from ..ops.processor import Processor
 
 
+log = logging.getLogger("tierbed")
+
+
 class Stack(NamedTuple):
     """`top` serves steps; `bottom` is the tier that every row reaches in time, the one to load rows into."""
 
     top: Store[Any]
     bottom: Loadable
+
+    def compact(self) -> None:
+        """`RocksDB.compact`, where RocksDB is the bottom."""
+        if isinstance(self.bottom, RocksDB):
+            self.bottom.compact()
 
 
 def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path | None, shards: int | None) -> Stack:
@@ -29,13 +38,15 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
     layout = processor.layout
     if isinstance(options, CachedSsdOptions):
         assert folder is not None
+        if shards is not None and shards != options.shards:
+            log.warning("shards=%d: %s was made with shards=%d and keeps them", options.shards, folder, shards)
         rocksdb = RocksDB(
             folder,
             layout.width,
             shards,
             new_shards=options.shards,
             block_bytes=options.physical_block_size,
-            cache_mb=options.rocksdb_cache_mb,
+            cache_mb=options.rocksdb_cache_mb or 0,
             read_mode=options.read_mode,
             async_io=options.async_io,
             options=options_text(options.rocksdb_options),

@@ -60,13 +60,14 @@ void bind_full_table(nb::module_& m) {
         .def(nb::init<const Layout&>())
         .def("find", &FullTable::find, nb::call_guard<nb::gil_scoped_release>())
         .def("insert_missing", &FullTable::insert_missing, nb::call_guard<nb::gil_scoped_release>())
-        .def("held", &FullTable::held, nb::call_guard<nb::gil_scoped_release>())
         .def("scan",
-             [](const FullTable& table, u32 bucket, OutVector<u8> rows) {
-                 nb::gil_scoped_release unlocked;
-                 require(rows.size() == table.held(bucket) * packed_bytes_of(table.width()),
-                         "rows must have room for the bucket's rows exactly");
-                 table.scan(bucket, rows.data());
+             [](const FullTable& table, u32 bucket) {
+                 std::vector<u8> rows;
+                 {
+                     nb::gil_scoped_release unlocked;
+                     rows = table.scan(bucket);
+                 }
+                 return own(std::move(rows));
              })
         .def("where",
              [](const FullTable& table, u32 id, u64 key) -> nb::object {

@@ -219,10 +219,7 @@ void CachedTier::erase(const Rows& rows) {
     {
         std::unique_lock directory(threads_->directory);
         auto& writer = threads_->writer;
-        if (writer) {
-            writer->raise();
-            writer->wait_for_write(directory);
-        }
+        if (writer) writer->wait_for_write(directory);
         for (std::size_t i = 0; i < rows.n; ++i) {
             const Directory::Found found = directory_.find(rows.hashes[i], rows.tables[i]);
             if (!found.way) continue;
@@ -233,7 +230,7 @@ void CachedTier::erase(const Rows& rows) {
                 directory_.erase(found);
             }
         }
-        if (writer) writer->wake();
+        if (writer) writer->forget();
     }
     below_.erase(rows);
 }
@@ -243,9 +240,8 @@ void CachedTier::flush() {
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (writer) {
-        writer->raise();
         writer->wait_for_write(directory);
-        writer->raise();
+        writer->forget();  // everything is written here, and throws its own error
     }
     RowList dirty;
     std::vector<std::pair<Way*, u32>> written;  // and the updates of each

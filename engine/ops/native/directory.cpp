@@ -99,7 +99,7 @@ void Directory::mark(const Wanted& batch, u32 number) {
 
 void Directory::take_back(u32 done) {
     if (!window.looks_past(done) || overflow.empty()) return;
-    overflow.reserve(overflow.rows());
+    overflow.reserve(1);  // a row comes for each that goes
     for (u32 place = 0, all = overflow.places(); place < all; ++place) {
         if (!overflow.is_idle(place, done)) continue;
         const Way row = overflow.at(place).way;

@@ -194,16 +194,7 @@ std::optional<FullTable::Place> FullTable::where(u32 table, u64 key) const {
     return Place{row - 1, *record(line_of(bucket_of(hash), row), shape_)};
 }
 
-std::size_t FullTable::held(u32 bucket) const {
-    const std::lock_guard lock(mutex_);
-    const Lines& lines = lines_.at(bucket);
-    std::size_t count = 0;
-    for (u32 row = 0; row < lines.size(); ++row)
-        count += record(lines.address(row, shape_.line_bytes), shape_)->updates > 0;
-    return count;
-}
-
-void FullTable::scan(u32 bucket, u8* out) const {
+std::vector<u8> FullTable::scan(u32 bucket) const {
     struct Row {
         u32 table;
         u64 key, line;
@@ -216,7 +207,10 @@ void FullTable::scan(u32 bucket, u8* out) const {
     });
     std::sort(held.begin(), held.end(),
               [](const Row& a, const Row& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
+    std::vector<u8> packed(held.size() * packed_bytes_of(shape_.width));
+    u8* out = packed.data();
     for (const Row& row : held) out = pack_row(out, row.table, row.key, floats(row.line), shape_);
+    return packed;
 }
 
 std::size_t FullTable::rows() const {

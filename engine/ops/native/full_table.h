@@ -63,9 +63,8 @@ public:
     };
     std::optional<Place> where(u32 table, u64 key) const;
 
-    // Rows of a bucket with updates > 0; scan writes them packed (row_dtype) in (table, key) order.
-    std::size_t held(u32 bucket) const;
-    void scan(u32 bucket, u8* out) const;
+    // Rows of a bucket with updates > 0, packed (row_dtype) in (table, key) order.
+    std::vector<u8> scan(u32 bucket) const;
     std::size_t rows() const;
     const FullTableCounts& counts() const { return counts_; }
     u32 width() const { return shape_.width; }

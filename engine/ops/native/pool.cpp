@@ -138,7 +138,10 @@ Process& process() {
 
 void use_own_pool(std::size_t threads) { own_pool = std::make_unique<Pool>(std::max<std::size_t>(threads, 1) - 1); }
 
-void set_threads(std::size_t threads) { wanted_threads = std::max<std::size_t>(threads, 1); }
+void set_threads(std::size_t threads) {
+    if (own_pool) return;  // of steps, whose number this thread does not know
+    wanted_threads = std::max<std::size_t>(threads, 1);
+}
 
 // Rounding and the flushing of denormals belong to a thread; rows must not depend on whose they are.
 class DefaultArithmetic {

@@ -1,9 +1,12 @@
 #include "rocksdb_options.h"
 
 #include <algorithm>
+#include <charconv>
+#include <cmath>
 #include <cstdarg>
 #include <map>
 #include <memory>
+#include <set>
 #include <stdexcept>
 #include <thread>
 #include <unordered_map>
@@ -18,6 +21,7 @@
 #include <rocksdb/options.h>
 #include <rocksdb/slice_transform.h>
 #include <rocksdb/table.h>
+#include <rocksdb/utilities/options_type.h>
 #include <rocksdb/version.h>
 
 // RocksDB reads by io_uring only in a process that says so by this name.
@@ -41,6 +45,7 @@ const std::map<std::string, const char*>& refused() {
     static const std::map<std::string, const char*> reasons{
         {"allow_2pc", NO_LOG},
         {"allow_mmap_reads", READ_MODE},
+        {"allow_mmap_writes", "a full disk would end the process; leave it out"},
         {"best_efforts_recovery", DAMAGE},
         {"block_cache", CACHE},
         {"block_cache_compressed", CACHE},
@@ -52,6 +57,7 @@ const std::map<std::string, const char*>& refused() {
         {"create_missing_column_families", OPENED_BY_TIERBED},
         {"db_log_dir", OPENED_BY_TIERBED},
         {"db_paths", OPENED_BY_TIERBED},
+        {"enable_blob_files", "the bounds of disk use leave such files out; leave it out"},
         {"env", OPENED_BY_TIERBED},
         {"error_if_exists", OPENED_BY_TIERBED},
         {"file_system", OPENED_BY_TIERBED},
@@ -62,10 +68,12 @@ const std::map<std::string, const char*>& refused() {
         {"manual_wal_flush", NO_LOG},
         {"merge_operator", ORDER},
         {"no_block_cache", CACHE},
+        {"num_levels", "the folder would not open with another number; leave it out"},
         {"paranoid_checks", DAMAGE},
         {"plain_table_factory", ORDER},
         {"skip_checking_sst_file_sizes_on_db_open", DAMAGE},
         {"table_factory", "set block_based_table_factory={...} instead"},
+        {"two_write_queues", NO_LOG},
         {"unordered_write", SCANS},
         {"use_direct_reads", READ_MODE},
     };
@@ -84,17 +92,74 @@ const char* refusal(const std::string& name) {
     throw std::invalid_argument(name + "='" + value + "': " + reason);
 }
 
-std::unordered_map<std::string, std::string> known_options() {
-    std::unordered_map<std::string, std::string> all, of_families;
+using Values = std::unordered_map<std::string, std::string>;
+
+// As RocksDB writes them.
+Values values_of(const rocksdb::Options& options) {
+    Values all, of_families;
     std::string text;
     const rocksdb::ConfigOptions config;
-    if (rocksdb::GetStringFromDBOptions(config, rocksdb::DBOptions(), &text).ok())
+    if (rocksdb::GetStringFromDBOptions(config, options, &text).ok())
         static_cast<void>(rocksdb::StringToMap(text, &all));
-    if (rocksdb::GetStringFromColumnFamilyOptions(config, rocksdb::ColumnFamilyOptions(), &text).ok())
+    if (rocksdb::GetStringFromColumnFamilyOptions(config, options, &text).ok())
         static_cast<void>(rocksdb::StringToMap(text, &of_families));
     all.insert(of_families.begin(), of_families.end());
-    all.emplace("block_based_table_factory", "");
+    if (options.table_factory->GetOptionString(config, &text).ok()) all["block_based_table_factory"] = text;
     return all;
+}
+
+const Values& defaults() {
+    static const Values values = values_of(rocksdb::Options());
+    return values;
+}
+
+// The whole number that "-12" or "64K" says, in digits alone; empty for anything else.
+std::string whole_number(const std::string& text) {
+    const std::size_t sign = text.rfind('-', 0) == 0;
+    u64 number = 0;
+    const char* const end = text.data() + text.size();
+    const auto [rest, error] = std::from_chars(text.data() + sign, end, number);
+    if (error != std::errc() || end - rest > 1) return "";
+    if (rest != end) {
+        const std::size_t power = std::string("kmgt").find(static_cast<char>(std::tolower(*rest)));
+        if (power == std::string::npos || __builtin_mul_overflow(number, u64{1} << (10 * (power + 1)), &number))
+            return "";
+    }
+    return text.substr(0, sign) + std::to_string(number);
+}
+
+bool is_real(const std::string& text) {
+    double number = 0;
+    const char* const end = text.data() + text.size();
+    const auto [rest, error] = std::from_chars(text.data(), end, number);
+    return error == std::errc() && rest == end && std::isfinite(number);
+}
+
+// RocksDB reads what it can of a number: "64 MB" as 64, -1 as the largest. What is wrong with `given`, or nothing;
+// `read` is what RocksDB made of it, `standard` its default, which tells the type.
+std::string misread(const std::string& name, const std::string& given, const std::string& standard,
+                    const std::string& read) {
+    if (standard.find('=') != std::string::npos) {
+        if (given.find('=') == std::string::npos) return "give {name=value;...}";
+        Values standards, reads;
+        static_cast<void>(rocksdb::StringToMap(standard, &standards));
+        static_cast<void>(rocksdb::StringToMap(read, &reads));
+        for (const auto& [field, value] : parse_options(given)) {
+            if (!standards.count(field)) continue;
+            const std::string reason = misread(field, value, standards[field], reads[field]);
+            if (!reason.empty()) return field + "='" + value + "': " + reason;
+        }
+        return "";
+    }
+    const bool negative = standard[0] == '-' || name == "level" || name == "level0_slowdown_writes_trigger";
+    if (!whole_number(standard).empty()) {
+        if (whole_number(given) != read || read.empty())
+            return "RocksDB would read another number; give a whole number of its type, such as 4096 or 64M";
+        return given[0] == '-' && !negative ? "it cannot be negative; give a number >= 0" : "";
+    }
+    if (is_real(standard) && (!is_real(given) || given[0] == '-')) return "give a number >= 0, such as 0.5";
+    const bool list = standard.find_first_not_of("0123456789:") == std::string::npos && !standard.empty();
+    return list && given != read ? "give whole numbers with a colon between, such as 1:2" : "";
 }
 
 // Errors are returned and thrown; a log beside them would take disk, and fail to open where there is none.
@@ -166,6 +231,12 @@ rocksdb::Options own_options(const RocksOptions& options) {
 
 void apply(rocksdb::Options& options, const std::string& name, const std::string& value) {
     if (const char* reason = refusal(name)) wrong(name, value, reason);
+    const auto standard = defaults().find(name);
+    if (standard == defaults().end())
+        wrong(name, value,
+              "RocksDB " + rocksdb::GetRocksVersionAsString() +
+                  " has no option of this name; see the fields of its "
+                  "DBOptions and ColumnFamilyOptions");
     rocksdb::ConfigOptions config;
     config.ignore_unknown_options = false;
     config.input_strings_escaped = false;
@@ -175,23 +246,19 @@ void apply(rocksdb::Options& options, const std::string& name, const std::string
     const rocksdb::Status of_database = rocksdb::GetDBOptionsFromMap(config, options, one, &database);
     if (of_database.ok()) {
         options = rocksdb::Options(database, options);
-        return;
-    }
-    rocksdb::ColumnFamilyOptions family;
-    const rocksdb::Status of_family = rocksdb::GetColumnFamilyOptionsFromMap(config, options, one, &family);
-    if (of_family.ok()) {
+    } else {
+        rocksdb::ColumnFamilyOptions family;
+        const rocksdb::Status of_family = rocksdb::GetColumnFamilyOptionsFromMap(config, options, one, &family);
+        if (!of_family.ok()) {
+            const bool nested = name == "block_based_table_factory";
+            wrong(name, value,
+                  "RocksDB cannot read this value (" + of_family.ToString() + "); give " +
+                      (nested ? "{name=value;...} with fields of its BlockBasedTableOptions" : "one of its type"));
+        }
         options = rocksdb::Options(options, family);
-        return;
     }
-    if (!known_options().count(name))
-        wrong(name, value,
-              "RocksDB " + rocksdb::GetRocksVersionAsString() +
-                  " has no option of this name; see the fields of its "
-                  "DBOptions and ColumnFamilyOptions");
-    const bool nested = name == "block_based_table_factory";
-    wrong(name, value,
-          "RocksDB cannot read this value (" + of_family.ToString() + "); give " +
-              (nested ? "{name=value;...} with fields of its BlockBasedTableOptions" : "one of its type"));
+    const std::string reason = misread(name, value, standard->second, values_of(options)[name]);
+    if (!reason.empty()) wrong(name, value, reason);
 }
 
 // What cannot be told from one name alone.
@@ -201,14 +268,18 @@ void check_together(const rocksdb::Options& options, const NamedOptions& more) {
             if (key == name) return value;
         return std::string();
     };
-    if (options.compaction_style == rocksdb::kCompactionStyleFIFO)
+    if (options.compaction_style != rocksdb::kCompactionStyleLevel &&
+        options.compaction_style != rocksdb::kCompactionStyleUniversal)
         wrong("compaction_style", given("compaction_style"),
-              "FIFO drops rows; give kCompactionStyleLevel or -Universal");
+              "it would drop rows or stop writes for ever; give kCompactionStyleLevel or kCompactionStyleUniversal");
     const auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
     const std::string nested = given("block_based_table_factory");
     if (nested.empty()) return;
     if (table->checksum == rocksdb::kNoChecksum)
         wrong("block_based_table_factory", nested, std::string("checksum=kNoChecksum: ") + DAMAGE);
+    if (table->index_type == rocksdb::BlockBasedTableOptions::kHashSearch && !options.prefix_extractor)
+        wrong("block_based_table_factory", nested,
+              "index_type=kHashSearch needs a prefix of keys; set prefix_extractor as well, or leave it out");
     for (const char* name : {"block_cache", "no_block_cache"})
         if (nested.find(name) != std::string::npos) wrong("block_based_table_factory", nested, CACHE);
 }
@@ -233,6 +304,15 @@ NamedOptions parse_options(const std::string& text) {
     const rocksdb::Status status = rocksdb::StringToMap(text, &map);
     if (!status.ok())
         throw std::invalid_argument("'" + text + "': " + status.ToString() + "; give name=value;name={name=value;...}");
+    std::set<std::string> names;
+    for (std::size_t at = 0, end; (at = text.find_first_not_of(" \t\n{", at)) != std::string::npos; at = end + 1) {
+        const std::size_t equals = text.find('=', at);
+        std::string value, name = text.substr(at, equals - at);
+        name.erase(name.find_last_not_of(" \t\n") + 1);
+        if (map.count(name) && !names.insert(name).second) wrong(name, map[name], "it is given twice; give it once");
+        const rocksdb::Status rest = rocksdb::OptionTypeInfo::NextToken(text, ';', equals + 1, &end, &value);
+        if (!rest.ok() || end == std::string::npos) break;
+    }
     NamedOptions named(map.begin(), map.end());
     std::sort(named.begin(), named.end());
     return named;
@@ -240,7 +320,7 @@ NamedOptions parse_options(const std::string& text) {
 
 std::vector<std::string> option_names() {
     std::vector<std::string> names;
-    for (const auto& [name, value] : known_options())
+    for (const auto& [name, value] : defaults())
         if (!refusal(name)) names.push_back(name);
     std::sort(names.begin(), names.end());
     return names;

@@ -46,6 +46,8 @@ const char* remedy_of(const rocksdb::Status& status) {
         return "free space on its disk and go on: unwritten rows are kept, the next call tries again";
     if (status.IsCorruption())
         return "a file is damaged; load the last snapshot (rows of other files can still be read)";
+    if (status.IsInvalidArgument() || status.IsNotSupported())
+        return "open it with the rocksdb_options that it was made with";
     return "check the disk and the folder's permissions, then try again or load the last snapshot";
 }
 

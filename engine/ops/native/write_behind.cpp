@@ -77,6 +77,11 @@ void WriteBehind::raise() {
     std::rethrow_exception(error);
 }
 
+void WriteBehind::forget() {
+    error_ = nullptr;
+    wake();
+}
+
 void WriteBehind::stop() {
     {
         const std::lock_guard lock(directory_);

@@ -28,6 +28,8 @@ public:
     void wait_for_write(std::unique_lock<std::mutex>& directory);
     // Throws what went wrong since the last call, and tries again.
     void raise();
+    // Tries again, whatever went wrong.
+    void forget();
     // Waits for the write that is under way and ends the thread; what is in the overflow stays there.
     void stop();
 
