@@ -247,7 +247,7 @@ class Ledger:
     def __init__(
         self, *, eviction: str, capacity: int | None, ttl_steps: int, sights: int, chance: float, seed: int
     ) -> None:
-        """`eviction`, `capacity`, `ttl_steps` (0: none) as in `StoreOptions`; `sights` > 1 or `chance` < 1: admission."""
+        """`eviction`, `capacity`, `ttl_steps` (0: none) as in `StoreOptions`; `sights` and `chance`: admission."""
     def admit(self, batch: Batch, layout: Layout, now: int, training: bool) -> Admitted:
         """Decide what becomes of a batch that step `now` writes; without `training` no row is refused.
 

@@ -34,9 +34,9 @@ class Curve(NamedTuple):
 class Plan:
     """Predicted hit rates of an LRU cache over all tables of an embedding. `plan` makes it; it prints as a table.
 
-    A hit is counted as the engine's metrics do: each distinct row of a batch once. `dim`, `state`: floats of a row and of
-    its optimizer state. `line_bytes`: of both with the record; a cache takes `WAY_BYTES` more for it. `seen`: distinct
-    rows of the trace by table, and `uses`: how often `batches` of it needed them, those after the warmup; both exact at
+    A hit is counted as the engine's metrics do: each distinct row of a batch once. `dim`, `state`: floats of a row and
+    of its optimizer state. `line_bytes`: of both with the record; a cache takes `WAY_BYTES` more for it. `seen`:
+    distinct rows of the trace by table, and `uses`: how often `batches` of it needed them, those after the warmup; both exact at
     `rate` 1, else estimated from that share of the rows.
     """
 

@@ -47,7 +47,7 @@ const char* remedy_of(const rocksdb::Status& status) {
     if (status.IsCorruption())
         return "a file is damaged; load the last snapshot (rows of other files can still be read)";
     if (status.IsInvalidArgument() || status.IsNotSupported())
-        return "open it with the rocksdb_options that it was made with";
+        return "open it with the rocksdb_options that it was made with, or load the last snapshot";
     return "check the disk and the folder's permissions, then try again or load the last snapshot";
 }
 
