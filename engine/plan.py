@@ -36,8 +36,8 @@ class Plan:
 
     A hit is counted as the engine's metrics do: each distinct row of a batch once. `dim`, `state`: floats of a row and
     of its optimizer state. `line_bytes`: of both with the record; a cache takes `WAY_BYTES` more for it. `seen`:
-    distinct rows of the trace by table, and `uses`: how often `batches` of it needed them, those after the warmup; both exact at
-    `rate` 1, else estimated from that share of the rows.
+    distinct rows of the trace by table, and `uses`: how often `batches` of it needed them, those after the warmup; both
+    exact at `rate` 1, else estimated from that share of the rows.
     """
 
     def __init__(self, sample: Sample, dim: int, state: int, tables: int, warmup: int) -> None:
