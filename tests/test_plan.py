@@ -141,7 +141,7 @@ def test_a_plan_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     made = plan(zipf(10_000, 1000, 10), dim=8, state=0)
     text = repr(made)
     assert (
-        f"{int(made.seen.sum())} different ones in all; 81 bytes a cached row of 8 floats with 0 of optimizer state"
+        f"{int(made.seen.sum())} different ones in all\n81 bytes a cached row: 8 floats and 0 of optimizer state"
         in text
     )
     assert f"{made.hit_rate(rows=round(made.seen.sum() / 2)):.1%}" in text
