@@ -255,8 +255,12 @@ void RocksTier::change(const Rows& rows, bool erase) {
 bool RocksTier::resume(Shard& shard) const {
     const std::lock_guard lock(shard.resuming);
     rocksdb::DB& db = *shard.db;
-    if (!shard.resumed.valid()) shard.resumed = std::async(std::launch::async, [&db] { return db.Resume().ok(); });
-    return shard.resumed.wait_for(std::chrono::seconds(1)) == std::future_status::ready && shard.resumed.get();
+    for (int attempt = 0; attempt < 2; ++attempt) {  // the first may have begun while the reason was there
+        if (!shard.resumed.valid()) shard.resumed = std::async(std::launch::async, [&db] { return db.Resume().ok(); });
+        if (shard.resumed.wait_for(std::chrono::seconds(5)) != std::future_status::ready) return false;
+        if (shard.resumed.get()) return true;
+    }
+    return false;
 }
 
 // A flush that failed stops all writes until it succeeds: where the reason is gone, this write goes on.
