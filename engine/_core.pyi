@@ -18,6 +18,9 @@ U16 = NDArray[np.uint16]
 Bools = NDArray[np.bool_]
 
 has_rocksdb: bool
+WAYS: int  # rows of a set of a cache
+GROUP: int  # those of them among which a row usually replaces another
+WAY_BYTES: int  # what a cache keeps for each beside its line and a tag of one byte
 
 def set_threads(threads: int) -> None:
     """How many threads the native loops use from now on, the caller's included."""

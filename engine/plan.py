@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _core
+from ._core import WAY_BYTES, WAYS
 from .errors import InputError, OptionError
 from .ops.naive import MASK64
-from .stack_distance import WAYS, Model, Sample
+from .stack_distance import Model, Sample
 from .store.contract import BUCKETS
 
 MB = 1 << 20
 RECORD_BYTES = 8  # updates and last step, in a row's line
-WAY_BYTES = 33  # what a cache keeps for each line beside it
+BESIDE_BYTES = WAY_BYTES + 1  # what a cache keeps for each line, with its tag
 LEAST = WAYS * BUCKETS  # lines: smaller caches take rows of a batch in another order, which no prediction is made for
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the rows seen: the sizes that a plan prints
 
@@ -35,7 +36,7 @@ class Plan:
     """Predicted hit rates of an LRU cache over all tables of an embedding. `plan` makes it; it prints as a table.
 
     A hit is counted as the engine's metrics do: each distinct row of a batch once. `dim`, `state`: floats of a row and
-    of its optimizer state. `line_bytes`: of both with the record; a cache takes `WAY_BYTES` more for it. `seen`:
+    of its optimizer state. `line_bytes`: of both with the record; a cache takes `BESIDE_BYTES` more for it. `seen`:
     distinct rows of the trace by table, and `uses`: how often `batches` of it needed them, those after the warmup; both
     exact at `rate` 1, else estimated from that share of the rows.
     """
@@ -57,7 +58,7 @@ class Plan:
         self.uses = _estimates(uses.table[counted], tables, self.rate)
 
     def rows(self, budget_mb: float) -> int:
-        """Lines of a cache of `cache_budget_mb=budget_mb`. Raises OptionError for fewer than 1024."""
+        """Lines of a cache of `cache_budget_mb=budget_mb`. Raises OptionError for fewer than LEAST."""
         number = isinstance(budget_mb, (int, float)) and not isinstance(budget_mb, bool)
         if not number or not self.bytes(LEAST) / MB <= budget_mb < 1 << 40:
             raise OptionError(f"budget_mb={budget_mb!r}: give a number of MiB from {self.bytes(LEAST) / MB:.3f} on")
@@ -65,7 +66,7 @@ class Plan:
 
     def bytes(self, rows: int) -> int:
         """That a cache of so many lines takes."""
-        return rows * (self.line_bytes + WAY_BYTES)
+        return rows * (self.line_bytes + BESIDE_BYTES)
 
     def hit_rate(self, *, budget_mb: float | None = None, rows: int | None = None, table: int | None = None) -> float:
         """The predicted share of needed rows that a cache of that budget, or of so many lines, has.
@@ -120,7 +121,7 @@ class Plan:
         sampled = "" if self.rate == 1 else f", sampled 1/{round(1 / self.rate)}"
         lines = [
             f"{self.batches} batches need {int(self.uses.sum())} rows, {seen} different ones in all{sampled}",
-            f"{self.line_bytes + WAY_BYTES} bytes a cached row: {self.dim} floats and {self.state} of optimizer state",
+            f"{self.bytes(1)} bytes a cached row: {self.dim} floats and {self.state} of optimizer state",
         ]
         if seen < LEAST:
             return "\n".join([*lines, f"caches of fewer than {LEAST} rows are not predicted: one of {LEAST} holds all"])

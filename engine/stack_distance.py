@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
+from ._core import GROUP
 from .store.contract import BUCKETS
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
 ROUNDS = 6  # of a model's fixed point, which moves little after three
-WAYS = 16  # rows in a set of the engine's caches
-_LOADS = np.linspace(0.0, 80.0, 8001)  # rows a set: beyond that, WAYS of them are never enough
+_LOADS = np.linspace(0.0, 80.0, 8001)  # rows a group: beyond that, GROUP of them are never enough
 
 
 class Uses(NamedTuple):
@@ -118,11 +118,11 @@ def depths(uses: Uses) -> Depths:
 
 
 class Model:
-    """Whether uses hit a cache of sets of WAYS rows: their chances, from their depths and how rows spread over sets.
+    """Whether uses hit a cache whose rows replace others of their group: their chances.
 
-    Rows fall on sets at random, so those ahead of a row in its set are Poisson distributed about their number divided
-    by the sets (Smith, "A comparative study of set associative memory mapping algorithms", 1978). Rows tie in random
-    order. A batch with more rows than its set has ways keeps its hits and the first of its misses.
+    Rows fall on groups at random, so those ahead of a row in its group are Poisson distributed about their number
+    divided by the groups (Smith, "A comparative study of set associative memory mapping algorithms", 1978). Rows tie in
+    random order. A batch with more rows than its group has ways keeps its hits and the first of its misses.
     """
 
     def __init__(self, uses: Uses, sample: Sample) -> None:
@@ -139,13 +139,13 @@ class Model:
 
     def chances(self, lines: float) -> F64:
         """For each use, that a cache of so many lines has the row: [n]."""
-        sets = lines / WAYS
-        load = self._rows / sets
-        stays = _fits(self._newer / sets + self._ties * _at_most(load))
+        groups = lines / GROUP
+        load = self._rows / groups
+        stays = _fits(self._newer / groups + self._ties * _at_most(load))
         stays[self._newer == 0] = 1.0
         chances = np.zeros(self._uses)
         chances[self._again] = stays
-        if load.max(initial=0.0) < WAYS / 4:  # no batch fills a set
+        if load.max(initial=0.0) < GROUP / 4:  # no batch fills a group
             return chances
         for _ in range(ROUNDS):  # what a batch keeps depends on what it hits, and that on what the last one kept
             hit, rate = chances[self._before], float(chances.mean())
@@ -170,22 +170,22 @@ def _arrivals(buckets: I64) -> F64:
 
 
 def _poisson(loads: F64) -> F64:
-    """P(X = k) for k < WAYS, of Poisson numbers X of those means: [n, WAYS]."""
-    terms = np.ones((len(loads), WAYS))
-    terms[:, 1:] = np.cumprod(loads[:, None] / np.arange(1, WAYS), axis=1)
+    """P(X = k) for k < GROUP, of Poisson numbers X of those means: [n, GROUP]."""
+    terms = np.ones((len(loads), GROUP))
+    terms[:, 1:] = np.cumprod(loads[:, None] / np.arange(1, GROUP), axis=1)
     return np.asarray(terms * np.exp(-loads)[:, None])
 
 
 _SHARES = _poisson(_LOADS)
 _FITS = _SHARES.sum(1)
-_AT_MOST = WAYS - _SHARES @ (WAYS - np.arange(WAYS))
+_AT_MOST = GROUP - _SHARES @ (GROUP - np.arange(GROUP))
 
 
 def _fits(load: F64) -> F64:
-    """The chance that fewer than WAYS rows are ahead of a row in its set, of `load` that are expected there."""
+    """The chance that fewer than GROUP rows are ahead of a row in its group, of `load` that are expected there."""
     return np.interp(load, _LOADS, _FITS, right=0.0)
 
 
 def _at_most(load: F64) -> F64:
-    """How many rows of a batch its sets keep, of `load` a set that are expected there."""
+    """How many rows of a batch its groups keep, of `load` a group that are expected there."""
     return np.interp(load, _LOADS, _AT_MOST)

@@ -19,7 +19,7 @@ from tierbed.engine.store.contract import row_dtype
 
 DIM = 5
 STORES = ["device", "host", "cached_host", "ssd", "ssd_host"]
-ONE_SET_MB = 0.0025  # less than two sets of 16 rows, whatever the optimizer
+ONE_SET_MB = 0.01  # less than two sets of 64 rows, whatever the optimizer
 TABLES = [
     engine.make_uniform_initializer(-0.1, 0.1),
     engine.make_normal_initializer(0.5, 2.0),

@@ -19,7 +19,7 @@ from tierbed.engine.store.contract import row_dtype
 Places = NDArray[np.int64]  # [n], rows of the universe
 
 # every row that a test may touch, (table, key) of places 0 to N - 1
-KEYS = np.array([*SPECIAL_KEYS, *range(20, 60)], np.uint64)
+KEYS = np.array([*SPECIAL_KEYS, *range(20, 120)], np.uint64)
 NUMBERS = np.repeat(np.arange(len(TABLES), dtype=np.uint32), len(KEYS))
 KEYS = np.tile(KEYS, len(TABLES))
 N = len(KEYS)

@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 from rows import SPECIAL_KEYS, Table
 
 from tierbed.engine import _core
+from tierbed.engine._core import WAY_BYTES, WAYS
 from tierbed.engine.store.rocksdb import RocksDB
 
-WAY_BYTES = 33  # of a line's metadata
+METADATA_BYTES = WAY_BYTES + 1  # of a line
 TABLE = Table([3], [0.1], tables=2)
-KEYS = [*SPECIAL_KEYS, *range(100, 160)]
+KEYS = [*SPECIAL_KEYS, *range(100, 200)]
 Row = tuple[int, int]
 
 
 def set_bytes(table: Table = TABLE) -> int:
-    return 16 * (table.layout.line_bytes + WAY_BYTES)
+    return WAYS * (table.layout.line_bytes + METADATA_BYTES)
 
 
 def cache_over(below: Any, sets: int, policy: str = "lru", overflow_rows: int = 10_000) -> _core.CachedTier:
@@ -193,8 +194,8 @@ def serve_a_large_batch(below: Any) -> None:
         cache.unpin(everything)
         everything = batch_of([(0, key) for key in KEYS])
     metrics = cache.metrics()
-    assert metrics["overflow_peak_rows"] >= len(KEYS) - 16
-    assert metrics["resident_rows"] <= metrics["capacity"] == 16
+    assert metrics["overflow_peak_rows"] >= len(KEYS) - WAYS
+    assert metrics["resident_rows"] <= metrics["capacity"] == WAYS
     cache.flush()
     model.check_tier(below)
     cache.close()
@@ -217,7 +218,9 @@ def test_prefetched_rows_stay_until_their_step_though_others_come() -> None:
 
 def test_a_row_beside_the_sets_stays_where_a_coming_batch_has_it() -> None:
     cache, model = cache_over(_core.FullTable(TABLE.layout), 1), Model()
-    first, second, third = (batch_of([(0, key) for key in keys]) for keys in (range(16), range(16, 40), range(20, 60)))
+    first, second, third = (
+        batch_of([(0, key) for key in keys]) for keys in (range(64), range(64, 100), range(70, 150))
+    )
     for batch in (first, second, third):
         cache.announce(batch)
     assert cache.prefetch(first)
@@ -263,7 +266,7 @@ def erase_prefetched(below: Any) -> None:
 
 def test_prefetch_waits_at_the_cap_of_the_overflow_and_a_step_does_not() -> None:
     cache, model = cache_over(_core.FullTable(TABLE.layout), 1, overflow_rows=20), Model()
-    small, large = batch_of([(0, key) for key in range(100, 110)]), batch_of([(0, key) for key in range(110, 150)])
+    small, large = batch_of([(0, key) for key in range(100, 110)]), batch_of([(0, key) for key in range(110, 190)])
     cache.announce(small)
     cache.announce(large)
     assert cache.prefetch(small)
@@ -274,7 +277,7 @@ def test_prefetch_waits_at_the_cap_of_the_overflow_and_a_step_does_not() -> None
         model.check(batch)
         cache.unpin(batch)
     assert cache.metrics()["prefetch_waits"] == 1
-    assert cache.metrics()["overflow_peak_rows"] == 24
+    assert cache.metrics()["overflow_peak_rows"] == 80 - WAYS
 
 
 def test_batches_are_pinned_in_the_order_in_which_they_are_announced() -> None:
@@ -313,5 +316,5 @@ def test_sets_take_the_budget_but_for_2_percent(megabytes: float) -> None:
     below = _core.FullTable(TABLE.layout)
     cache = _core.CachedTier(TABLE.layout, below, budget_bytes=budget, overflow_bytes=1, policy="lru", io_threads=1)
     taken = cache.metrics()["bytes"]
-    assert taken == cache.metrics()["capacity"] * (TABLE.layout.line_bytes + WAY_BYTES)
+    assert taken == cache.metrics()["capacity"] * (TABLE.layout.line_bytes + METADATA_BYTES)
     assert budget - max(0.02 * budget, set_bytes()) < taken <= budget

@@ -85,7 +85,7 @@ class Trained:
 
 
 STORES = [("device", 0), ("host", 0)] + [
-    (below, size) for below in ("table", "tier") for size in (2000, 20_000, 200_000)
+    (below, size) for below in ("table", "tier") for size in (6000, 20_000, 200_000)
 ]
 
 
@@ -115,7 +115,7 @@ def test_rows_do_not_depend_on_the_store(device: Device, kind: str, budget: int)
     metrics = both.store.metrics()["host" if kind == "host" else "device"]
     assert metrics["hits"] > 0
     assert metrics["misses"] > 0
-    if budget in (2000, 20_000):
+    if budget in (6000, 20_000):
         assert metrics["evictions_dirty"] > 0
         assert metrics["overflows"] > 0
     both.store.close()

@@ -39,7 +39,7 @@ def places_of(count: int, first: int, stride: int) -> Places:
     return (first + stride * np.arange(count)) % N
 
 
-capacities = st.sampled_from([1, 40, 100, N - 5])
+capacities = st.sampled_from([1, 40, 200, N - 5])
 admissions = st.sampled_from([None, None, 2, 3, 0.5])
 policies = st.one_of(
     st.just(Policy()),
@@ -50,7 +50,7 @@ policies = st.one_of(
     ),
     st.builds(Policy, capacities, st.just("ttl"), admissions, st.sampled_from([1, 5])),
 )
-batches = st.builds(places_of, st.integers(0, 90), st.integers(0, N - 1), st.integers(0, 7))
+batches = st.builds(places_of, st.integers(0, 150), st.integers(0, N - 1), st.integers(0, 7))
 
 
 def ids_of(places: Places) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +208,7 @@ def trained_with_reads(store: str, path: Path, reads: int) -> list[dict[str, flo
     """What each step counted in every cache, with so many evaluations between two steps."""
     counted = []
     names = ("hits", "misses", "insertions", "evictions_clean", "evictions_dirty", "overflows")
-    with make(options(store, path, 3 * ONE_SET_MB), "adam") as embedding:
+    with make(options(store, path), "adam") as embedding:
         random = np.random.default_rng(1)
 
         def counts() -> dict[str, float]:

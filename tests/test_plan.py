@@ -117,7 +117,7 @@ def test_ids_are_taken_as_lookups_take_them() -> None:
 def test_the_parts_of_a_shared_cache_make_its_hit_rate() -> None:
     trace = [np.stack([a, b % 50], 1) for a, b in zip(zipf(9000, 1500, 20), zipf(9000, 1500, 20, seed=1), strict=True)]
     made = plan(trace, dim=8, state=8, tables=2)
-    for rows in (1024, 1500, 4096):
+    for rows in (4096, 5000, 8192):
         parts = [made.hit_rate(rows=rows, table=table) for table in (0, 1)]
         assert made.hit_rate(rows=rows) == pytest.approx(np.average(parts, weights=made.uses))
         assert parts[1] > parts[0]
@@ -132,13 +132,13 @@ def test_sampling_a_share_of_the_rows_moves_the_curve_little() -> None:
     trace = zipf(30_000, 4000, 30)
     exact, sampled = plan(trace, 8, 8, samples=1 << 20), plan(trace, 8, 8, samples=1 << 14)
     assert exact.rate == 1 > sampled.rate
-    for rows in (1024, 3200, 16_000):
+    for rows in (4096, 8000, 16_000):
         assert abs(exact.hit_rate(rows=rows) - sampled.hit_rate(rows=rows)) < 0.02
     assert sampled.seen.sum() == pytest.approx(exact.seen.sum(), rel=0.03)
 
 
 def test_a_plan_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = plan(zipf(10_000, 1000, 10), dim=8, state=0)
+    made = plan(zipf(40_000, 6000, 20), dim=8, state=0)
     text = repr(made)
     assert (
         f"{int(made.seen.sum())} different ones in all\n81 bytes a cached row: 8 floats and 0 of optimizer state"
@@ -155,8 +155,8 @@ def test_a_plan_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_plan_of_few_rows_says_why_it_prints_no_sizes() -> None:
-    assert "fewer than 1024 rows are not predicted" in repr(plan([np.arange(1023)], 4, 4))
-    assert "cache_budget_mb" in repr(plan([np.arange(1024)], 4, 4))
+    assert "fewer than 4096 rows are not predicted" in repr(plan([np.arange(4095)], 4, 4))
+    assert "cache_budget_mb" in repr(plan([np.arange(4096)], 4, 4))
 
 
 @pytest.mark.parametrize(
@@ -195,14 +195,14 @@ def test_wrong_questions() -> None:
     with pytest.raises(OptionError, match="give one of them"):
         made.hit_rate()
     with pytest.raises(OptionError, match="give one of them"):
-        made.hit_rate(rows=1024, budget_mb=1)
-    with pytest.raises(OptionError, match=r"budget_mb=0\.01: give a number of MiB from 0\.0"):
+        made.hit_rate(rows=4096, budget_mb=1)
+    with pytest.raises(OptionError, match=r"budget_mb=0\.01: give a number of MiB from 0\.2"):
         made.hit_rate(budget_mb=0.01)
     with pytest.raises(OptionError, match="rows=1000"):
         made.hit_rate(rows=1000)
     with pytest.raises(OptionError, match="table=2: tables run from 0 to 1"):
         made.curve(2)
     with pytest.raises(OptionError, match="no ids of it"):
-        made.hit_rate(rows=1024, table=1)
+        made.hit_rate(rows=4096, table=1)
     with pytest.raises(OptionError, match="points=1"):
         made.curve(points=1)

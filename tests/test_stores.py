@@ -12,6 +12,7 @@ from embeddings import DIM, ONE_SET_MB, OPTIMIZERS, STORES, attach, contents, ma
 from rows import same_bits
 
 from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError
+from tierbed.engine._core import WAYS
 from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops import naive
 from tierbed.engine.store import rocksdb
@@ -144,8 +145,8 @@ def test_a_cache_of_one_set_evicts_and_overflows(tmp_path: Path, store: str) -> 
         for ids, tables in batches():
             train(embedding, ids, tables)
         device = embedding.metrics()["device"]
-        assert device["capacity"] == 16
-        assert device["resident_rows"] <= 16
+        assert device["capacity"] == WAYS
+        assert device["resident_rows"] <= WAYS
         assert device["bytes"] <= ONE_SET_MB * 2**20
         assert min(device[name] for name in ("hits", "misses", "evictions_dirty", "overflows")) > 0
         if store == "ssd_host":

@@ -33,7 +33,7 @@ TIERBED_FN bool note_hit(const Cache& cache, const Admission& all, u64 row, u32 
 
 TIERBED_FN void admit_miss(const Cache& cache, const Admission& all, u64 row, u32 set, Replacement replacement,
                            u32 done, const Way& wanted, Counts& counted) {
-    const u32 way = victim_way(cache.set(set), wanted.last, done, replacement);
+    const u32 way = victim_way(cache.set(set), home_of(wanted.hash), wanted.last, done, replacement);
     ++counted.found[MISSES];
     if (way == NONE) {
         ++counted.found[OVERFLOWS];
@@ -70,7 +70,7 @@ extern "C" __global__ void admit_rows(Cache cache, u32 now, u32 done, u32 policy
     const u32 parts = parts_of_set(cache.sets);
     const bool open = *faults == 0;
     Counts counted;
-    for_each_item<WAYS>(n, [&](Tile tile, u64 begin) {
+    for_each_item<GROUP>(n, [&](Tile tile, u64 begin) {
         const u32 set = places[begin] / parts;
         if (set == cache.sets || (begin > 0 && places[begin - 1] / parts == set)) return;
         u64 end = begin;
@@ -117,7 +117,7 @@ extern "C" __global__ void cancel_rows(Cache cache, Admission all, const u32* co
 // Takes rows out, where they are up; those that are `kept` [n] stay, as rows that the tier below does not hold.
 extern "C" __global__ void erase_cached(Cache cache, const u64* hashes, const u32* tables, const u32* count,
                                         const u8* kept) {
-    for_each_item<WAYS>(*count, [&](Tile tile, u64 i) {
+    for_each_item<GROUP>(*count, [&](Tile tile, u64 i) {
         const u32 slot = cache.find(tile, tables[i], hashes[i]);
         if (slot == NONE || tile.lane != 0) return;
         if (kept[i])
@@ -130,7 +130,7 @@ extern "C" __global__ void erase_cached(Cache cache, const u64* hashes, const u3
 // lines [n]: where each of the first `count` rows is, 0 where it is not up; missing [n]: 1 for the latter, else 0
 extern "C" __global__ void find_cached(Cache cache, const u64* hashes, const u32* tables, const u32* count, u64 n,
                                        u64* lines, i32* missing) {
-    for_each_item<WAYS>(n, [&](Tile tile, u64 i) {
+    for_each_item<GROUP>(n, [&](Tile tile, u64 i) {
         const u32 slot = i < *count ? cache.find(tile, tables[i], hashes[i]) : NONE;
         if (tile.lane != 0) return;
         lines[i] = slot == NONE ? 0 : cache.line(slot);

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..._core import GROUP, WAY_BYTES, WAYS
+from ...store.contract import BUCKETS
 from .batch import Batch, one_row
 from .device import Argument, launch
 from .layout import Layout
 from .staging import Staging
 
-WAYS, WAY_BYTES, BUCKETS = 16, 32, 64
 POLICIES = ("lru", "lfu")
 COUNTS = ("hits", "misses", "evictions_clean", "evictions_dirty", "overflows")
 
@@ -82,7 +83,7 @@ class Cache:
             torch.empty(batch.size * WAY_BYTES, dtype=torch.uint8, device=places.device),
         )
         self._run(
-            "admit_rows", batch.size, WAYS, self.by_value(), np.uint32(self._now), np.uint32(self._done),
+            "admit_rows", batch.size, GROUP, self.by_value(), np.uint32(self._now), np.uint32(self._done),
             np.uint32(self._policy), batch.hashes, batch.tables, ordered, order, n, admission.by_value(), self._counts,
             faults,
         )  # fmt: skip
@@ -107,14 +108,14 @@ class Cache:
         """Set `batch.lines`, 0 where a row is not up; changes nothing else. Returns flags [size] int32 of those."""
         missing = batch.empty(torch.int32)
         self._run(
-            "find_cached", batch.size, WAYS, self.by_value(), batch.hashes, batch.tables, batch.count,
+            "find_cached", batch.size, GROUP, self.by_value(), batch.hashes, batch.tables, batch.count,
             np.uint64(batch.size), batch.lines, missing,
         )  # fmt: skip
         return missing
 
     def erase(self, batch: Batch, kept: Tensor) -> None:
         """Take rows out; those that are flagged in kept [size] bool stay, as rows that the tier below does not hold."""
-        self._run("erase_cached", batch.size, WAYS, self.by_value(), batch.hashes, batch.tables, batch.count, kept)
+        self._run("erase_cached", batch.size, GROUP, self.by_value(), batch.hashes, batch.tables, batch.count, kept)
 
     def dirty(self) -> Tensor:
         """Slots of the dirty rows, ascending; waits for the device."""

@@ -69,7 +69,7 @@ extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, Segme
                                        const u32* tables, const u32* count, u64 n, u64* lines, i32* absent,
                                        u64* counts) {
     Counts counted;
-    for_each_item<WAYS>(n, [&](Tile tile, u64 i) {
+    for_each_item<GROUP>(n, [&](Tile tile, u64 i) {
         u64 line = 0;
         if (i < *count) {
             const u32 slot = cache.find(tile, tables[i], hashes[i]);

@@ -10,7 +10,7 @@ import torch
 from ...errors import StoreError
 from ...store.contract import Chunks, Keys, Room, Tables, WithoutAnnouncements
 from .batch import Batch, lines_among, rows_of
-from .cache import WAYS, Cache
+from .cache import GROUP, Cache
 from .device import Argument, launch
 from .faults import Faults
 from .full import FullStore
@@ -58,7 +58,7 @@ class CachedTable(WithoutAnnouncements[Batch]):
     def peek(self, batch: Batch) -> None:
         absent = batch.empty(torch.int32)
         self._run(
-            "locate_rows", batch.size, WAYS, self._cache.by_value(), *self._below.table.index(), batch.hashes,
+            "locate_rows", batch.size, GROUP, self._cache.by_value(), *self._below.table.index(), batch.hashes,
             batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent, self._counts,
         )  # fmt: skip
         initialise_missing(batch, self._layout, absent.cumsum(0, dtype=torch.int32))

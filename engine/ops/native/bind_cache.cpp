@@ -100,6 +100,9 @@ void bind_cache(nb::module_& m) {
         .def("where", &where)
         .def("residents", &residents)
         .def("metrics", &metrics_of);
+    m.attr("WAYS") = WAYS;
+    m.attr("GROUP") = GROUP;
+    m.attr("WAY_BYTES") = sizeof(Way);
     m.def("use_own_pool", &use_own_pool, nb::arg("threads"));
 }
 

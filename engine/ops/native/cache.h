@@ -24,7 +24,7 @@ public:
     // The slot to take for a row that is not there: victim_way's, or NONE.
     u32 choose(u64 hash, u32 batch, u32 done) const {
         const u32 number = set_of(hash, sets_);
-        const u32 way = victim_way(set(number), batch, done, replacement_);
+        const u32 way = victim_way(set(number), home_of(hash), batch, done, replacement_);
         return way == NONE ? NONE : number * WAYS + way;
     }
     // How many batches after `batch` the row of a slot is needed, NEVER for a free one.
@@ -48,11 +48,15 @@ public:
     TIERBED_INLINE void fetch_tags(u64 hash) const { prefetch(set(set_of(hash, sets_)).tags); }
     TIERBED_INLINE void fetch_way(u64 hash) const {
         const SetView view = set(set_of(hash, sets_));
-        if (const u32 matches = tag_matches(view.tags, tag_of(hash))) prefetch(&view.ways[lowest_bit(matches)]);
+        const u32 home = home_of(hash);
+        if (const u32 matches = tag_matches(view.tags + home, tag_of(hash)))
+            prefetch(&view.ways[home + lowest_bit(matches)]);
     }
     TIERBED_INLINE void fetch_ways(u64 hash) const {
-        prefetch_bytes(reinterpret_cast<u64>(set(set_of(hash, sets_)).ways), WAYS * sizeof(Way));
+        prefetch_bytes(reinterpret_cast<u64>(set(set_of(hash, sets_)).ways + home_of(hash)), GROUP * sizeof(Way));
     }
+
+    TIERBED_INLINE void fetch_record(u32 slot) const { prefetch(record(line(slot), shape_)); }
 
     u32 slots() const { return sets_ * WAYS; }
     // Whether buckets have sets of their own.

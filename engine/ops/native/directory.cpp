@@ -28,7 +28,11 @@ void Directory::announce(const Wanted& batch, u32 number) {
         const u32 bucket = static_cast<u32>(b);
         const std::size_t end = batch.begin[b + 1];
         for (std::size_t i = batch.begin[b]; i < end; ++i) {
-            if (i + AHEAD < end) window.fetch(bucket, batch.hashes[i + AHEAD]);
+            if (i + 2 * AHEAD < end) sets.fetch_tags(batch.hashes[i + 2 * AHEAD]);
+            if (i + AHEAD < end) {
+                sets.fetch_way(batch.hashes[i + AHEAD]);
+                window.fetch(bucket, batch.hashes[i + AHEAD]);
+            }
             if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch comes first
             const Found found = find(batch.hashes[i], batch.tables[i]);
             if (found.way) found.way->next = number;
@@ -145,12 +149,14 @@ void Directory::choose(const Wanted& batch, u32 number, u32 done) {
             }
             ++parts[b].insertions;
             absent.free = sets.is_free(absent.slot);
-            if (!absent.free) {
-                absent.way = sets.way(absent.slot);
-                absent.dirty = sets.is_dirty(absent.slot);
-                ++(absent.dirty ? parts[b].evictions_dirty : parts[b].evictions_clean);
-            }
+            if (!absent.free) absent.way = sets.way(absent.slot);
+            sets.fetch_record(absent.slot);
             sets.take(absent.slot, way);
+        }
+        for (Absent& absent : all) {
+            if (absent.slot == NONE || absent.free) continue;
+            absent.dirty = is_dirty(sets.updates(absent.slot), absent.way.stored);
+            ++(absent.dirty ? parts[b].evictions_dirty : parts[b].evictions_clean);
         }
     };
     if (sets.splits())

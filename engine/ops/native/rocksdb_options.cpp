@@ -39,6 +39,7 @@ const char ORDER[] = "rows are stored in the order and with the bytes that tierb
 const char READ_MODE[] = "give read_mode='buffered', 'mmap' or 'direct' instead";
 const char CACHE[] = "give rocksdb_cache_mb instead";
 const char DAMAGE[] = "damage of a file would go unseen; leave it out";
+const char JOBS[] = "give max_background_jobs instead";
 const char SCANS[] = "snapshots of a running table would mix rows of two steps; leave it out";
 
 const std::map<std::string, const char*>& refused() {
@@ -66,6 +67,8 @@ const std::map<std::string, const char*>& refused() {
         {"inplace_callback", SCANS},
         {"inplace_update_support", SCANS},
         {"manual_wal_flush", NO_LOG},
+        {"max_background_compactions", JOBS},
+        {"max_background_flushes", JOBS},
         {"merge_operator", ORDER},
         {"no_block_cache", CACHE},
         {"num_levels", "the folder would not open with another number; leave it out"},
@@ -171,12 +174,13 @@ public:
 };
 
 // An error that a disk with space again can mend is no reason to refuse every later write. The next call tries again;
-// RocksDB's own attempts, seconds apart, would turn it away meanwhile.
+// RocksDB's own attempts, seconds apart, would turn it away meanwhile. A failed compaction starts again by itself.
 class Recoverable : public rocksdb::EventListener {
 public:
-    void OnBackgroundError(rocksdb::BackgroundErrorReason, rocksdb::Status* error) override {
-        if (error->IsIOError() && error->severity() > rocksdb::Status::kHardError)
-            *error = rocksdb::Status(*error, rocksdb::Status::kHardError);
+    void OnBackgroundError(rocksdb::BackgroundErrorReason reason, rocksdb::Status* error) override {
+        const auto most = reason == rocksdb::BackgroundErrorReason::kCompaction ? rocksdb::Status::kSoftError
+                                                                                : rocksdb::Status::kHardError;
+        if (error->IsIOError() && error->severity() > most) *error = rocksdb::Status(*error, most);
     }
     void OnErrorRecoveryBegin(rocksdb::BackgroundErrorReason, rocksdb::Status, bool* automatic) override {
         *automatic = false;
@@ -292,6 +296,9 @@ rocksdb::Options shard_options(const RocksOptions& options) {
     rocksdb::Options database = own_options(options);
     for (const auto& [name, value] : options.more) apply(database, name, value);
     check_together(database, options.more);
+    // RocksDB 7 forgets a flush that is to begin when another of its database fails: there is one at a time.
+    database.max_background_flushes = 1;
+    database.max_background_compactions = background_threads(database).compactions;
     return database;
 }
 

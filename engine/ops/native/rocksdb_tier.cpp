@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <thread>
 
 #include <pthread.h>
 #include <unistd.h>
@@ -28,6 +29,7 @@ namespace {
 constexpr std::size_t KEY_BYTES = 13;
 constexpr std::size_t READS = 256;               // keys a MultiGet
 constexpr std::size_t BATCH_BYTES = 256u << 10;  // a WriteBatch
+constexpr std::chrono::milliseconds POLL(2);
 
 struct Key {
     char bytes[KEY_BYTES];
@@ -62,6 +64,12 @@ void check_size(std::size_t stored, const LineShape& shape, const std::string& f
         throw std::runtime_error("RocksDB in " + folder + ": a stored row of " + std::to_string(stored) +
                                  " bytes where " + std::to_string(stored_bytes_of(shape.width)) +
                                  " are expected; load the last snapshot");
+}
+
+u64 property_of(rocksdb::DB& db, const std::string& name) {
+    u64 value = 0;
+    db.GetIntProperty(name, &value);
+    return value;
 }
 
 // RocksDB's destructors of globals wait for threads, which a forked child does not have: a child that calls exit would
@@ -114,6 +122,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     : shape_{width, width, line_bytes_of(width)}, folder_(folder), process_(getpid()) {
     end_forked_children_early();
     rocksdb::Options database = shard_options(options);
+    database.env->IncBackgroundThreadsIfNeeded(background_threads(database).flushes, rocksdb::Env::HIGH);
     auto* table = database.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
     if (caches_blocks(options)) table->block_cache = cache_ = rocksdb::NewLRUCache(options.cache_bytes);
     database.statistics = statistics_ = rocksdb::CreateDBStatistics();
@@ -137,12 +146,8 @@ RocksTier::~RocksTier() { close(); }
 
 // A forked child has the databases' memory but not their threads, which closing waits for: it leaves them alone.
 void RocksTier::close() {
-    for (auto& shard : shards_) {
-        if (process_ != getpid())
-            static_cast<void>(shard.release());
-        else if (shard->resumed.valid())
-            rocksdb::CancelAllBackgroundWork(shard->db.get(), false);
-    }
+    if (process_ != getpid())
+        for (auto& shard : shards_) static_cast<void>(shard.release());
     shards_.clear();
 }
 
@@ -250,44 +255,57 @@ void RocksTier::change(const Rows& rows, bool erase) {
     });
 }
 
-// Tries again what a flush that failed left undone. Where it fails once more, RocksDB 7 may wait for ever: then this
-// gives up after a second, and the next call asks whether it came to an end.
-bool RocksTier::resume(Shard& shard) const {
-    const std::lock_guard lock(shard.resuming);
+// A flush that failed stops all writes until it succeeds: tries it again. RocksDB 7 waits for ever in Resume where
+// other work of the database fails meanwhile, so that comes to its end first, which takes a second after a failure.
+bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
+    if (failed.severity() < rocksdb::Status::kHardError) return false;  // it was not stopped
     rocksdb::DB& db = *shard.db;
-    for (int attempt = 0; attempt < 2; ++attempt) {  // the first may have begun while the reason was there
-        if (!shard.resumed.valid()) shard.resumed = std::async(std::launch::async, [&db] { return db.Resume().ok(); });
-        if (shard.resumed.wait_for(std::chrono::seconds(5)) != std::future_status::ready) return false;
-        if (shard.resumed.get()) return true;
-    }
-    return false;
+    while (property_of(db, rocksdb::DB::Properties::kNumRunningFlushes) ||
+           property_of(db, rocksdb::DB::Properties::kNumRunningCompactions))
+        std::this_thread::sleep_for(POLL);
+    return db.Resume().ok();
 }
 
-// A flush that failed stops all writes until it succeeds: where the reason is gone, this write goes on.
-void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
+// After a failed compaction RocksDB returns writes that have to wait for one. They wait here, until the next one fails.
+rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) {
+    rocksdb::DB& db = *shard.db;
     rocksdb::WriteOptions options;
     options.disableWAL = true;
-    rocksdb::Status status = shard.db->Write(options, &batch);
-    if (!status.ok() && resume(shard)) status = shard.db->Write(options, &batch);
+    const u64 failures = property_of(db, rocksdb::DB::Properties::kBackgroundErrors);
+    rocksdb::Status status = db.Write(options, &batch);
+    while (status.IsIncomplete() && property_of(db, rocksdb::DB::Properties::kBackgroundErrors) == failures) {
+        std::this_thread::sleep_for(POLL);
+        status = db.Write(options, &batch);
+    }
+    return status;
+}
+
+// Where the reason that something failed is gone, this write goes on.
+void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
+    rocksdb::Status status = write_batch(shard, batch);
+    if (!status.ok()) {
+        const std::lock_guard lock(shard.flushing);
+        if (resume(shard, status)) status = write_batch(shard, batch);
+    }
     check(status, folder_, "write");
     const i64 size = static_cast<i64>(batch.GetDataSize());
     const i64 left = shard.until_flush.fetch_sub(size);
-    if (left > 0 && left <= size) {
-        rocksdb::FlushOptions early;
-        early.wait = false;
-        check(shard.db->Flush(early), folder_, "flush");
-    }
+    if (left > 0 && left <= size) static_cast<void>(flush_shard(shard, false));  // the next write says if it failed
     batch.Clear();
+}
+
+rocksdb::Status RocksTier::flush_shard(Shard& shard, bool wait) {
+    const std::lock_guard lock(shard.flushing);
+    rocksdb::FlushOptions options;
+    options.wait = wait;
+    options.allow_write_stall = true;  // else it waits for compactions, which may fail for as long as a disk is full
+    const rocksdb::Status status = shard.db->Flush(options);
+    return !status.ok() && wait && resume(shard, status) ? shard.db->Flush(options) : status;
 }
 
 void RocksTier::flush() {
     require_open();
-    parallel_for(shards_.size(), [&](std::size_t i) {
-        rocksdb::DB& db = *shards_[i]->db;
-        rocksdb::Status status = db.Flush(rocksdb::FlushOptions());
-        if (!status.ok() && resume(*shards_[i])) status = db.Flush(rocksdb::FlushOptions());
-        check(status, folder_, "flush");
-    });
+    parallel_for(shards_.size(), [&](std::size_t i) { check(flush_shard(*shards_[i], true), folder_, "flush"); });
 }
 
 void RocksTier::compact() {

@@ -4,7 +4,6 @@
 // writer. Failures throw std::runtime_error with the folder, RocksDB's own words and the remedy.
 #pragma once
 #include <atomic>
-#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -75,15 +74,16 @@ private:
     struct Shard {
         std::unique_ptr<rocksdb::DB> db;
         std::atomic<i64> until_flush{0};  // bytes to write until its one early flush
-        std::mutex resuming;
-        std::future<bool> resumed;  // what `resume` waits for; ends before the database does
+        std::mutex flushing;              // of who asks for a flush or for a failed one again
     };
 
     std::size_t read_bucket(u32 bucket, const Rows& rows, std::size_t begin, std::size_t end, bool* found) const;
     // Writes the rows, or erases them.
     void change(const Rows& rows, bool erase);
-    bool resume(Shard& shard) const;
     void apply(Shard& shard, rocksdb::WriteBatch& batch) const;
+    static rocksdb::Status flush_shard(Shard& shard, bool wait);
+    static rocksdb::Status write_batch(Shard& shard, rocksdb::WriteBatch& batch);
+    static bool resume(Shard& shard, const rocksdb::Status& failed);
     Shard& shard_of(u32 bucket) const { return *shards_[bucket % shards_.size()]; }
     std::vector<rocksdb::DB*> databases() const;
     void require_open() const;
