@@ -45,7 +45,7 @@ class Sizes:
     steps: int = 40
 
 
-QUICK = Sizes(rows=(60_000,), tables=2, batch=512, warm_up=8, steps=8)
+QUICK = Sizes(rows=(100_000,), tables=2, batch=512, warm_up=8, steps=8)
 
 
 def measure(folder: Path, sizes: Sizes) -> list[Figure]:

@@ -1,6 +1,6 @@
 """Time the tiers against memory, and replacement against what is possible, and gate the ratios.
 
-    python benchmarks/tiers.py [--section NAME ...] [--quick] [--folder PATH] [--json FILE]
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/tiers.py [--section NAME ...] [--quick] [--folder PATH] [--json FILE]
 
 A section has figures only where stores computed the same bits. Exits with 1 if a bar is missed. See README.md here.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -81,12 +82,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     parser.add_argument("--draw", action="append", choices=tier_train.TRACES, help="train: how ids are drawn")
     parser.add_argument("--ahead", type=int, default=tier_train.AHEAD, help="train: steps announced ahead")
-    parser.add_argument("--options", type=json.loads, help='train: of cached_ssd, as in {"read_mode": "mmap"}')
+    parser.add_argument("--options", type=json.loads, help="train: of cached_ssd, as JSON; {} for defaults")
     parser.add_argument("--rows", type=int, help="scale: one table of so many rows instead, with its I/O")
     given = parser.parse_args(arguments)
     given.draw = given.draw or ["zipf"]
     torch.set_num_threads(THREADS)
-    about = machine("tierbed", "torch", "numpy")
+    about = machine("tierbed", "torch", "numpy") | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set")}
     figures, failed = [], False
     for name in given.section or SECTIONS:
         gc.collect()
