@@ -27,10 +27,11 @@ from .inputs import (
 from .ops import lookup as ops
 from .optimizers import RowOptimizer, row_optimizer
 from .options import store_options_from_dict
+from .pinned import PinnedBatch
 from .row_state import RowState
 from .segments import segment
 from .spec import TableSpec, check_columns, check_dtype, check_key_type, check_name, check_padding, check_seed
-from .table import OpenTable, PinnedBatch
+from .table import OpenTable
 
 _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
 
@@ -220,10 +221,10 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     def explain(self, key: int, table: int | None = None) -> dict[str, Any]:
         """Where one row is now, for people. Nothing changes by it. `table` may be left out where there is one.
 
-        `stored`: whether the row was written (else it has its initial value, and no tier need have it); `updates`, and
-        the `last_step` that wrote it; `tiers`: those that have it, the top first, each with its place, and in a cache
-        whether it is `dirty` (the tier below has an older row) and `pinned` (a step or a prefetch holds it there).
-        Raises InputError.
+        `stored`: whether the row was written (else it has its initial value, and no tier need have it); `why` it is not
+        stored, as far as is known, or None; `updates`, and the `last_step` that wrote it; `tiers`: those that have it,
+        the top first, each with its place, and in a cache whether it is `dirty` (the tier below has an older row) and
+        `pinned` (a step or a prefetch holds it there). Raises InputError.
         """
         if isinstance(key, bool) or not isinstance(key, (int, np.integer)):
             raise InputError(f"key of embedding {self.name!r}: got {key!r}; give one whole number")
@@ -233,12 +234,13 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             raise InputError(
                 f"table of embedding {self.name!r}: got {table!r}; give the key's, from 0 to {self.spec.num_tables - 1}"
             )
-        tiers = self._table().where(self._lookup([key], table))
+        tiers, why = self._table().where(self._lookup([key], table))
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {
             "table": int(table),
             "key": int(key),
-            "stored": newest["updates"] > 0,
+            "stored": why is None,
+            "why": why,
             "updates": newest["updates"],
             "last_step": newest["last_step"],
             "tiers": tiers,
@@ -348,7 +350,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
                 except OptimizerError as error:
                     self._refused = error  # its rows can still be read
                     self._held = TableHandle(self.spec, self.store_options, None, device)
-                weakref.finalize(self, self._held.close)
+                weakref.finalize(self, self._held.finish)
             elif self._held.device != device:
                 self._held.move(device)
             return self._held

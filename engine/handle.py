@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -9,12 +10,14 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .errors import ClosedError, OptimizerError, StoreError
+from .errors import ClosedError, OptimizerError, StoreError, TierbedError
 from .home import TableHome
 from .optimizers import RowOptimizer
 from .options import StoreOptions
 from .spec import TableSpec
 from .table import OpenTable
+
+log = logging.getLogger("tierbed")
 
 _by_folder: weakref.WeakValueDictionary[str, TableHandle] = weakref.WeakValueDictionary()
 
@@ -114,6 +117,17 @@ class TableHandle:
             self._table = None
             if late is not None:
                 raise late
+
+    def finish(self) -> None:
+        """`close` at the end of the embedding or the process: nobody could catch what it raises, so that is logged."""
+        try:
+            self.close()
+        except TierbedError as error:
+            if self._table is None:  # closed: the error is one of an earlier call
+                log.error("embedding %r: %s", self._name, error)
+                return
+            kept = self._home.after_failed_close(self._table)
+            log.error("embedding %r could not be closed: %s; %s", self._name, error, kept)
 
     def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
         try:

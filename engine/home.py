@@ -17,20 +17,21 @@ from ..snapshots.format import check_description, check_name
 from ..snapshots.live import live_rows, write_based_snapshot
 from ..snapshots.reader import Snapshot, latest_snapshot
 from ..snapshots.writer import write_snapshot
-from .errors import OptimizerError, SnapshotError, StoreError
+from .errors import OptimizerError, SnapshotError, StoreError, TierbedError
 from .interrupts import uninterrupted
 from .lifecycle import Lifecycle
 from .ops.processor import processor_of
 from .optimizers import RowOptimizer
-from .options import IO_THREADS, CachedSsdOptions, StoreOptions
+from .options import CachedSsdOptions, StoreOptions
 from .row_state import RowState
+from .scanned import load_rows
 from .spec import KEY_TYPES, TableSpec
 from .store.contract import Chunks
 from .store.durable import remove_folder
 from .store.folder import StoreFolder
 from .store.rocksdb import RocksDB
 from .store.stack import build_stack
-from .table import OpenTable, load_rows
+from .table import OpenTable
 
 log = logging.getLogger("tierbed")
 
@@ -77,6 +78,19 @@ class TableHome:
                     self.folder.replace_live(self.folder.incoming, self._mark_of(table))
                 self._scratch = False
             table.close()
+
+    def after_failed_close(self, table: OpenTable) -> str:
+        """What the next run finds where this one ends now, for the log."""
+        if self.folder is None or not self._scratch:
+            return "no stored row is lost by it"
+        try:
+            snapshot = _base_of(self.folder)
+        except TierbedError as error:
+            return f"the last snapshot, which the next run needs, cannot be read: {error}"
+        if snapshot is None:
+            return "the next run starts empty: it has no snapshot of its own"
+        kept = snapshot.description["step"]
+        return f"the next run restores its last snapshot {snapshot.name!r}, of step {kept}; {_lost(kept, table.step)}"
 
     def release(self) -> None:
         """Let the folder go as it is."""
@@ -163,11 +177,7 @@ class TableHome:
                 f"store folder {str(folder.path)!r} was not closed by its last run, so its live rows cannot be used; "
                 'open="resume" restores the last snapshot or starts empty'
             )
-        base, reached = folder.base, folder.noted_step
-        if base:
-            snapshot: Snapshot | None = Snapshot.open(folder.snapshots / base)
-        else:
-            snapshot = None if base == "" else latest_snapshot(folder.snapshots)
+        snapshot, reached = _base_of(folder), folder.noted_step
         if snapshot is None:
             found = "started empty: it has no snapshot of its own"
             table = self._start_empty(optimizer, folder)
@@ -253,8 +263,7 @@ class TableHome:
         lifecycle = Lifecycle(self.options, rows, self.spec.seed % 2**64)
         processor = self._processor(self.spec, state, lifecycle.capacity)
         stack = build_stack(self.options, processor, place, shards)
-        io_threads = self.options.io_threads if isinstance(self.options, CachedSsdOptions) else IO_THREADS
-        table = OpenTable(self.spec, processor, stack, state, lifecycle, self._write_at, io_threads)
+        table = OpenTable(self.spec, processor, stack, state, lifecycle, self._write_at, self.options.io_threads)
         table.optimizer = optimizer
         if stored is not None:
             table.stored_rows, table.step = rows, stored["step"]
@@ -330,6 +339,14 @@ class TableHome:
                 f"{what} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, not of "
                 f"{optimizer.rule}; train with that optimizer, or take another name or persistent_path"
             )
+
+
+def _base_of(folder: StoreFolder) -> Snapshot | None:
+    """The snapshot that live rows without a mark go back to. Raises SnapshotError."""
+    base = folder.base
+    if base:
+        return Snapshot.open(folder.snapshots / base)
+    return None if base == "" else latest_snapshot(folder.snapshots)
 
 
 def _lost(kept: int, reached: int | None) -> str:

@@ -25,6 +25,7 @@ class Lifecycle:
     def __init__(self, options: StoreOptions, stored_rows: int, seed: int) -> None:
         self._eviction, self._ttl = options.eviction, options.ttl_steps
         self._ledger: _core.Ledger | None = None
+        self._admission = options.admission
         self.capacity = options.capacity
         self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
         if self.capacity is not None and options.eviction in ("none", "ttl"):
@@ -85,6 +86,12 @@ class Lifecycle:
         if self._ledger is not None:
             self._ledger.erase(tables, keys)
         self.counts[cause] += count
+
+    def why_absent(self) -> str:
+        """Why a row may not be there, for people: what befell any row, since those that left are not remembered."""
+        befell = [cause for cause, count in self.counts.items() if count]
+        causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in befell]
+        return " or ".join(["not written since the table was opened", *causes])
 
     def remember(self, chunks: Chunks) -> Chunks:
         """Scanned rows that come into the table, as they pass."""

@@ -15,7 +15,7 @@ from .store.contract import BUCKETS
 from .store.rocksdb import CACHE_MB, READ_MODES, SHARDS, options_text, require_rocksdb
 
 CACHE_POLICIES = ("lru", "lfu")
-IO_THREADS = min(4, os.cpu_count() or 1)
+IO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # the other cores are for the dense part of a step
 OPEN_MODES = ("resume", "fresh", "error")
 EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
 MOST_SIGHTS = 255  # that a count of them can tell
@@ -39,6 +39,7 @@ class StoreOptions(PlainDict):
     never. docs/lifecycle.md says how each of the three works.
     """
 
+    io_threads = IO_THREADS  # an option of cached_ssd alone; prefetch works with as many on every store
     store: str = field(init=False)
     persistent_path: str | os.PathLike[str] | None = None
     capacity: int | None = None

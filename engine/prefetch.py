@@ -18,7 +18,6 @@ import torch
 
 from . import _core
 from .inputs import Lookup
-from .options import IO_THREADS
 from .store.contract import Store
 
 if TYPE_CHECKING:
@@ -63,21 +62,17 @@ def _same(one: Lookup, other: Lookup) -> bool:
 class Prefetcher:
     """Prepares the announced batches of one table in their order. Its thread starts with the first of them."""
 
-    def __init__(self, processor: Processor[Any], store: Store[Any], threads: int = IO_THREADS) -> None:
+    def __init__(self, processor: Processor[Any], store: Store[Any], threads: int) -> None:
         self._processor = processor
         self._store = store
         self._threads = threads
         self.counts = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
-        self._coming: deque[_Coming] = deque()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._process = os.getpid()
+        self._coming: deque[_Coming] = deque()  # empty where there is no thread
         self._changed = Condition()
-        self._thread: Thread | None = None
+        self._thread: Thread | None = None  # the one that goes on; another ends
+        self._process = 0  # that the thread is of
         self._busy = False  # the thread is at work outside of the lock
         self._paused = False  # the thread may not begin anything
-        self._stopping = False
         self._ended = 0  # steps
         self._full = False  # the store takes no more batches ahead until a step ends
         self._unmatched = 0  # steps in a row that nobody announced
@@ -87,17 +82,20 @@ class Prefetcher:
         return self._thread is not None
 
     def announce(self, lookups: Sequence[Lookup]) -> None:
-        """A coming step has these lookups; steps are announced in their order."""
-        self._check_process()
+        """A coming step has these lookups; steps are announced in their order.
+
+        Raises RuntimeError where the system gives no thread.
+        """
         if len(self._coming) == QUEUE:  # nobody takes them
             self.counts["prefetch_dropped"] += 1
             return
         coming = _Coming(lookups)
         with self._changed:
-            self._coming.append(coming)
             if self._thread is None:
-                self._thread = Thread(target=self._run, name="tierbed-prefetch", daemon=True)
-                self._thread.start()
+                thread = Thread(target=self._run, name="tierbed-prefetch", daemon=True)
+                thread.start()  # may fail; it waits for the lock
+                self._thread, self._process = thread, os.getpid()
+            self._coming.append(coming)
             self._changed.notify_all()
 
     @contextmanager
@@ -109,7 +107,6 @@ class Prefetcher:
         if not self._coming:
             yield None
             return
-        self._check_process()
         skipped = next((i for i, coming in enumerate(self._coming) if lookups and coming.is_of(lookups)), None)
         if skipped == 0:
             batch = self._take()
@@ -140,12 +137,12 @@ class Prefetcher:
         if thread is None or self._process != os.getpid():
             return
         with self._changed:
-            self._stopping = True
+            self._thread = None
             self._coming.clear()
             self._changed.notify_all()
         if thread is not current_thread():  # garbage may be collected in it, and close the table
             thread.join()
-            self._thread, self._stopping = None, False
+        self._busy = self._full = False
         self._store.cancel()
 
     def _take(self) -> Any:
@@ -191,12 +188,16 @@ class Prefetcher:
 
     def _run(self) -> None:
         _core.use_own_pool(self._threads)
+        me = current_thread()
         while True:
             with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._stopping or (not self._paused and self._next() is not None))
-                if self._stopping:
+                if self._thread is me:
+                    self._busy = False
+                    self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: self._thread is not me or (not self._paused and self._next() is not None)
+                )
+                if self._thread is not me:
                     return
                 coming = self._next()
                 assert coming is not None
@@ -233,8 +234,3 @@ class Prefetcher:
         with self._changed:
             coming.announced = True
             self._changed.notify_all()
-
-    def _check_process(self) -> None:
-        """A forked child of a table without a thread begins anew; others may not be used there."""
-        if self._process != os.getpid():
-            self._begin()

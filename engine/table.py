@@ -18,9 +18,11 @@ from .inputs import Lookup, check_grad, check_weights
 from .interrupts import uninterrupted
 from .lifecycle import Lifecycle
 from .optim.rule import catches_up
+from .pinned import PinnedBatch
 from .prefetch import Prefetcher
+from .scanned import line_addresses
 from .segments import rows_of
-from .store.contract import Chunks, Keys, Store, Tables, row_dtype
+from .store.contract import Chunks, Keys, Store, Tables
 from .store.stack import Stack
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class OpenTable:
         state: RowState,
         lifecycle: Lifecycle,
         before_write: Callable[[int], None],
-        io_threads: int = 1,
+        io_threads: int,
     ) -> None:
         self.spec = spec
         self.processor = processor
@@ -209,12 +211,12 @@ class OpenTable:
 
     def rest(self) -> None:
         """Forget announced batches, and end the thread that makes them ready."""
-        with self.lock:
+        with self.lock, uninterrupted():
             self._prefetcher.close()
 
     def close(self) -> None:
         """Release memory and files without flushing. May be called again."""
-        with self.lock:
+        with self.lock, uninterrupted():
             stack, self.stack, self._pinned = self.stack, None, None
             if stack is not None:
                 self._prefetcher.close()
@@ -227,13 +229,18 @@ class OpenTable:
             counts = {**self.lifecycle.metrics, **self._prefetcher.counts}
             return {"table": {"rows": self.rows, "step": self.step, **counts}, **store.metrics()}
 
-    def where(self, lookup: Lookup) -> list[dict[str, Any]]:
-        """Where the row of one id is: `Level.where`. Nothing for padding. Changes nothing."""
+    def where(self, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
+        """Where the row of one id is, `Level.where`, and why it is not stored; None where it is. Changes nothing."""
         with self.lock:
             store = self._store()
             self.check()
             tables, keys = rows_of(self.spec, lookup)
-            return store.where(int(tables[0]), int(keys[0])) if len(keys) else []
+            if not len(keys):
+                return [], f"padding_idx={self.spec.padding_idx} is no row"
+            tiers = store.where(int(tables[0]), int(keys[0]))
+            if not tiers:
+                return [], self.lifecycle.why_absent()
+            return tiers, None if tiers[0]["updates"] else "brought up for a step that has not written it"
 
     def check(self) -> None:
         """Wait for the processor, and raise what an earlier call did wrong. InputError, CapacityError."""
@@ -263,8 +270,6 @@ class OpenTable:
             if victims := self.lifecycle.admit(batch, self.layout, step, training=is_step):
                 self._erase(*victims, "evicted")
             self._store().pin(batch, self._room if self._bounded else None)
-            if self.lifecycle.remembers:
-                batch.use_own_lines()
         self._pinned = PinnedBatch(self, batch, lookups, dtype)
         return self._pinned
 
@@ -365,46 +370,3 @@ class OpenTable:
     def _batch(self, lookups: list[Lookup]) -> Any:
         self._raise_late(wait=False)
         return self.processor.batch(lookups)
-
-
-class PinnedBatch:
-    """The unique rows of all lookups of a step, pinned in the top tier until `update` or the table's `release`."""
-
-    def __init__(self, table: OpenTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
-        self.core = core  # the processor's batch
-        self.lookups = lookups
-        self.dtype = dtype
-        self._table = table
-
-    def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
-        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
-
-        weights: float32 of the shape of its ids, or None.
-        """
-        return self._table.gather(self, index, weights)
-
-    def weights_grad(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is as its result."""
-        return self._table.weights_grad(self, index, grad)
-
-    def update(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-        """Apply the optimizer. For each lookup: the gradient of its result, and the weights that it was pooled with."""
-        self._table.update(self, grads, weights if weights is not None else [None] * len(self.lookups))
-
-
-def load_rows(stack: Stack, chunks: Chunks, width: int) -> int:
-    """Write scanned rows to the last tier of an empty stack. Returns how many."""
-    count = 0
-    for _, rows in chunks:
-        if rows.dtype != row_dtype(width) or not rows.flags.c_contiguous:
-            raise StoreError(f"rows of {rows.dtype} cannot be loaded into lines of {width} floats")
-        stack.bottom.write(rows["table"].copy(), rows["key"].copy(), line_addresses(rows))
-        count += len(rows)
-    return count
-
-
-def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:
-    """The lines within scanned rows [n]: values and record lie in them as in a line, behind table and key."""
-    assert rows.dtype.fields is not None
-    start = rows.ctypes.data + rows.dtype.fields["values"][1]
-    return np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.dtype.itemsize) + np.uint64(start)

@@ -75,7 +75,9 @@ def live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
     elif mark.get("live") == "rocksdb":
         from ..engine.store.rocksdb import RocksDB  # only where it holds the rows
 
-        with closing(RocksDB(store.live, mark["width"], mark["shards"])) as tier:
+        # a file says how it is read; merging files is for a run that has the options they were made with
+        as_is = "disable_auto_compactions=true"
+        with closing(RocksDB(store.live, mark["width"], mark["shards"], options=as_is)) as tier:
             yield tier.scan()
     else:
         raise StoreError(f"the mark of {str(store.path)!r} has an unknown live={mark.get('live')!r}: upgrade tierbed")

@@ -85,8 +85,10 @@ def test_a_row_that_was_never_written_is_initial(store: str, tmp_path: Path) -> 
     with opened(store, tmp_path) as embedding:
         train(embedding, [1, 2])
         assert embedding.explain(3, 0) == {
-            "table": 0, "key": 3, "stored": False, "updates": 0, "last_step": 0, "tiers": []
+            "table": 0, "key": 3, "stored": False, "why": "not written since the table was opened",
+            "updates": 0, "last_step": 0, "tiers": [],
         }  # fmt: skip
+        assert embedding.explain(1, 0)["why"] is None
         assert not embedding.explain(1, table=1)["stored"]
         assert embedding.explain(-7, 2)["tiers"] == []
         assert embedding.size() == 2
@@ -102,6 +104,8 @@ def test_a_pinned_row_is_pinned_until_its_step_ends(tmp_path: Path) -> None:
         assert known["stored"]
         assert places(known)["device"]["pinned"]
         assert not new["stored"]
+        assert known["why"] is None
+        assert new["why"] == "brought up for a step that has not written it"
         assert places(new)["device"]["pinned"]
         embedding.release()
         assert not places(embedding.explain(5, 0))["device"]["pinned"]
@@ -127,7 +131,8 @@ def test_a_dirty_row_is_newer_than_below_until_it_is_flushed(tmp_path: Path) -> 
 
 def test_what_cannot_be_a_row(tmp_path: Path) -> None:
     with make(options("device", tmp_path), "adagrad", padding_idx=-1) as embedding:
-        assert embedding.explain(-1, 0)["tiers"] == []
+        padding = embedding.explain(-1, 0)
+        assert (padding["stored"], padding["why"], padding["tiers"]) == (False, "padding_idx=-1 is no row", [])
         for table in (None, 3, -1, 0.0, [0]):
             with pytest.raises(InputError, match=r"table of embedding 'rows': got .+; give the key's, from 0 to 2"):
                 embedding.explain(1, table)  # type: ignore[arg-type]
@@ -144,3 +149,20 @@ def test_the_only_table_need_not_be_named(tmp_path: Path) -> None:
         told = embedding.explain(np.int64(5))
         assert told == embedding.explain(5, 0)
         assert told["stored"]
+
+
+def test_why_a_row_is_not_there_names_all_that_befell_rows(tmp_path: Path) -> None:
+    life = {"capacity": 4, "eviction": "lru", "admission": 2}
+    with make(options("host", tmp_path, **life), "adagrad") as embedding:
+        whys = [embedding.explain(9, 0)["why"]]
+        train(embedding, [1, 2, 3, 4])
+        whys.append(embedding.explain(1, 0)["why"])
+        train(embedding, [1, 2, 3, 4])
+        embedding.put([5], torch.zeros(1, embedding.dim), 0)
+        gone = next(row for row in everything(embedding) if row["key"] < 5 and row["why"] and row["table"] == 0)
+        whys.append(gone["why"])
+        embedding.delete([5], 0)
+        whys.append(embedding.explain(5, 0)["why"])
+    first = "not written since the table was opened"
+    refused = f"{first} or refused by admission=2"
+    assert whys == [first, refused, f"{refused} or evicted", f"{refused} or evicted or deleted"]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from embeddings import STORES, attach, contents, make, options, train
+from forked import in_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tierbed.engine import InputError, MultiTableEmbedding, OptimizerError
+from tierbed.engine import InputError, MultiTableEmbedding, OptimizerError, StoreError
 from tierbed.engine.inputs import Lookup
 from tierbed.engine.prefetch import QUEUE, WINDOW
 
@@ -130,3 +134,80 @@ def test_hints_that_nobody_takes_do_not_pile_up() -> None:
         assert embedding.metrics()["table"]["prefetch_dropped"] == 5
         train(embedding, BATCHES[0])
         assert embedding.metrics()["table"]["prefetch_hits"] == 1
+
+
+def test_a_hint_whose_thread_does_not_start_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with make(options("cached_host"), "adagrad") as embedding:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                hint(embedding, BATCHES[0])
+        train(embedding, BATCHES[0])
+        hint(embedding, BATCHES[1])
+        train(embedding, BATCHES[1])
+        assert embedding.metrics()["table"]["prefetch_hits"] == 1
+
+
+def test_ctrl_c_while_a_close_waits_for_the_thread_leaves_a_table_that_trains() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    embedding = make(options("cached_host"), "adagrad")
+    hint(embedding, torch.randint(1 << 60, (4_000_000,)))  # takes the thread a while
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            embedding.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    hint(embedding, BATCHES[0])
+    train(embedding, BATCHES[0])
+    assert embedding.metrics()["table"]["prefetch_hits"] == 1
+    embedding.close()
+
+
+def _exit_code_of_a_child(task: Callable[[], bool]) -> int:
+    child = os.fork()
+    if child == 0:
+        passed = False
+        try:
+            passed = task()
+        finally:
+            os._exit(0 if passed else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _fork_beside_hints() -> list[int]:
+    with make(options("cached_host"), "adagrad") as embedding:
+
+        def hinted() -> bool:
+            hint(embedding, BATCHES[0])
+            train(embedding, BATCHES[0])
+            return embedding.metrics()["table"]["prefetch_hits"] == 1
+
+        def closed() -> bool:
+            done = hinted()
+            embedding.close()
+            return done and threading.active_count() == 1
+
+        def refused() -> bool:
+            with pytest.raises(StoreError, match="which holds its folder or its threads"):
+                hint(embedding, BATCHES[2])
+            return True
+
+        without_thread = _exit_code_of_a_child(closed)
+        hint(embedding, BATCHES[0])
+        hint(embedding, BATCHES[1])
+        with_thread = _exit_code_of_a_child(refused)
+        train(embedding, BATCHES[0])
+        train(embedding, BATCHES[1])
+        assert embedding.metrics()["table"]["prefetch_hits"] == 2
+        return [without_thread, with_thread]
+
+
+def test_a_child_has_a_thread_of_its_own_or_may_not_use_the_table() -> None:
+    assert in_process(_fork_beside_hints) == [0, 0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,3 +88,45 @@ def test_an_end_without_a_goodbye_is_as_a_kill(
         holds(embedding, 3)
     (said,) = remarks(caplog)
     assert "restored its last snapshot 's3', of step 3; what was written since, steps 4 to 5, is lost" in said
+
+
+# more than a byte cannot be written to any file from here on: as on a full disk, but of this process alone
+FULL = """
+import resource, sys
+from pathlib import Path
+from killed import embedding_at, steps
+
+embedding = embedding_at(Path(sys.argv[1]), sys.argv[2])
+steps(embedding, 3)
+if sys.argv[3] == "saved":
+    embedding.save_snapshot("s3")
+steps(embedding, 2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+raise RuntimeError("as planned")
+"""
+
+
+@pytest.mark.parametrize(("store", "saved"), [("device", "saved"), ("ssd_host", "none")])
+def test_an_end_that_cannot_close_says_once_what_is_kept(
+    tmp_path: Path, store: str, saved: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FULL, tmp_path, store, saved],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") == 1
+    said = ended.stderr.splitlines()[-1]
+    assert said.startswith("embedding 'rows' could not be closed: ")
+    assert "File too large" in said
+    kept = {
+        "saved": "restores its last snapshot 's3', of step 3; what was written since, steps 4 to 5, is lost",
+        "none": "starts empty: it has no snapshot of its own",
+    }
+    assert said.endswith(f"; the next run {kept[saved]}")
+    with embedding_at(tmp_path, store) as embedding:
+        holds(embedding, 3 if saved == "saved" else 0)
+    assert len(remarks(caplog)) == 1

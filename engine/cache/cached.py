@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import _core
 from ..errors import OptionError, StoreError
-from ..options import CachedHostMemOptions, CachedSsdOptions
+from ..options import CachedHostMemOptions
 from ..store.contract import Chunks, Found, Keys, Lines, Room, Tables, Tier
 from ..store.full import check_room
 
@@ -40,7 +40,7 @@ class CachedStore:
                 budget_bytes=int(budget_mb * MB),
                 overflow_bytes=int(options.overflow_mb * MB),
                 policy=options.cache_policy,
-                io_threads=options.io_threads if isinstance(options, CachedSsdOptions) else 1,
+                io_threads=options.io_threads,
             )
         except (ValueError, MemoryError) as error:
             raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None

@@ -12,7 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ..embedding import MultiTableMultiColumnEmbedding
     from ..inputs import Lookup
-    from ..table import PinnedBatch
+    from ..pinned import PinnedBatch
 
 
 def prefetch(embedding: MultiTableMultiColumnEmbedding, lookups: list[Lookup]) -> PinnedBatch:

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..._core import GROUP
 from ...errors import StoreError
 from ...store.contract import Chunks, Keys, Room, Tables, WithoutAnnouncements
 from .batch import Batch, lines_among, rows_of
-from .cache import GROUP, Cache
+from .cache import Cache
 from .device import Argument, launch
 from .faults import Faults
 from .full import FullStore

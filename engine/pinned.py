@@ -1,0 +1,38 @@
+"""A step's hold on the rows that it needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .inputs import Lookup
+
+if TYPE_CHECKING:
+    from .table import OpenTable
+
+
+class PinnedBatch:
+    """The unique rows of all lookups of a step, pinned in the top tier until `update` or the table's `release`."""
+
+    def __init__(self, table: OpenTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
+        self.core = core  # the processor's batch
+        self.lookups = lookups
+        self.dtype = dtype
+        self._table = table
+
+    def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
+        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
+
+        weights: float32 of the shape of its ids, or None.
+        """
+        return self._table.gather(self, index, weights)
+
+    def weights_grad(self, index: int, grad: Tensor) -> Tensor:
+        """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is as its result."""
+        return self._table.weights_grad(self, index, grad)
+
+    def update(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+        """Apply the optimizer. For each lookup: the gradient of its result, and the weights that it was pooled with."""
+        self._table.update(self, grads, weights if weights is not None else [None] * len(self.lookups))
