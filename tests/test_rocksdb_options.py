@@ -120,6 +120,7 @@ def test_blocks_are_cached_once(tmp_path: Path, mode: str, cache_mb: int, cached
         ({"two_write_queues": True}, r"two_write_queues='true': .*no write-ahead log.*leave it out"),
         ({"enable_blob_files": True}, r"enable_blob_files='true': the bounds of disk use.*leave it out"),
         ({"allow_mmap_writes": True}, r"allow_mmap_writes='true': a full disk would end the process; leave it out"),
+        ({"max_background_flushes": 4}, r"max_background_flushes='4': give max_background_jobs instead"),
         ({"num_levels": 3}, r"num_levels='3': the folder would not open with another number; leave it out"),
         ({"block_based_table_factory": {"index_type": "kHashSearch"}}, r"kHashSearch needs a prefix of keys"),
         ({"block_based_table_factory": {"checksum": "kNoChecksum"}}, r"kNoChecksum: damage of a file"),
