@@ -133,6 +133,15 @@ def test_closing_beside_a_busy_thread_ends(make_cache: MakeCache) -> None:
         cache.close()
 
 
+def test_a_large_batch_goes_down_though_no_step_follows(make_cache: MakeCache) -> None:
+    cache = make_cache(1, overflow_rows=100)
+    step(cache, Model(), ROWS)
+    end = time.monotonic() + 30
+    while (rows := cache.metrics()["overflow_rows"]) > 100 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert rows <= 100
+
+
 def test_steps_wait_at_the_cap_of_the_overflow(make_cache: MakeCache) -> None:
     cache, model, random = make_cache(4, overflow_rows=400), Model(), np.random.default_rng(3)
     for _ in range(60):

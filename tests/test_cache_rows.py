@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tierbed.engine._core import WAY_BYTES, WAYS
 from tierbed.engine.store.rocksdb import RocksDB
 
 METADATA_BYTES = WAY_BYTES + 1  # of a line
+PLACE_BYTES = 91  # of a row in the overflow, beside its line
 TABLE = Table([3], [0.1], tables=2)
 KEYS = [*SPECIAL_KEYS, *range(100, 200)]
 Row = tuple[int, int]
@@ -34,7 +37,7 @@ def cache_over(below: Any, sets: int, policy: str = "lru", overflow_rows: int = 
         TABLE.layout,
         below,
         budget_bytes=sets * set_bytes() + 1,
-        overflow_bytes=overflow_rows * (TABLE.layout.line_bytes + 72),
+        overflow_bytes=overflow_rows * (TABLE.layout.line_bytes + PLACE_BYTES),
         policy=policy,
         io_threads=2,
     )
@@ -294,6 +297,25 @@ def test_batches_are_pinned_in_the_order_in_which_they_are_announced() -> None:
     with pytest.raises(RuntimeError, match="not pinned"):
         cache.unpin(first)
     cache.unpin(second)
+
+
+@KINDS
+def test_batches_are_cancelled_while_they_come_up(kind: str) -> None:
+    with tier_below(kind) as below, ThreadPoolExecutor(1) as pool:
+        cache, model, random = cache_over(below, 2, overflow_rows=3000), Model(), np.random.default_rng(0)
+        for _ in range(60):
+            rows = [(int(key) % 2, int(key)) for key in random.integers(0, 2500, 1500)]
+            ahead, batch = batch_of(rows[:1200]), batch_of(rows[600:])
+            cache.announce(ahead)
+            coming_up = pool.submit(cache.prefetch, ahead)
+            time.sleep(random.random() * 2e-3)
+            cache.cancel()
+            coming_up.result()
+            cache.pin(batch)
+            model.check(batch)
+            model.write(batch)
+            cache.unpin(batch)
+        cache.close()
 
 
 def test_rows_that_were_never_written_cost_nothing_below() -> None:

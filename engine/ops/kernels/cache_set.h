@@ -2,8 +2,9 @@
 //
 // A set has a one-byte tag for each of its ways, 0 where the way is free, so that a probe looks at one line of tags and
 // at the ways that match. A row has a group of the set's ways for its home and replaces a row there, which takes one
-// look at few of them; where none there may go, or all are known to be needed, it replaces one of the whole set. One
-// tile works on one set at a time and nobody else touches it; what is evicted does not depend on the tile's size.
+// look at few of them; where none there may go, or all are known to be needed, the next group is looked at as well, and
+// so on. One tile works on one set at a time and nobody else touches it; what is evicted does not depend on the tile's
+// size.
 //
 // Batches have numbers, ascending in the order of their steps. A row is pinned while its latest batch is not over
 // (`last` beyond `done`), and dirty while its line has had updates that the tier below has not: nothing is counted up
@@ -116,8 +117,8 @@ TIERBED_FN u32 batches_until(u32 next, u32 number) {
 }
 
 // The way to replace for batch `number`, looked for from `home` on: a free one, else of the unpinned ones that which is
-// needed last; of those not known to be needed the one unused for longest, or with the fewest uses. NONE where all are
-// pinned.
+// needed last; of those not known to be needed the one unused for longest, or with the fewest uses, in the first group
+// that has any. NONE where all are pinned.
 TIERBED_FN u32 victim_way(const SetView& set, u32 home, u32 number, u32 done, Replacement replacement) {
     for (u32 turn = 0; turn < WAYS; turn += GROUP) {
         const u32 first = (home + turn) % WAYS, free = first_free(set.tags + first);

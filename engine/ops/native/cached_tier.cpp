@@ -41,9 +41,9 @@ void CachedTier::close() {
     cancel();
 }
 
-CachedTier::Announced* CachedTier::announced(const Batch& batch) {
+CachedTier::Announced* CachedTier::announced(u32 number) {
     for (Announced& one : announced_)
-        if (one.batch.get() == &batch) return &one;
+        if (one.number == number) return &one;
     return nullptr;
 }
 
@@ -76,21 +76,28 @@ bool CachedTier::prefetch(const Batch& batch) {
         });
         const auto is_down = [](const Announced& one) { return one.state != Announced::admitted; };
         const auto first = std::find_if(announced_.begin(), announced_.end(), is_down);
-        Announced* const mine = announced(batch);
-        if (!mine || !is_down(*mine)) return true;
-        if (mine != &*first) return false;
+        const auto mine = std::find_if(announced_.begin(), announced_.end(),
+                                       [&](const Announced& one) { return one.batch.get() == &batch; });
+        if (mine == announced_.end() || !is_down(*mine)) return true;
+        if (mine != first) return false;
         mine->state = Announced::admitting;
         kept = mine->batch;
         number = mine->number;
     }
+    const auto is_cancelled = [&] {
+        const std::lock_guard queue(threads_->queue);
+        return announced(number) == nullptr;
+    };
     const auto end = [&](bool admitted) {
         const std::lock_guard queue(threads_->queue);
-        announced(batch)->state = admitted ? Announced::admitted : Announced::waiting;
+        if (Announced* const mine = announced(number))
+            mine->state = admitted ? Announced::admitted : Announced::waiting;
         threads_->admitted.notify_all();
         return admitted;
     };
     try {
         const std::lock_guard admission(threads_->admission);
+        if (is_cancelled()) return end(true);
         return end(admit(wanted_of(*kept, false), number, For::ahead));
     } catch (...) {
         end(false);
@@ -145,14 +152,20 @@ void CachedTier::pin(std::shared_ptr<Batch> batch) {
 
 void CachedTier::unpin(const Batch& batch) {
     std::shared_ptr<Batch> last;
-    const std::lock_guard queue(threads_->queue);
-    if (pinned_.get() != &batch) throw std::runtime_error("unpin of a batch that is not pinned");
-    last.swap(pinned_);
-    update_done();
+    {
+        const std::lock_guard queue(threads_->queue);
+        if (pinned_.get() != &batch) throw std::runtime_error("unpin of a batch that is not pinned");
+        last.swap(pinned_);
+        update_done();
+    }
+    if (!threads_->writer) return;
+    const std::lock_guard directory(threads_->directory);
+    if (directory_.overflow.rows() > overflow_rows_) threads_->writer->wake();  // the next step may be long in coming
 }
 
 void CachedTier::cancel() {
     std::deque<Announced> last;
+    const std::lock_guard admission(threads_->admission);  // rows that are being fetched must not be over
     const std::lock_guard directory(threads_->directory);
     const std::lock_guard queue(threads_->queue);
     last.swap(announced_);

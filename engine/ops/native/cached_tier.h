@@ -94,7 +94,7 @@ private:
     enum class For { ahead, step, write };
 
     // With the locks that each group begins with. `queue`:
-    Announced* announced(const Batch& batch);
+    Announced* announced(u32 number);  // null where it was cancelled
     void update_done();
     // `admission`. Calls of a tier are batches of their own.
     u32 begin_alone();

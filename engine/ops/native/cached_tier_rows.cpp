@@ -32,8 +32,9 @@ bool CachedTier::admit(const Wanted& wanted, u32 number, For purpose) {
     if (writer) writer->raise();
     overflow.trim();
     directory_.take_back(done());
-    const auto fits = [&] { return overflow.rows() + directory_.counted().misses <= overflow_rows_; };
     directory_.probe(wanted, number, purpose != For::ahead);
+    const std::size_t coming = directory_.coming();
+    const auto fits = [&] { return overflow.rows() + coming <= overflow_rows_; };
     if (purpose == For::ahead) {
         if (!fits()) {
             ++prefetch_waits_;
@@ -49,7 +50,7 @@ bool CachedTier::admit(const Wanted& wanted, u32 number, For purpose) {
     directory_.choose(wanted, number, done());
     CacheCounts counts = directory_.counted();
     try {
-        overflow.reserve(counts.evictions_dirty + counts.overflows);
+        overflow.reserve(std::min<std::size_t>(counts.evictions_dirty + counts.overflows, coming + 1));
         if (!writer) write_victims();
     } catch (...) {
         directory_.restore();

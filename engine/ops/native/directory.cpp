@@ -101,14 +101,20 @@ void Directory::mark(const Wanted& batch, u32 number) {
     });
 }
 
+std::size_t Directory::coming() const {
+    std::size_t rows = 0;
+    for_each_absent([&](const Absent& absent) { rows += absent.from == NONE || overflow.at(absent.from).leaving; });
+    return rows;
+}
+
 void Directory::take_back(u32 done) {
     if (!window.looks_past(done) || overflow.empty()) return;
     overflow.reserve(1);  // a row comes for each that goes
-    for (u32 place = 0, all = overflow.places(); place < all; ++place) {
-        if (!overflow.is_idle(place, done)) continue;
+    overflow.for_each([&](u32 place) {
+        if (!overflow.is_idle(place, done)) return;
         const Way row = overflow.at(place).way;
         const u32 slot = sets.choose(row.hash, done, done);
-        if (slot == NONE || sets.needed_in(slot, done) <= batches_until(row.next, done)) continue;
+        if (slot == NONE || sets.needed_in(slot, done) <= batches_until(row.next, done)) return;
         if (!sets.is_free(slot) && sets.is_dirty(slot)) {
             const u32 victim = overflow.add(sets.way(slot));
             copy_line(THREAD, overflow.line(victim), sets.line(slot), shape_);
@@ -116,7 +122,7 @@ void Directory::take_back(u32 done) {
         copy_line(THREAD, sets.line(slot), overflow.line(place), shape_);
         sets.take(slot, row);
         overflow.remove(place);
-    }
+    });
 }
 
 void Directory::choose(const Wanted& batch, u32 number, u32 done) {

@@ -51,7 +51,8 @@ public:
     // Tells where rows of the batch are and lists those that no set holds. With `marking`, pins those that are there.
     void probe(const Wanted& batch, u32 number, bool marking);
     void mark(const Wanted& batch, u32 number);
-    std::size_t misses() const { return counts_.misses; }
+    // Rows of the batch that may take a place of the overflow which they have not yet.
+    std::size_t coming() const;
 
     // Gives rows of the overflow that announced batches need a slot of rows that are needed later, or by none, after
     // `done`, the last batch that is over.
@@ -79,9 +80,7 @@ public:
     void for_each_row(const Body& body) {
         for (u32 slot = 0; slot < sets.slots(); ++slot)
             if (!sets.is_free(slot)) body(sets.way(slot), sets.line(slot), i64{slot});
-        for (u32 place = 0; place < overflow.places(); ++place)
-            if (overflow.at(place).used && !overflow.at(place).gone)
-                body(overflow.at(place).way, overflow.line(place), i64{-1});
+        overflow.for_each([&](u32 place) { body(overflow.at(place).way, overflow.line(place), i64{-1}); });
     }
 
     struct Found {

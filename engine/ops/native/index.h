@@ -28,7 +28,7 @@ public:
             row = find_row(THREAD, old, hash, table);
             return row == ERASED ? 0 : row;
         }
-        void fetch(u64 hash) const {
+        TIERBED_INLINE void fetch(u64 hash) const {
             prefetch(&current.slots[home_slot(current, hash)]);
             if (moving) prefetch(&old.slots[home_slot(old, hash)]);
         }

@@ -75,7 +75,7 @@ private:
 
         std::size_t home(u64 hash) const { return (hash & 0xFFFFFFFFu) * entries.size() >> 32; }
         std::size_t next(std::size_t at) const { return at + 1 == entries.size() ? 0 : at + 1; }
-        void fetch(u64 hash) const { prefetch(entries.data() + home(hash)); }
+        TIERBED_INLINE void fetch(u64 hash) const { prefetch(entries.data() + home(hash)); }
         // Where the row is, or the free entry where it would be.
         std::size_t place(u64 hash, u32 table) const;
         Entry& find_or_insert(u64 hash, u32 table);

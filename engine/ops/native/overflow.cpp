@@ -1,33 +1,41 @@
 #include "overflow.h"
 
-#include <algorithm>
-
 namespace tierbed {
 
 void Overflow::reserve(std::size_t rows) {
     index_.reserve(index_.size() + rows);
-    while (free_.size() < rows) {
-        const u32 first = places();
-        chunks_.emplace_back(std::size_t{CHUNK} * shape_.line_bytes);
-        places_.resize(first + CHUNK);
-        if (free_.capacity() < places_.size()) free_.reserve(2 * places_.size());
-        for (u32 place = first + CHUNK; place-- > first;) free_.push_back(place);
+    const std::size_t within = capacity_ + 1;  // a row comes before the one whose place in a set it leaves has gone
+    while (places_ - rows_ < rows) {
+        const bool beyond = places_ >= within;
+        const u32 size = beyond ? CHUNK : static_cast<u32>(std::min<std::size_t>(CHUNK, within - places_));
+        const u32 first = static_cast<u32>(chunks_.size()) * CHUNK;
+        Chunk chunk{Pages(std::size_t{size} * shape_.line_bytes), std::vector<Place>(size)};
+        for (u32 i = 0; i < size; ++i) chunk.places[i].after = i + 1 < size ? first + i + 1 : free_[beyond];
+        chunks_.push_back(std::move(chunk));
+        free_[beyond] = first;
+        places_ += size;
     }
 }
 
 void Overflow::trim() {
-    if (rows_ > 0 || places() <= kept_) return;
-    index_ = RowMap();
-    places_ = std::vector<Place>();
-    free_ = std::vector<u32>();
-    chunks_ = std::vector<Pages>();
+    if (rows_beyond_ > 0 || places_ <= capacity_ + 1) return;
+    RowMap index;  // a smaller one
+    for_each([&](u32 place) { index.insert(at(place).way.hash, at(place).way.table, place + 1); });
+    index_ = std::move(index);
+    chunks_.resize(capacity_ / CHUNK + 1);
+    free_[1] = NONE;
+    places_ = capacity_ + 1;
 }
 
 u32 Overflow::add(const Way& row) {
-    const u32 place = free_.back();
-    free_.pop_back();
+    const bool beyond = free_[0] == NONE;
+    const u32 place = free_[beyond];
+    free_[beyond] = at(place).after;
     index_.insert(row.hash, row.table, place + 1);
-    places_[place] = Place{row, true, false, false};
+    at(place) = {row, false, false, last_, NONE};
+    (last_ == NONE ? first_ : at(last_).after) = place;
+    last_ = place;
+    rows_beyond_ += beyond;
     peak_ = std::max(peak_, ++rows_);
     return place;
 }
@@ -41,19 +49,25 @@ void Overflow::remove(u32 place) {
 }
 
 void Overflow::forget(u32 place) {
-    places_[place] = Place{};
-    free_.push_back(place);
+    const u32 before = at(place).before, after = at(place).after;
+    (before == NONE ? first_ : at(before).after) = after;
+    (after == NONE ? last_ : at(after).before) = before;
+    if (turn_ == place) turn_ = after;
+    const bool beyond = place > capacity_;
+    at(place) = {};
+    at(place).after = free_[beyond];
+    free_[beyond] = place;
+    rows_beyond_ -= beyond;
     --rows_;
 }
 
 std::vector<u32> Overflow::take(u32 done, std::size_t most) {
     std::vector<u32> taken;
-    const u32 all = places();
-    for (u32 n = 0; n < all && rows_ > 0 && taken.size() < most; ++n) {
-        if (turn_ >= all) turn_ = 0;
-        const u32 place = turn_++;
+    for (std::size_t left = rows_; left > 0 && taken.size() < most; --left) {
+        const u32 place = turn_ == NONE ? first_ : turn_;
+        turn_ = at(place).after;
         if (!is_idle(place, done)) continue;
-        if (2 * rows_ <= kept_ && batches_until(at(place).way.next, done) != NEVER) continue;
+        if (2 * rows_ <= capacity_ && batches_until(at(place).way.next, done) != NEVER) continue;
         if (is_dirty(place))
             taken.push_back(place);
         else
@@ -80,8 +94,8 @@ void Overflow::wrote(const std::vector<u32>& places, const std::vector<u32>* upd
 }
 
 std::size_t Overflow::bytes() const {
-    std::size_t total = places_.capacity() * sizeof(Place) + free_.capacity() * sizeof(u32) + index_.bytes();
-    for (const Pages& chunk : chunks_) total += chunk.size();
+    std::size_t total = index_.bytes();
+    for (const Chunk& chunk : chunks_) total += chunk.lines.size() + chunk.places.size() * sizeof(Place);
     return total;
 }
 

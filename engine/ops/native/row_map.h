@@ -10,6 +10,8 @@ namespace tierbed {
 // Numbers are not 0. May be read by several threads at once.
 class RowMap {
 public:
+    static constexpr std::size_t MOST_BYTES = (8 * sizeof(Slot) + 2) / 3;  // of a row: slots double when 3/4 are taken
+
     // The row's number, or 0.
     u32 find(u64 hash, u32 table) const { return slots_.empty() ? 0 : find_row(THREAD, view(), hash, table); }
 
@@ -40,7 +42,6 @@ public:
     TIERBED_INLINE void fetch(u64 hash) const {
         if (!slots_.empty()) prefetch(&slots_[home_slot(view(), hash)]);
     }
-    void clear() { *this = RowMap(); }
     std::size_t size() const { return rows_; }
     std::size_t bytes() const { return slots_.capacity() * sizeof(Slot); }
 
