@@ -280,6 +280,9 @@ def check_rocksdb_options(options: Sequence[tuple[str, str]]) -> None:
 def rocksdb_option_names() -> list[str]:
     """Those that `check_rocksdb_options` may take."""
 
+def rocksdb_table_field_names() -> list[str]:
+    """Those that block_based_table_factory may take."""
+
 def rocksdb_has_async_io() -> bool:
     """Whether the library reads by io_uring here."""
 

@@ -210,9 +210,10 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def compact(self) -> None:
         """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError where it has none."""
+        table = self._table()
         if self.store_options.store != "cached_ssd":
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
-        self._table().compact()
+        table.compact()
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Numbers of the whole (`table`), then of each tier from the top: docs/metrics.md says what each means."""
@@ -250,6 +251,11 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     def is_open(self) -> bool:
         """Whether its store is open: from the first use to `close`."""
         return self._held is not None and not self._closed
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def close(self) -> None:
         """Bring every row down and close the store; the next run resumes from it.

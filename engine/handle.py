@@ -105,14 +105,21 @@ class TableHandle:
         self._replace(before, lambda: self._home.load_snapshot(before, name))
 
     def close(self) -> None:
-        """Bring the rows down and let the folder go. Where that fails, everything stays open, to be closed again.
+        """Bring the rows down and let the folder go. Where that fails, everything stays open, to be closed again,
+        unless the folder was removed or replaced: then nothing is written and all is let go.
 
         May be called again; does nothing in a forked process. Raises, after that, what an earlier call did wrong.
         """
         if self._table is not None and self._process == os.getpid():
             with _disable_current_modes():  # garbage may be collected during a trace, which would record this
                 late = self._table.late_error(wait=True)  # concerns no row: they are kept first
-                self._home.close(self._table)
+                try:
+                    self._home.close(self._table)
+                except TierbedError:
+                    if self._table.stack is None:  # closed without its rows, which have no folder any more
+                        self._table = None
+                        self._home.release()
+                    raise
             self._home.release()
             self._table = None
             if late is not None:

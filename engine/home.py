@@ -7,7 +7,9 @@ close. What is found without a mark is never served; the last snapshot is.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +55,36 @@ class TableHome:
         """The table with the rows that the folder says are good. Raises StoreError, OptionError, OptimizerError."""
         if self.folder is None:
             return self._build(optimizer, None, None)
-        mark = None if self._fresh else self.folder.read_mark()
+        try:
+            return self._open(optimizer, self.folder)
+        except TierbedError as error:
+            if not _lacks_space(error):
+                raise
+            raise StoreError(_no_space_to_open(self.folder, error)) from error
+
+    def _open(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
+        mark = None if self._fresh else folder.read_mark()
         if mark is not None:
-            return self._resume(optimizer, mark, self.folder)
-        if self.folder.begun and not self._fresh:
-            return self._recover(optimizer, self.folder)
-        return self._start_empty(optimizer, self.folder)
+            return self._resume(optimizer, mark, folder)
+        if folder.begun and not self._fresh:
+            return self._recover(optimizer, folder)
+        return self._start_empty(optimizer, folder)
 
     def close(self, table: OpenTable) -> None:
         """Bring written rows down and mark the folder clean, so that the next run resumes from them.
 
         Where that fails, as on a full disk, the table stays open, to be closed again. One whose write failed is
-        closed without a mark: the next run goes back to the last snapshot.
+        closed without a mark: the next run goes back to the last snapshot. So is one whose folder was removed or
+        replaced, and then StoreError is raised.
         """
         with table.lock:
             table.rest()  # first: what follows may fail, and at the end of the process no thread may be left
             if self.folder is not None and self._scratch and table.failure is None:
+                try:
+                    self.folder.check()
+                except StoreError:
+                    table.close()
+                    raise
                 if self._on_disk:
                     table.flush()
                     self.folder.set_mark(self._mark_of(table))
@@ -137,8 +153,8 @@ class TableHome:
 
     def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
         new = not folder.begun
-        if not new:
-            self._build(optimizer, None, folder.incoming).close()  # options that cannot work must not cost rows
+        if folder.read_mark() is not None:
+            self._build(optimizer, None, folder.incoming).close()  # options that cannot work must not cost good rows
             remove_folder(folder.incoming)
         folder.discard_live()
         try:
@@ -165,6 +181,8 @@ class TableHome:
                 return self._build(optimizer, mark, folder.live)
             return self._restore(optimizer, mark, live_rows(folder, mark), same_rows=True)
         except (SnapshotError, StoreError) as error:
+            if _lacks_space(error):
+                raise
             raise StoreError(
                 f"the live rows of {where} are marked clean and cannot be read: {error}. Go back to a snapshot with "
                 '`tierbed snapshot load`, or start over with open="fresh"'
@@ -184,6 +202,7 @@ class TableHome:
         else:
             found = f"restored its last snapshot {snapshot.name!r}, of step {snapshot.description['step']}"
             self._check(snapshot.description, optimizer, StoreError, f"store folder {str(folder.path)!r}")
+            folder.discard_live()  # makes room: no run uses these rows again
             table = self._load(optimizer, snapshot, None)
         log.warning(
             "embedding %r: store folder %s was not closed by its last run; %s; %s",
@@ -260,7 +279,7 @@ class TableHome:
             self.check_row(optimizer)
             state = optimizer.row_state(self.spec.dim)
         rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
-        lifecycle = Lifecycle(self.options, rows, self.spec.seed % 2**64)
+        lifecycle = Lifecycle(self.spec.name, self.options, rows, self.spec.seed % 2**64)
         processor = self._processor(self.spec, state, lifecycle.capacity)
         stack = build_stack(self.options, processor, place, shards)
         table = OpenTable(self.spec, processor, stack, state, lifecycle, self._write_at, self.options.io_threads)
@@ -306,6 +325,7 @@ class TableHome:
                 "store options"
             )
         check_name(name)
+        self.folder.check()
         return self.folder
 
     def _check(self, stored: dict[str, Any], optimizer: RowOptimizer | None, error: type[Exception], what: str) -> None:
@@ -347,6 +367,20 @@ def _base_of(folder: StoreFolder) -> Snapshot | None:
     if base:
         return Snapshot.open(folder.snapshots / base)
     return None if base == "" else latest_snapshot(folder.snapshots)
+
+
+def _lacks_space(error: TierbedError) -> bool:
+    return os.strerror(errno.ENOSPC) in str(error)
+
+
+def _no_space_to_open(folder: StoreFolder, error: TierbedError) -> str:
+    cause = str(error).partition("; free space")[0]  # RocksDB's own advice is for a store that is open
+    base = folder.base
+    spared = f" but {base!r}, the one to go back to" if base else ""
+    return (
+        f"{cause}. Free space on the disk and open the embedding again; snapshots in {str(folder.snapshots)!r} that "
+        f"are no longer needed may be deleted{spared}"
+    )
 
 
 def _lost(kept: int, reached: int | None) -> str:

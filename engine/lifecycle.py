@@ -22,7 +22,8 @@ class Lifecycle:
     `stored_rows` of an earlier run stay even above the capacity, until new ones come and there are rows to evict.
     """
 
-    def __init__(self, options: StoreOptions, stored_rows: int, seed: int) -> None:
+    def __init__(self, name: str, options: StoreOptions, stored_rows: int, seed: int) -> None:
+        self._name = name
         self._eviction, self._ttl = options.eviction, options.ttl_steps
         self._ledger: _core.Ledger | None = None
         self._admission = options.admission
@@ -101,11 +102,14 @@ class Lifecycle:
             yield bucket, rows
 
     def _no_room(self, fresh: int, lacking: int) -> str:
+        assert self.capacity is not None
+        split = "raise capacity, or split the batch: its own rows stay"
+        earlier = f"raise capacity, or evict rows earlier than after ttl_steps={self._ttl}"
         remedy = {
             "none": "raise capacity, let eviction make room, or leave unseen ids out",
-            "ttl": f"raise capacity, or evict rows earlier than after ttl_steps={self._ttl}",
-        }.get(self._eviction, "raise capacity, or split the batch: its own rows stay")
+            "ttl": split if fresh > self.capacity else earlier,
+        }.get(self._eviction, split)
         return (
-            f"capacity={self.capacity}, eviction={self._eviction!r}: the batch has {fresh} new rows and there is room "
-            f"for {max(fresh - lacking, 0)}; {remedy}. Nothing was changed"
+            f"capacity={self.capacity} of embedding {self._name!r}, eviction={self._eviction!r}: the batch has {fresh} "
+            f"new rows and there is room for {max(fresh - lacking, 0)}; {remedy}. Nothing was changed"
         )

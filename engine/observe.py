@@ -41,13 +41,13 @@ METRICS: dict[str, Metric] = {
     # of every tier
     "hits": Metric("counter", "rows asked of this tier and found here"),
     "misses": Metric("counter", "rows asked of this tier and not found here"),
-    "insertions": Metric("counter", "rows that got a place here"),
+    "insertions": Metric("counter", "rows that got a place here; of `ssd`, `rows_written`"),
     "bytes_in": Metric(
         "counter", "bytes of rows that came here: from below to a cache, from above to the last tier", "in_bytes"
     ),
     "bytes_out": Metric("counter", "bytes of rows that went from here, the other way", "out_bytes"),
-    "resident_rows": Metric("gauge", "rows held here now"),
-    "bytes": Metric("gauge", "memory taken, metadata included", "memory_bytes"),
+    "resident_rows": Metric("gauge", "rows held here now; of `ssd` an estimate, high until compaction"),
+    "bytes": Metric("gauge", "memory taken, metadata included; not `overflow_bytes`, `window_bytes`", "memory_bytes"),
     **_latencies("fetch"),
     **_latencies("write"),
     # of caches
@@ -55,7 +55,7 @@ METRICS: dict[str, Metric] = {
     "fill": Metric("gauge", "`resident_rows` / `capacity`", "fill_ratio"),
     "index_bytes": Metric("gauge", "of `bytes`, those of the index"),
     "evictions_clean": Metric("counter", "rows that gave way and were as the tier below has them"),
-    "evictions_dirty": Metric("counter", "rows that gave way and were written down"),
+    "evictions_dirty": Metric("counter", "rows that gave way and differed from what the tier below has"),
     "overflows": Metric("counter", "rows that no set had room for beside others that are needed"),
     "overflow_rows": Metric("gauge", "rows in the overflow area now"),
     "overflow_peak_rows": Metric("gauge", "the most that were there at a time"),
@@ -150,12 +150,16 @@ def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
 def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, step: int | None = None) -> None:
     """Add the metrics of open embeddings to a `torch.utils.tensorboard.SummaryWriter`, as scalars.
 
-    Their tags are `<embedding>/<tier>/<metric>`. step: of the x axis; by default the embedding's own. One that fails
-    gives a warning. Raises InputError for what is no writer, no embedding, or embeddings of equal names.
+    Their tags are `<embedding>/<tier>/<metric>`. step: of the x axis; by default the embedding's own. One that was not
+    used yet adds nothing, one that fails gives a warning. Raises ClosedError for one that was closed, InputError for
+    what is no writer, no embedding, or embeddings of equal names.
     """
     if not hasattr(writer, "add_scalar"):
         raise InputError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")
     _check(embeddings)
+    for embedding in embeddings:
+        if embedding.is_closed:
+            raise ClosedError(f"embedding {embedding.name!r} was closed; write its metrics before close")
     for embedding in embeddings:
         tiers = _read(embedding)
         for tier, metrics in tiers.items():

@@ -12,7 +12,7 @@ from typing import Any
 from .errors import OptionError
 from .plain import PlainDict
 from .store.contract import BUCKETS
-from .store.rocksdb import CACHE_MB, READ_MODES, SHARDS, options_text, require_rocksdb
+from .store.rocksdb import CACHE_MB, READ_MODES, options_text, require_rocksdb
 
 CACHE_POLICIES = ("lru", "lfu")
 IO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # the other cores are for the dense part of a step
@@ -148,7 +148,8 @@ class CachedHostMemOptions(StoreOptions):
 class CachedSsdOptions(CachedHostMemOptions):
     """A device cache, and a host cache if `host_cache_budget_mb` is not 0, before RocksDB in `persistent_path`.
 
-    shards: databases that a new folder is split into, by hash; 1 to 64. An existing folder keeps its number.
+    shards: databases that a new folder is split into, by hash; 1 to 64, and 4 where None. An existing one keeps its
+    number.
     read_mode: "buffered" reads files through the page cache; "mmap" maps them, which is faster where they are in
     memory, but ends the process where the disk fails to read; "direct" bypasses the page cache.
     io_threads: threads that bring rows up ahead of their step, and as many that write rows down.
@@ -162,7 +163,7 @@ class CachedSsdOptions(CachedHostMemOptions):
 
     store: str = field(default="cached_ssd", init=False)
     host_cache_budget_mb: float = 0
-    shards: int = field(default=SHARDS, kw_only=True)
+    shards: int | None = field(default=None, kw_only=True)
     read_mode: str = field(default="buffered", kw_only=True)
     io_threads: int = field(default=IO_THREADS, kw_only=True)
     async_io: bool = field(default=True, kw_only=True)
@@ -173,8 +174,10 @@ class CachedSsdOptions(CachedHostMemOptions):
         require_rocksdb()
         super().__post_init__()
         _check_budget("host_cache_budget_mb", self.host_cache_budget_mb, zero=True)
-        if isinstance(self.shards, bool) or not isinstance(self.shards, int) or not 1 <= self.shards <= BUCKETS:
-            raise OptionError(f"shards={self.shards!r}: give a whole number from 1 to {BUCKETS}")
+        shards = self.shards
+        whole = isinstance(shards, int) and not isinstance(shards, bool)
+        if shards is not None and not (whole and 1 <= shards <= BUCKETS):
+            raise OptionError(f"shards={shards!r}: give a whole number from 1 to {BUCKETS}, or None")
         if self.read_mode not in READ_MODES:
             raise OptionError(f"read_mode={self.read_mode!r}: give one of {', '.join(map(repr, READ_MODES))}")
         if self.read_mode == "direct":
@@ -311,7 +314,7 @@ def make_cached_ssd_store_options(
     ttl_steps: int | None = None,
     cache_policy: str = "lru",
     overflow_mb: float = 64,
-    shards: int = SHARDS,
+    shards: int | None = None,
     read_mode: str = "buffered",
     io_threads: int = IO_THREADS,
     async_io: bool = True,

@@ -22,7 +22,7 @@ from .pinned import PinnedBatch
 from .prefetch import Prefetcher
 from .scanned import line_addresses
 from .segments import rows_of
-from .store.contract import Chunks, Keys, Store, Tables
+from .store.contract import Chunks, Keys, Room, Store, Tables
 from .store.stack import Stack
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class OpenTable:
             step = self.step + is_step
             if victims := self.lifecycle.admit(batch, self.layout, step, training=is_step):
                 self._erase(*victims, "evicted")
-            self._store().pin(batch, self._room if self._bounded else None)
+            self._store().pin(batch, self._room)
         self._pinned = PinnedBatch(self, batch, lookups, dtype)
         return self._pinned
 
@@ -278,13 +278,12 @@ class OpenTable:
         self._prefetcher.ended()
 
     @property
-    def _bounded(self) -> bool:
-        """Whether the store watches the capacity: it is the one to count new rows where nothing remembers them."""
-        return self.lifecycle.capacity is not None and not self.lifecycle.remembers
-
-    def _room(self) -> int:
-        assert self.lifecycle.capacity is not None
-        return max(self.lifecycle.capacity - self.rows, 0)
+    def _room(self) -> Room | None:
+        """What the store watches: it is the one to count new rows where nothing remembers them."""
+        capacity = self.lifecycle.capacity
+        if capacity is None or self.lifecycle.remembers:
+            return None
+        return Room(self.spec.name, capacity, lambda: max(capacity - self.rows, 0))
 
     def _erase(self, tables: Tables, keys: Keys, cause: str, count: int | None = None) -> None:
         """Take rows out of every tier; `count` of them had been written, all where it is None.

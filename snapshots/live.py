@@ -51,7 +51,7 @@ def write_based_snapshot(
 def load_live(store: StoreFolder, snapshot: Snapshot, progress: Progress | None = None) -> None:
     """Make the rows of a snapshot the live rows, so that the next training run resumes from it; checked while copied.
 
-    Raises SnapshotError, with the live rows as they were, if the snapshot is damaged or of another table.
+    Raises SnapshotError, with live rows that carry a mark as they were, if the snapshot is damaged or of another table.
     A process killed here leaves the old live rows or the new ones.
     """
     mark = store.read_mark()
@@ -61,6 +61,8 @@ def load_live(store: StoreFolder, snapshot: Snapshot, progress: Progress | None 
                 f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
                 f"is {snapshot.description[field]!r}, theirs {mark.get(field)!r}. Load it in the store it came from"
             )
+    if mark is None:
+        store.discard_live()  # makes room: no run uses these rows again
     write_snapshot(store.incoming, snapshot.description, snapshot.chunks(), progress)
     description = {**snapshot.description, "live": "rows", "rows": snapshot.manifest.rows}
     store.replace_live(store.incoming, description)

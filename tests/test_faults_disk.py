@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -197,3 +199,49 @@ def read_only(path: Path, store: str) -> None:
 @pytest.mark.parametrize("store", STORES)
 def test_a_store_on_a_read_only_disk_is_refused_and_left_as_it_is(disk_path: Path, store: str) -> None:
     in_process(read_only, disk_path, store)
+
+
+def die_with_a_snapshot_and_a_full_disk(path: Path, store: str) -> None:
+    """A child dies, so that nothing of it is closed."""
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        return
+    twins = Twins(path, store)
+    for _ in range(3):
+        twins.train()
+    twins.tested.save_snapshot("s")
+    while not twins.train():
+        pass
+    os._exit(0)
+
+
+def restart_where_a_run_died(path: Path, store: str, mode: str) -> None:
+    disk = Disk(path, 4 * MB)
+    die_with_a_snapshot_and_a_full_disk(path, store)
+    with disk.full(), make(options(store, path, open=mode, rocksdb_options=SMALL), "adam", tables=1) as embedding:
+        assert embedding.metrics()["table"]["step"] == (3 if mode == "resume" else 0)
+        train(embedding, range(100))
+        embedding.load_snapshot("s")
+
+
+@pytest.mark.parametrize("mode", ["resume", "fresh"])
+@pytest.mark.parametrize("store", ON_DISK)
+def test_a_run_that_filled_the_disk_and_died_can_be_followed_by_another(disk_path: Path, store: str, mode: str) -> None:
+    in_process(restart_where_a_run_died, disk_path, store, mode)
+
+
+def open_without_room(path: Path) -> None:
+    disk = Disk(path, 4 * MB)
+    die_with_a_snapshot_and_a_full_disk(path, "ssd")
+    (path / "rows" / "live").rename(path / "elsewhere")  # removing it would make room
+    with disk.full():
+        with pytest.raises(StoreError, match=r"Free space on the disk and open .* may be deleted but 's'") as error:
+            make(options("ssd", path, rocksdb_options=SMALL), "adam", tables=1).size()
+        assert "next call" not in str(error.value)
+    shutil.rmtree(path / "elsewhere")
+    with make(options("ssd", path, rocksdb_options=SMALL), "adam", tables=1) as embedding:
+        assert embedding.metrics()["table"]["step"] == 3
+
+
+def test_a_store_that_has_no_room_to_open_says_so_and_opens_later(disk_path: Path) -> None:
+    in_process(open_without_room, disk_path)

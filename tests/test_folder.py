@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,3 +166,29 @@ def _head(data: bytes) -> st.SearchStrategy[bytes]:
 def test_foreign_bytes_are_a_value_error_and_never_a_crash(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         unseal(data)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_was_removed_under_its_holder_is_not_written(tmp_path: Path, replaced: bool) -> None:
+    path = tmp_path / "users"
+    with StoreFolder(path) as store:
+        store.live.mkdir()
+        store.set_mark(MARK)
+        shutil.rmtree(path)
+        other = StoreFolder(path) if replaced else None
+        acts = [
+            lambda: store.set_mark(MARK),
+            store.clear_mark,
+            store.discard_live,
+            lambda: store.expect_base("s"),
+            lambda: store.replace_live(store.incoming, MARK),
+        ]
+        for act in acts:
+            with pytest.raises(StoreError, match="users' was " + ("replaced by another" if replaced else "removed")):
+                act()
+    if other is None:
+        assert not path.exists()
+    else:
+        assert (path / "LOCK").read_text() == f"{os.getpid()}\n"
+        assert os.listdir(path) == ["LOCK"]
+        other.release()

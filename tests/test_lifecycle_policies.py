@@ -239,3 +239,12 @@ def test_sights_are_forgotten_after_two_million_others() -> None:
     assert embedding.size() - before < 300
     train(embedding, early)
     assert {row[1] for row in written(embedding)} >= set(unsigned(early))
+
+
+def test_a_batch_above_the_capacity_is_not_told_to_evict_earlier() -> None:
+    embedding = embedding_of(capacity=100, eviction="ttl", ttl_steps=10)
+    with pytest.raises(CapacityError, match=r"capacity=100 of embedding 'rows', eviction='ttl'.*or split the batch"):
+        train(embedding, range(101))
+    train(embedding, range(100))
+    with pytest.raises(CapacityError, match="or evict rows earlier than after ttl_steps=10"):
+        train(embedding, range(100, 101))

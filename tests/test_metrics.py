@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from tierbed.engine import (
+    ClosedError,
     InputError,
     MetricsCollector,
     MultiTableEmbedding,
@@ -71,6 +72,27 @@ def test_every_number_of_every_tier_is_documented(store: str, tmp_path: Path) ->
         assert tier["fetch_seconds_p99"] <= tier["fetch_seconds_max"]
 
 
+def of_section(title: str) -> set[str]:
+    section = DOCUMENTED.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `(\w+)` \| (?:counter|gauge) \|", section, re.M))
+
+
+@every_store
+def test_a_tier_has_what_the_page_says_of_it(store: str, tmp_path: Path) -> None:
+    with used(store, tmp_path) as embedding:
+        metrics = embedding.metrics()
+    last = list(metrics)[-1]
+    assert set(metrics.pop("table")) == of_section("The table")
+    every = of_section("Every tier")
+    for tier, numbers in metrics.items():
+        kind = "RocksDB" if tier == "ssd" else None if tier == last else "Caches"
+        assert set(numbers) == every | (of_section(kind) if kind else set())
+        if kind == "Caches":
+            assert numbers["fill"] == numbers["resident_rows"] / numbers["capacity"] > 0
+        assert numbers["insertions"] > 0
+        assert numbers["resident_rows"] > 0
+
+
 def test_the_page_has_every_metric_with_its_meaning() -> None:
     assert documented() == {name: (metric.kind, metric.meaning) for name, metric in METRICS.items()}
 
@@ -103,6 +125,7 @@ def test_prometheus_parses_every_number(tmp_path: Path) -> None:
         assert samples["tierbed_step", embedding, "table"] == 4
     for tier in ("device", "host"):
         assert samples["tierbed_resident_rows", "a", tier] == metrics["a"][tier]["resident_rows"] > 0
+        assert samples["tierbed_fill_ratio", "a", tier] == metrics["a"][tier]["fill"] > 0
     assert samples["tierbed_hits_total", "a", "device"] == metrics["a"]["device"]["hits"]
     assert samples["tierbed_in_bytes_total", "a", "ssd"] == metrics["a"]["ssd"]["bytes_in"] > 0
     assert samples["tierbed_memory_bytes", "b", "device"] == metrics["b"]["device"]["bytes"]
@@ -191,6 +214,17 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
         points: list[Any] = events.Scalars(tag)
         assert [point.step for point in points] == [4, 77]
         assert points[0].value == pytest.approx(value)
+
+
+def test_tensorboard_tells_a_closed_embedding_from_an_unused_one(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path / "runs")) as writer:
+        embedding = make(options("device", tmp_path / "store"), "adagrad")
+        write_tensorboard(writer, embedding)
+        assert not embedding.is_open
+        train(embedding, [1])
+        embedding.close()
+        with pytest.raises(ClosedError, match="embedding 'rows' was closed; write its metrics before close"):
+            write_tensorboard(writer, embedding)
 
 
 def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

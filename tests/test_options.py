@@ -28,7 +28,7 @@ COMMON = {
 CACHE = {"cache_policy": "lru", "overflow_mb": 64}
 ROCKSDB = {
     "host_cache_budget_mb": 0,
-    "shards": 4,
+    "shards": None,
     "read_mode": "buffered",
     "async_io": True,
     "rocksdb_cache_mb": None,

@@ -14,13 +14,16 @@ from killed import embedding_at, holds, remarks, steps
 from stored import flip_bit
 
 from tierbed.engine import (
+    ClosedError,
     MultiTableEmbedding,
     OptimizerError,
     SnapshotError,
+    StoreError,
     TierbedError,
 )
 from tierbed.engine.inputs import Lookup
 from tierbed.engine.store import rocksdb
+from tierbed.engine.store.folder import StoreFolder
 
 every_store = pytest.mark.parametrize("store", STORES)
 on_memory_and_disk = pytest.mark.parametrize("store", ["device", "ssd_host"])
@@ -272,3 +275,18 @@ def test_fresh_that_is_closed_without_a_step_stays_empty(tmp_path: Path, store: 
         holds(embedding, 0)
         embedding.load_snapshot("s")
         holds(embedding, 2)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_an_embedding_whose_folder_another_one_replaced_writes_nothing_there(tmp_path: Path, store: str) -> None:
+    embedding = make(options(store, tmp_path), "sgd")
+    train(embedding, range(50))
+    shutil.rmtree(tmp_path / "rows")
+    with StoreFolder(tmp_path / "rows") as other:
+        for act in (lambda: embedding.save_snapshot("s"), lambda: embedding.load_snapshot("s"), embedding.close):
+            with pytest.raises(StoreError, match="rows' was replaced by another while it was open"):
+                act()
+        embedding.close()
+        with pytest.raises(ClosedError):
+            embedding.size()
+        assert [entry.name for entry in other.path.iterdir()] == ["LOCK"]

@@ -12,7 +12,7 @@ import torch
 from embeddings import DIM, attach, contents, make, options, train
 from rows import Table
 
-from tierbed.engine import OptionError, StoreError, make_cached_ssd_store_options, rocksdb_info
+from tierbed.engine import ClosedError, OptionError, StoreError, make_cached_ssd_store_options, rocksdb_info
 from tierbed.engine.options import store_options_from_dict
 from tierbed.engine.store.rocksdb import RocksDB
 
@@ -83,10 +83,21 @@ def test_blocks_are_cached_once(tmp_path: Path, mode: str, cache_mb: int, cached
     ("given", "message"),
     [
         ({"write_buffer_sizes": 3}, r"write_buffer_sizes='3': .* no option of this name.*mean write_buffer_size\?"),
-        ({"block_size": 4096}, r"block_size='4096': RocksDB [\d.]+ has no option of this name"),
+        (
+            {"block_size": 8192},
+            r"block_size='8192': it is a field .*; give block_based_table_factory=\{'block_size': 8192\}$",
+        ),
+        ({"block_sizes": 4096}, r"no option of this name.*mean block_size in block_based_table_factory\?"),
+        ({"max_background_jobs": "many"}, r"max_background_jobs='many': RocksDB cannot read .*give a whole number"),
+        ({"use_fsync": "yes"}, r"use_fsync='yes': RocksDB cannot read this value; give true or false"),
+        ({"compression": "lz4"}, r"compression='lz4': RocksDB cannot read .*give one of kNoCompression, "),
+        ({"max_background_jobs": 0}, r"max_background_jobs='0': .*give a number >= 1"),
+        ({"write_buffer_size": "1K"}, r"write_buffer_size='1K': .*give 64K or more"),
+        ({"block_based_table_factory": {"block_size": 0}}, r"block_size=0: .*give a number of bytes > 0"),
+        ({"block_based_table_factory": {"block_size": "big"}}, r"block_size='big': .*give a whole number"),
         ({"write_buffer_size": "much"}, r"write_buffer_size='much': RocksDB cannot read this value"),
         ({"compaction_style": "kNone"}, r"compaction_style='kNone': RocksDB cannot read"),
-        ({"block_based_table_factory": {"block_sizes": 3}}, r"block_sizes=3.*fields of its BlockBasedTableOptions"),
+        ({"block_based_table_factory": {"block_sizes": 3}}, r"no field named block_sizes.*did you mean block_size\?"),
         ({"comparator": "x"}, r"comparator='x': rows are stored in the order.*leave it out"),
         ({"merge_operator": "put"}, r"merge_operator='put'.*leave it out"),
         ({"create_if_missing": True}, r"create_if_missing='true': tierbed decides.*leave it out"),
@@ -162,7 +173,7 @@ def test_rows_do_not_depend_on_how_rocksdb_runs(tmp_path: Path) -> None:
         {"shards": 7, "read_mode": "mmap"},
         {"read_mode": "direct", "physical_block_size": 512},
         {"async_io": False, "rocksdb_options": {"compaction_style": "kCompactionStyleUniversal"}},
-        {"rocksdb_options": {"write_buffer_size": 1, "max_open_files": -1, "compression": "kZSTD"}},
+        {"rocksdb_options": {"write_buffer_size": 65536, "max_open_files": -1, "compression": "kZSTD"}},
     ]
     seen = set()
     for number, setting in enumerate(settings):
@@ -181,6 +192,17 @@ def test_a_folder_keeps_its_number_of_shards_and_says_so(tmp_path: Path, caplog:
         assert embedding.size() == len(contents(embedding)) == 100
         assert len(list((tmp_path / "rows" / "live").glob("shard-*"))) == 2
     assert re.search(r"shards=5: .*live was made with shards=2 and keeps them", caplog.text)
+
+
+@pytest.mark.parametrize("given", [{}, {"shards": 2}])
+def test_shards_that_are_not_given_or_as_they_are_bring_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: dict[str, int]
+) -> None:
+    with make(options("ssd", tmp_path, shards=2), "sgd") as embedding:
+        train(embedding, range(100))
+    with make(options("ssd", tmp_path, open="error", **given), "sgd") as embedding:
+        assert embedding.size() == 100
+    assert "shards" not in caplog.text
 
 
 def test_rows_made_with_other_options_move_to_a_wider_row(tmp_path: Path) -> None:
@@ -223,3 +245,12 @@ def test_what_rocksdb_can_do_and_takes_is_told(tmp_path: Path) -> None:
     assert info["memtable_bytes_max"] == 3 * 5 << 20
     assert (info["flush_threads"], info["compaction_threads"]) == (2, 6)
     assert info["async_io"] == rocksdb_info()["async_io"]
+
+
+def test_compact_says_first_that_the_embedding_was_closed() -> None:
+    embedding = make(options("host"), "sgd")
+    with pytest.raises(StoreError, match="host_mem store has no files to merge"):
+        embedding.compact()
+    embedding.close()
+    with pytest.raises(ClosedError):
+        embedding.compact()

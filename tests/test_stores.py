@@ -240,7 +240,7 @@ def test_a_full_capacity_raises_in_the_same_step_and_changes_nothing(tmp_path: P
         train(embedding, range(20, 49))
         before = contents(embedding)
         for _ in range(2):
-            with pytest.raises(CapacityError, match=r"capacity.*2 new rows.*room for 1.*raise capacity"):
+            with pytest.raises(CapacityError, match=r"=50 of embedding 'rows'.*2 new rows.*room for 1.*raise capacity"):
                 train(embedding, [0, 1000, 1000, 2000])
         with pytest.raises(CapacityError, match="2 new rows"):
             embedding.put([1000, 2000], torch.zeros(2, DIM), 0)

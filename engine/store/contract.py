@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,6 @@ Lines = NDArray[np.uint64]  # [n], the address of a line each
 Found = NDArray[np.bool_]  # [n]
 
 Chunks = Iterator[tuple[int, NDArray[np.void]]]  # (bucket, rows of `row_dtype`), as `Tier.scan` yields them
-
-Room = Callable[[], int]  # how many rows may still be written for the first time
 
 BUCKETS = 64
 
@@ -32,6 +30,14 @@ def row_dtype(width: int) -> np.dtype[np.void]:
     return np.dtype(
         [("table", "<u4"), ("key", "<u8"), ("values", "<f4", (width,)), ("updates", "<u4"), ("step", "<u4")]
     )
+
+
+class Room(NamedTuple):
+    """How many rows of an embedding may still be written for the first time."""
+
+    embedding: str
+    capacity: int
+    left: Callable[[], int]
 
 
 class Level(Protocol):

@@ -58,6 +58,7 @@ class StoreFolder:
             self._lock = self._acquire()
         _held.add(self)
         try:
+            self.check()
             with self._errors("prepare"):
                 remove_folder(self.incoming)
         except StoreError:
@@ -88,6 +89,21 @@ class StoreFolder:
             os.ftruncate(self._lock, 0)
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # in case a child that is just being forked has a copy
             self._close_descriptor()
+
+    def check(self) -> None:
+        """Raises StoreError where the folder was removed since it was opened, also where another is in its place."""
+        assert self._lock is not None
+        with self._errors("find"):
+            try:
+                there = os.stat(self.path / "LOCK")
+            except (FileNotFoundError, NotADirectoryError):
+                there = None
+        if there is None or not os.path.samestat(there, os.fstat(self._lock)):
+            raise StoreError(
+                f"store folder {str(self.path)!r} was {'removed' if there is None else 'replaced by another'} while "
+                "it was open: nothing more is written there, and its rows are lost but for copies of its snapshots; "
+                "create the embedding again"
+            )
 
     def __del__(self) -> None:
         self._close_descriptor()
@@ -181,7 +197,9 @@ class StoreFolder:
 
     def discard_live(self) -> None:
         """Clear the mark and remove the live rows. Raises StoreError."""
-        self.clear_mark()
+        self.check()
+        if self.read_mark() is not None:  # else nothing is written first, for which a full disk has no room
+            self.clear_mark()
         with self._errors("remove the live rows of"):
             for place in _PLACES:
                 remove_folder(self.path / place)
@@ -192,6 +210,7 @@ class StoreFolder:
 
         A kill at any instant leaves the old rows with their mark or the new ones with theirs. Raises StoreError.
         """
+        self.check()
         old = self.live
         place = next(place for place in _PLACES if place != old.name) if old.exists() else old.name
         with self._errors("replace the live rows of"):
@@ -220,6 +239,7 @@ class StoreFolder:
             data = seal(content)
         except ValueError as error:
             raise StoreError(f"the mark of {str(self.path)!r} cannot hold the description: {error}") from error
+        self.check()
         with self._errors("mark"):
             write_atomically(self._mark, data)
 

@@ -11,10 +11,10 @@ from .contract import BUCKETS, Chunks, Found, Keys, Lines, Room, Tables, Without
 
 def check_room(new: int, room: Room | None) -> None:
     """Raises CapacityError where a batch brings more new rows than there is room for."""
-    if new and room is not None and new > (left := room()):
+    if new and room is not None and new > (left := room.left()):
         raise CapacityError(
-            f"capacity: the batch brings {new} new rows and there is room for {left}; raise capacity, or leave "
-            "unseen ids out. Nothing was changed"
+            f"capacity={room.capacity} of embedding {room.embedding!r}: the batch brings {new} new rows and there is "
+            f"room for {left}; raise capacity, or leave unseen ids out. Nothing was changed"
         )
 
 

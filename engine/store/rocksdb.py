@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,22 @@ def options_text(options: Mapping[str, Any] | str | None) -> str:
     try:
         _core.check_rocksdb_options(_core.parse_rocksdb_options(text))
     except ValueError as error:
-        wrong = str(error).split("=")[0]
-        near = [] if wrong in (names := _core.rocksdb_option_names()) else difflib.get_close_matches(wrong, names, 1)
-        hint = f"; did you mean {near[0]}?" if near and "no option of this name" in str(error) else ""
-        raise OptionError(f"rocksdb_options: {error}{hint}") from None
+        raise OptionError(f"rocksdb_options: {error}{_suggestion(str(error))}") from None
     return text
+
+
+def _suggestion(error: str) -> str:
+    if field := re.search(r"has no field named (\w+)", error):
+        wrong, names = field[1], _core.rocksdb_table_field_names()
+    elif "no option of this name" in error:
+        wrong, names = error.split("=")[0], _core.rocksdb_option_names() + _core.rocksdb_table_field_names()
+    else:
+        return ""
+    near = difflib.get_close_matches(wrong, names, 1)
+    if not near:
+        return ""
+    within = "" if field or near[0] in _core.rocksdb_option_names() else " in block_based_table_factory"
+    return f"; did you mean {near[0]}{within}?"
 
 
 def _value(name: object, value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..cache.cached import CachedStore
 from ..options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions
 from .contract import Loadable, Store, Tier
-from .rocksdb import RocksDB, options_text
+from .rocksdb import SHARDS, RocksDB, options_text
 
 if TYPE_CHECKING:
     from ..ops.processor import Processor
@@ -38,13 +38,13 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
     layout = processor.layout
     if isinstance(options, CachedSsdOptions):
         assert folder is not None
-        if shards is not None and shards != options.shards:
+        if shards is not None and options.shards not in (None, shards):
             log.warning("shards=%d: %s was made with shards=%d and keeps them", options.shards, folder, shards)
         rocksdb = RocksDB(
             folder,
             layout.width,
             shards,
-            new_shards=options.shards,
+            new_shards=options.shards or SHARDS,
             block_bytes=options.physical_block_size,
             cache_mb=options.rocksdb_cache_mb or 0,
             read_mode=options.read_mode,

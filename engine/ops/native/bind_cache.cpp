@@ -29,6 +29,7 @@ nb::dict metrics_of(const CachedTier& tier) {
     all["bytes_out"] = now.bytes_out;
     all["capacity"] = now.capacity;
     all["resident_rows"] = now.resident_rows;
+    all["fill"] = static_cast<double>(now.resident_rows) / static_cast<double>(now.capacity);
     all["bytes"] = now.bytes;
     all["overflow_rows"] = now.overflow_rows;
     all["overflow_peak_rows"] = now.overflow_peak_rows;

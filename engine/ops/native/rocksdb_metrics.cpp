@@ -38,6 +38,8 @@ RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, const std::vec
     metrics.counts = {
         {"hits", counts.hits},
         {"misses", counts.misses},
+        {"insertions", counts.rows_written},
+        {"resident_rows", sum_of(shards, "rocksdb.estimate-num-keys")},
         {"rows_written", counts.rows_written},
         {"rows_erased", counts.rows_erased},
         {"bytes_in", written},

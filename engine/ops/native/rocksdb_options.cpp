@@ -1,13 +1,8 @@
 #include "rocksdb_options.h"
 
 #include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <cstdarg>
-#include <map>
 #include <memory>
-#include <set>
-#include <stdexcept>
 #include <thread>
 #include <unordered_map>
 
@@ -21,8 +16,9 @@
 #include <rocksdb/options.h>
 #include <rocksdb/slice_transform.h>
 #include <rocksdb/table.h>
-#include <rocksdb/utilities/options_type.h>
 #include <rocksdb/version.h>
+
+#include "rocksdb_values.h"
 
 // RocksDB reads by io_uring only in a process that says so by this name.
 extern "C" __attribute__((visibility("default"))) bool RocksDbIOUringEnable() { return true; }
@@ -32,138 +28,7 @@ namespace {
 
 constexpr int MERGED = 8;    // memtables that one flush writes
 constexpr int BUFFERS = 12;  // memtables of a shard, at most: those, and room to write while they are flushed
-
-const char OPENED_BY_TIERBED[] = "tierbed decides which files there are; leave it out";
-const char NO_LOG[] = "the store writes no write-ahead log, snapshots are what survives; leave it out";
-const char ORDER[] = "rows are stored in the order and with the bytes that tierbed gives them; leave it out";
-const char READ_MODE[] = "give read_mode='buffered', 'mmap' or 'direct' instead";
-const char CACHE[] = "give rocksdb_cache_mb instead";
-const char DAMAGE[] = "damage of a file would go unseen; leave it out";
-const char JOBS[] = "give max_background_jobs instead";
-const char SCANS[] = "snapshots of a running table would mix rows of two steps; leave it out";
-
-const std::map<std::string, const char*>& refused() {
-    static const std::map<std::string, const char*> reasons{
-        {"allow_2pc", NO_LOG},
-        {"allow_mmap_reads", READ_MODE},
-        {"allow_mmap_writes", "a full disk would end the process; leave it out"},
-        {"best_efforts_recovery", DAMAGE},
-        {"block_cache", CACHE},
-        {"block_cache_compressed", CACHE},
-        {"cf_paths", OPENED_BY_TIERBED},
-        {"comparator", ORDER},
-        {"compaction_filter", ORDER},
-        {"compaction_filter_factory", ORDER},
-        {"create_if_missing", OPENED_BY_TIERBED},
-        {"create_missing_column_families", OPENED_BY_TIERBED},
-        {"db_log_dir", OPENED_BY_TIERBED},
-        {"db_paths", OPENED_BY_TIERBED},
-        {"enable_blob_files", "the bounds of disk use leave such files out; leave it out"},
-        {"env", OPENED_BY_TIERBED},
-        {"error_if_exists", OPENED_BY_TIERBED},
-        {"file_system", OPENED_BY_TIERBED},
-        {"flush_block_policy_factory", ORDER},
-        {"force_consistency_checks", DAMAGE},
-        {"inplace_callback", SCANS},
-        {"inplace_update_support", SCANS},
-        {"manual_wal_flush", NO_LOG},
-        {"max_background_compactions", JOBS},
-        {"max_background_flushes", JOBS},
-        {"merge_operator", ORDER},
-        {"no_block_cache", CACHE},
-        {"num_levels", "the folder would not open with another number; leave it out"},
-        {"paranoid_checks", DAMAGE},
-        {"plain_table_factory", ORDER},
-        {"skip_checking_sst_file_sizes_on_db_open", DAMAGE},
-        {"table_factory", "set block_based_table_factory={...} instead"},
-        {"two_write_queues", NO_LOG},
-        {"unordered_write", SCANS},
-        {"use_direct_reads", READ_MODE},
-    };
-    return reasons;
-}
-
-const char* refusal(const std::string& name) {
-    const auto found = refused().find(name);
-    if (found != refused().end()) return found->second;
-    std::string lower(name);
-    std::transform(lower.begin(), lower.end(), lower.begin(), [](unsigned char c) { return std::tolower(c); });
-    return lower.rfind("wal_", 0) == 0 || lower.find("_wal_") != std::string::npos ? NO_LOG : nullptr;
-}
-
-[[noreturn]] void wrong(const std::string& name, const std::string& value, const std::string& reason) {
-    throw std::invalid_argument(name + "='" + value + "': " + reason);
-}
-
-using Values = std::unordered_map<std::string, std::string>;
-
-// As RocksDB writes them.
-Values values_of(const rocksdb::Options& options) {
-    Values all, of_families;
-    std::string text;
-    const rocksdb::ConfigOptions config;
-    if (rocksdb::GetStringFromDBOptions(config, options, &text).ok())
-        static_cast<void>(rocksdb::StringToMap(text, &all));
-    if (rocksdb::GetStringFromColumnFamilyOptions(config, options, &text).ok())
-        static_cast<void>(rocksdb::StringToMap(text, &of_families));
-    all.insert(of_families.begin(), of_families.end());
-    if (options.table_factory->GetOptionString(config, &text).ok()) all["block_based_table_factory"] = text;
-    return all;
-}
-
-const Values& defaults() {
-    static const Values values = values_of(rocksdb::Options());
-    return values;
-}
-
-// The whole number that "-12" or "64K" says, in digits alone; empty for anything else.
-std::string whole_number(const std::string& text) {
-    const std::size_t sign = text.rfind('-', 0) == 0;
-    u64 number = 0;
-    const char* const end = text.data() + text.size();
-    const auto [rest, error] = std::from_chars(text.data() + sign, end, number);
-    if (error != std::errc() || end - rest > 1) return "";
-    if (rest != end) {
-        const std::size_t power = std::string("kmgt").find(static_cast<char>(std::tolower(*rest)));
-        if (power == std::string::npos || __builtin_mul_overflow(number, u64{1} << (10 * (power + 1)), &number))
-            return "";
-    }
-    return text.substr(0, sign) + std::to_string(number);
-}
-
-bool is_real(const std::string& text) {
-    double number = 0;
-    const char* const end = text.data() + text.size();
-    const auto [rest, error] = std::from_chars(text.data(), end, number);
-    return error == std::errc() && rest == end && std::isfinite(number);
-}
-
-// RocksDB reads what it can of a number: "64 MB" as 64, -1 as the largest. What is wrong with `given`, or nothing;
-// `read` is what RocksDB made of it, `standard` its default, which tells the type.
-std::string misread(const std::string& name, const std::string& given, const std::string& standard,
-                    const std::string& read) {
-    if (standard.find('=') != std::string::npos) {
-        if (given.find('=') == std::string::npos) return "give {name=value;...}";
-        Values standards, reads;
-        static_cast<void>(rocksdb::StringToMap(standard, &standards));
-        static_cast<void>(rocksdb::StringToMap(read, &reads));
-        for (const auto& [field, value] : parse_options(given)) {
-            if (!standards.count(field)) continue;
-            const std::string reason = misread(field, value, standards[field], reads[field]);
-            if (!reason.empty()) return field + "='" + value + "': " + reason;
-        }
-        return "";
-    }
-    const bool negative = standard[0] == '-' || name == "level" || name == "level0_slowdown_writes_trigger";
-    if (!whole_number(standard).empty()) {
-        if (whole_number(given) != read || read.empty())
-            return "RocksDB would read another number; give a whole number of its type, such as 4096 or 64M";
-        return given[0] == '-' && !negative ? "it cannot be negative; give a number >= 0" : "";
-    }
-    if (is_real(standard) && (!is_real(given) || given[0] == '-')) return "give a number >= 0, such as 0.5";
-    const bool list = standard.find_first_not_of("0123456789:") == std::string::npos && !standard.empty();
-    return list && given != read ? "give whole numbers with a colon between, such as 1:2" : "";
-}
+constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB raises a smaller memtable to it
 
 // Errors are returned and thrown; a log beside them would take disk, and fail to open where there is none.
 class NoLog : public rocksdb::Logger {
@@ -207,7 +72,8 @@ rocksdb::Options own_options(const RocksOptions& options) {
     database.max_open_files = open_files(options.shards);
     database.compression = rocksdb::kNoCompression;
     // Memtables that stay in the processor's cache take a row several times as fast as large ones; a flush merges them.
-    database.write_buffer_size = std::max<std::size_t>(options.buffer_bytes / options.shards / BUFFERS, 64 << 10);
+    database.write_buffer_size =
+        std::max<std::size_t>(options.buffer_bytes / options.shards / BUFFERS, SMALLEST_BUFFER);
     database.max_write_buffer_number = BUFFERS;
     database.min_write_buffer_number_to_merge = MERGED;
     database.memtable_whole_key_filtering = true;
@@ -236,6 +102,9 @@ rocksdb::Options own_options(const RocksOptions& options) {
 void apply(rocksdb::Options& options, const std::string& name, const std::string& value) {
     if (const char* reason = refusal(name)) wrong(name, value, reason);
     const auto standard = defaults().find(name);
+    if (standard == defaults().end() && table_fields().count(name))
+        wrong(name, value,
+              std::string("it is a field of ") + TABLE + "; give " + TABLE + "={'" + name + "': " + shown(value) + "}");
     if (standard == defaults().end())
         wrong(name, value,
               "RocksDB " + rocksdb::GetRocksVersionAsString() +
@@ -253,12 +122,10 @@ void apply(rocksdb::Options& options, const std::string& name, const std::string
     } else {
         rocksdb::ColumnFamilyOptions family;
         const rocksdb::Status of_family = rocksdb::GetColumnFamilyOptionsFromMap(config, options, one, &family);
-        if (!of_family.ok()) {
-            const bool nested = name == "block_based_table_factory";
+        if (!of_family.ok())
             wrong(name, value,
-                  "RocksDB cannot read this value (" + of_family.ToString() + "); give " +
-                      (nested ? "{name=value;...} with fields of its BlockBasedTableOptions" : "one of its type"));
-        }
+                  name == TABLE ? table_problem(value)
+                                : "RocksDB cannot read this value; " + expected(name, standard->second));
         options = rocksdb::Options(options, family);
     }
     const std::string reason = misread(name, value, standard->second, values_of(options)[name]);
@@ -276,16 +143,21 @@ void check_together(const rocksdb::Options& options, const NamedOptions& more) {
         options.compaction_style != rocksdb::kCompactionStyleUniversal)
         wrong("compaction_style", given("compaction_style"),
               "it would drop rows or stop writes for ever; give kCompactionStyleLevel or kCompactionStyleUniversal");
+    if (options.max_background_jobs == 0)
+        wrong("max_background_jobs", given("max_background_jobs"),
+              "RocksDB would run some all the same; give a number >= 1");
+    if (options.write_buffer_size < SMALLEST_BUFFER)
+        wrong("write_buffer_size", given("write_buffer_size"), "RocksDB would raise it; give 64K or more");
     const auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
-    const std::string nested = given("block_based_table_factory");
+    const std::string nested = given(TABLE);
     if (nested.empty()) return;
-    if (table->checksum == rocksdb::kNoChecksum)
-        wrong("block_based_table_factory", nested, std::string("checksum=kNoChecksum: ") + DAMAGE);
+    if (table->block_size == 0) wrong(TABLE, nested, "block_size=0: a block holds rows; give a number of bytes > 0");
+    if (table->checksum == rocksdb::kNoChecksum) wrong(TABLE, nested, std::string("checksum=kNoChecksum: ") + DAMAGE);
     if (table->index_type == rocksdb::BlockBasedTableOptions::kHashSearch && !options.prefix_extractor)
-        wrong("block_based_table_factory", nested,
+        wrong(TABLE, nested,
               "index_type=kHashSearch needs a prefix of keys; set prefix_extractor as well, or leave it out");
     for (const char* name : {"block_cache", "no_block_cache"})
-        if (nested.find(name) != std::string::npos) wrong("block_based_table_factory", nested, CACHE);
+        if (nested.find(name) != std::string::npos) wrong(TABLE, nested, CACHE);
 }
 
 }  // namespace
@@ -304,33 +176,6 @@ rocksdb::Options shard_options(const RocksOptions& options) {
 
 void check_options(const NamedOptions& more) {
     shard_options({false, 1, 4096, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, more});
-}
-
-NamedOptions parse_options(const std::string& text) {
-    std::unordered_map<std::string, std::string> map;
-    const rocksdb::Status status = rocksdb::StringToMap(text, &map);
-    if (!status.ok())
-        throw std::invalid_argument("'" + text + "': " + status.ToString() + "; give name=value;name={name=value;...}");
-    std::set<std::string> names;
-    for (std::size_t at = 0, end; (at = text.find_first_not_of(" \t\n{", at)) != std::string::npos; at = end + 1) {
-        const std::size_t equals = text.find('=', at);
-        std::string value, name = text.substr(at, equals - at);
-        name.erase(name.find_last_not_of(" \t\n") + 1);
-        if (map.count(name) && !names.insert(name).second) wrong(name, map[name], "it is given twice; give it once");
-        const rocksdb::Status rest = rocksdb::OptionTypeInfo::NextToken(text, ';', equals + 1, &end, &value);
-        if (!rest.ok() || end == std::string::npos) break;
-    }
-    NamedOptions named(map.begin(), map.end());
-    std::sort(named.begin(), named.end());
-    return named;
-}
-
-std::vector<std::string> option_names() {
-    std::vector<std::string> names;
-    for (const auto& [name, value] : defaults())
-        if (!refusal(name)) names.push_back(name);
-    std::sort(names.begin(), names.end());
-    return names;
 }
 
 std::string library_version() { return rocksdb::GetRocksVersionAsString(); }

@@ -40,8 +40,9 @@ void check_options(const NamedOptions& more);
 // Names and values of RocksDB's options string. Throws std::invalid_argument.
 NamedOptions parse_options(const std::string& text);
 
-// Every name that `check_options` may take, for suggestions.
+// Every name that `check_options` may take, and the fields of block_based_table_factory, for suggestions.
 std::vector<std::string> option_names();
+std::vector<std::string> table_field_names();
 
 std::string library_version();
 
