@@ -129,7 +129,7 @@ class TableHandle:
         """`close` at the end of the embedding or the process: nobody could catch what it raises, so that is logged."""
         try:
             self.close()
-        except TierbedError as error:
+        except Exception as error:
             if self._table is None:  # closed: the error is one of an earlier call
                 log.error("embedding %r: %s", self._name, error)
                 return

@@ -159,8 +159,9 @@ void CachedTier::unpin(const Batch& batch) {
         update_done();
     }
     if (!threads_->writer) return;
-    const std::lock_guard directory(threads_->directory);
-    if (directory_.overflow.rows() > overflow_rows_) threads_->writer->wake();  // the next step may be long in coming
+    // the next step may be long in coming; a batch that is being admitted wakes the writer itself
+    const std::unique_lock directory(threads_->directory, std::try_to_lock);
+    if (directory && directory_.overflow.rows() > overflow_rows_) threads_->writer->wake();
 }
 
 void CachedTier::cancel() {

@@ -113,8 +113,10 @@ void Directory::take_back(u32 done) {
     overflow.for_each([&](u32 place) {
         if (!overflow.is_idle(place, done)) return;
         const Way row = overflow.at(place).way;
+        const u32 needed = batches_until(row.next, done);
+        if (needed == NEVER) return;
         const u32 slot = sets.choose(row.hash, done, done);
-        if (slot == NONE || sets.needed_in(slot, done) <= batches_until(row.next, done)) return;
+        if (slot == NONE || sets.needed_in(slot, done) <= needed) return;
         if (!sets.is_free(slot) && sets.is_dirty(slot)) {
             const u32 victim = overflow.add(sets.way(slot));
             copy_line(THREAD, overflow.line(victim), sets.line(slot), shape_);

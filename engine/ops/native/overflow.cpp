@@ -20,6 +20,7 @@ void Overflow::reserve(std::size_t rows) {
 void Overflow::trim() {
     if (rows_beyond_ > 0 || places_ <= capacity_ + 1) return;
     RowMap index;  // a smaller one
+    index.reserve(rows_);
     for_each([&](u32 place) { index.insert(at(place).way.hash, at(place).way.table, place + 1); });
     index_ = std::move(index);
     chunks_.resize(capacity_ / CHUNK + 1);

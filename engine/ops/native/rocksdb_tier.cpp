@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -13,7 +14,6 @@
 #include <unistd.h>
 
 #include <rocksdb/cache.h>
-#include <rocksdb/convenience.h>
 #include <rocksdb/db.h>
 #include <rocksdb/statistics.h>
 #include <rocksdb/table.h>
@@ -44,7 +44,9 @@ struct Key {
 };
 
 const char* remedy_of(const rocksdb::Status& status) {
-    if (status.IsNoSpace())
+    // a write that waited for a failed compaction is incomplete, for the compaction's reason
+    const bool waited = status.IsIncomplete() && status.ToString().find(std::strerror(ENOSPC)) != std::string::npos;
+    if (status.IsNoSpace() || waited)
         return "free space on its disk and go on: unwritten rows are kept, the next call tries again";
     if (status.IsCorruption())
         return "a file is damaged; load the last snapshot (rows of other files can still be read)";
