@@ -112,7 +112,7 @@ def run(path: str, store: str, count: int, saves: list[int], end: str, ahead: in
         os._exit(0)
     if end == "fork":  # the end of a worker must not close the folder of the process that made the embedding
         if os.fork() == 0:
-            signal.alarm(5)  # what hangs fails
+            signal.alarm(60)  # what hangs fails
             del embedding
             gc.collect()
             sys.exit(0)

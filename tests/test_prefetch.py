@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tierbed.engine import InputError, MultiTableEmbedding, OptimizerError, StoreError
 from tierbed.engine.inputs import Lookup
-from tierbed.engine.prefetch import QUEUE, WINDOW
+from tierbed.engine.prefetch import QUEUE, WINDOW, Prefetcher
 
 STEPS = 12
 BATCHES = [torch.randint(0, 300, (64,), generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
@@ -151,26 +151,23 @@ def test_a_hint_whose_thread_does_not_start_is_forgotten(monkeypatch: pytest.Mon
         assert embedding.metrics()["table"]["prefetch_hits"] == 1
 
 
-def test_ctrl_c_while_a_close_waits_for_the_thread_leaves_a_table_that_trains() -> None:
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+def test_ctrl_c_while_a_close_waits_for_the_thread_leaves_a_table_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, begun = threading.main_thread().ident, threading.Event()
+    assert main is not None
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for _ in range(50):  # a thread that has not begun ends at once
-            embedding = make(options("cached_host"), "adagrad")
-            hint(embedding, torch.randint(1 << 60, (4_000_000,)))  # takes the thread a while
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0.05)
-                embedding.close()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                break
-        else:
-            pytest.fail("no close waited for its thread")
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    def interrupt_the_close(prefetcher: Prefetcher, coming: object) -> None:
+        begun.set()
+        with prefetcher._changed:  # the close lets go of the lock, and joins
+            prefetcher._changed.wait_for(lambda: prefetcher._thread is None)
+        signal.pthread_kill(main, signal.SIGINT)  # held back until the thread has ended
+
+    embedding = make(options("cached_host"), "adagrad")
+    with monkeypatch.context() as patched:
+        patched.setattr(Prefetcher, "_prepare", interrupt_the_close)
+        hint(embedding, BATCHES[0])
+        begun.wait()
+        with pytest.raises(KeyboardInterrupt):
+            embedding.close()
     hint(embedding, BATCHES[0])
     train(embedding, BATCHES[0])
     assert embedding.metrics()["table"]["prefetch_hits"] == 1
