@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from .eager import EagerOptimizer
 from .embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
 from .errors import (
     CapacityError,
@@ -41,6 +42,7 @@ __all__ = [
     "CapacityError",
     "ClosedError",
     "Curve",
+    "EagerOptimizer",
     "GraphError",
     "InputError",
     "MetricsCollector",

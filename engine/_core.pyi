@@ -125,6 +125,16 @@ def weights_grad(
 ) -> None:
     """out [n]: the gradient of each weight, <grads [bags, dim] of its bag, row>, over the bag's rows for a mean."""
 
+def square_gradients(
+    batch: Batch,
+    layout: Layout,
+    grads: list[F32] | list[U16] | list[F32 | U16],
+    means: Sequence[bool],
+    weights: list[F32 | None],
+    dtype: str = "float32",
+) -> F32:
+    """[unique], the sum of the squares of each row's gradient, which is reduced as in `update`."""
+
 def update(
     batch: Batch,
     layout: Layout,
@@ -135,8 +145,9 @@ def update(
     hyper: Sequence[float],
     step: int,
     dtype: str = "float32",
+    scale: float = 1.0,
 ) -> int:
-    """Reduce the gradients of each row's occurrences and apply the rule to each unique line.
+    """Reduce the gradients of each row's occurrences, times `scale`, and apply the rule to each unique line.
 
     grads, means, weights: one for each lookup, as in `gather`. An occurrence's gradient is its bag's times
     weight * (1 / rows of the bag); their order is that of positions, in blocks of 256 (kernels/gradients.h).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import Any, Self
@@ -16,14 +17,7 @@ from torch._guards import detect_fake_mode
 from .errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from .handle import TableHandle
 from .initializers import make_normal_initializer, make_table_options
-from .inputs import (
-    Lookup,
-    check_lookup,
-    check_output_dtype,
-    check_weights,
-    keys_from,
-    rows_from,
-)
+from .inputs import Lookup, check_lookup, check_output_dtype, check_row, check_weights, keys_from, rows_from
 from .ops import lookup as ops
 from .optimizers import RowOptimizer, row_optimizer
 from .options import store_options_from_dict
@@ -121,7 +115,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         table_ids: integers that broadcast to ids.shape, or to the shape of the bags; without them and with several
         tables, the last dimension of that shape is the tables, in order.
 
-        Outside a `Graph` it reads. Raises InputError, StoreError.
+        Outside a `Graph` it reads, and an `EagerOptimizer` trains what it read. Raises InputError, StoreError.
         """
         lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
         check_weights(self.spec, lookup, weights)
@@ -195,10 +189,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
 
     def save_snapshot(self, snapshot_name: str) -> None:
-        """Save all rows with optimizer state in the store folder.
-
-        When it returns, the snapshot survives the process. Raises SnapshotError.
-        """
+        """Save all rows with optimizer state in the store folder, durably when it returns. Raises SnapshotError."""
         self._opened().save_snapshot(snapshot_name)
 
     def load_snapshot(self, snapshot_name: str) -> None:
@@ -207,6 +198,19 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         Raises SnapshotError, and the rows stay, where it is missing, damaged or of another table.
         """
         self._opened().load_snapshot(snapshot_name)
+
+    def save_rows(self, folder: Path) -> None:
+        """Save all rows as the snapshot `folder`, and by its name in the store folder, if any. Raises SnapshotError."""
+        self._opened().save_rows(folder)
+
+    def load_rows(self, folder: Path) -> None:
+        """As `load_snapshot`, from what `save_rows` wrote; a store folder gets the snapshot as one of its own."""
+        self._opened().load_rows(folder)
+
+    @property
+    def last_snapshot(self) -> str | None:
+        """The snapshot that was saved or loaded last, to which rows go back after a kill; None where there is none."""
+        return None if self._held is None else self._held.base
 
     def compact(self) -> None:
         """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError where it has none."""
@@ -227,19 +231,12 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         the top first, each with its place, and in a cache whether it is `dirty` (the tier below has an older row) and
         `pinned` (a step or a prefetch holds it there). Raises InputError.
         """
-        if isinstance(key, bool) or not isinstance(key, (int, np.integer)):
-            raise InputError(f"key of embedding {self.name!r}: got {key!r}; give one whole number")
-        if table is None and self.spec.num_tables == 1:
-            table = 0
-        if isinstance(table, bool) or not isinstance(table, (int, np.integer)) or not 0 <= table < self.spec.num_tables:
-            raise InputError(
-                f"table of embedding {self.name!r}: got {table!r}; give the key's, from 0 to {self.spec.num_tables - 1}"
-            )
-        tiers, why = self._table().where(self._lookup([key], table))
+        key, at = check_row(self.spec, key, table)
+        tiers, why = self._table().where(self._lookup([key], at))
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {
-            "table": int(table),
-            "key": int(key),
+            "table": at,
+            "key": key,
             "stored": why is None,
             "why": why,
             "updates": newest["updates"],
@@ -319,6 +316,11 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             if lookup.ids.device.type == "cpu":
                 segment(self.spec, lookup)
         table.announce(lookups)
+
+    def forget_announced(self) -> None:
+        """Forget what was announced, and end the thread that makes it ready."""
+        if self._held is not None:
+            self._held.forget_announced()
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""

@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -92,6 +93,11 @@ class TableHandle:
         self._replace(table, lambda: self._home.move(table, device))
         self.device = device
 
+    def forget_announced(self) -> None:
+        """Forget what was announced, and end the thread that makes it ready, if the table is open."""
+        if self._table is not None:
+            self._table.rest()
+
     def release(self) -> None:
         """Drop the pin that a failed step left, if the table is open."""
         if self._table is not None:
@@ -103,6 +109,17 @@ class TableHandle:
     def load_snapshot(self, name: str) -> None:
         before = self.table
         self._replace(before, lambda: self._home.load_snapshot(before, name))
+
+    def save_rows(self, place: Path) -> None:
+        self._home.save_rows(self.table, place)
+
+    def load_rows(self, place: Path) -> None:
+        before = self.table
+        self._replace(before, lambda: self._home.load_rows(before, place))
+
+    @property
+    def base(self) -> str | None:
+        return self._home.base
 
     def close(self) -> None:
         """Bring the rows down and let the folder go. Where that fails, everything stays open, to be closed again,

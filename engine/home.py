@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from ..snapshots.format import check_description, check_name
+from ..snapshots.linked import link_snapshot
 from ..snapshots.live import live_rows, write_based_snapshot
 from ..snapshots.reader import Snapshot, latest_snapshot
 from ..snapshots.writer import write_snapshot
-from .errors import OptimizerError, SnapshotError, StoreError, TierbedError
+from .errors import SnapshotError, StoreError, TierbedError
 from .interrupts import uninterrupted
 from .lifecycle import Lifecycle
 from .ops.processor import processor_of
@@ -27,12 +28,13 @@ from .optimizers import RowOptimizer
 from .options import CachedSsdOptions, StoreOptions
 from .row_state import RowState
 from .scanned import load_rows
-from .spec import KEY_TYPES, TableSpec
+from .spec import TableSpec
 from .store.contract import Chunks
 from .store.durable import remove_folder
 from .store.folder import StoreFolder
 from .store.rocksdb import RocksDB
 from .store.stack import build_stack
+from .stored import check_stored
 from .table import OpenTable
 
 log = logging.getLogger("tierbed")
@@ -148,7 +150,35 @@ class TableHome:
         """The table with the rows of a snapshot. Until they are verified, `table` and its rows stay as they were."""
         folder = self._folder_of(name)
         snapshot = Snapshot.open(folder.snapshots / name)
-        self._check(snapshot.description, table.optimizer, SnapshotError, f"snapshot {name!r}")
+        check_stored(self.spec, snapshot.description, table.optimizer, SnapshotError, f"snapshot {name!r}")
+        return self._load(table.optimizer, snapshot, table)
+
+    @property
+    def base(self) -> str | None:
+        """The snapshot that was saved or loaded last, if any."""
+        return (self.folder.base or None) if self.folder is not None else None
+
+    def save_rows(self, table: OpenTable, place: Path) -> None:
+        """The rows as the snapshot `place`; in the store folder, if there is one, as a snapshot of its name too.
+
+        Raises SnapshotError, StoreError.
+        """
+        if self.folder is not None:
+            self.save_snapshot(table, place.name)
+            link_snapshot(Snapshot.open(self.folder.snapshots / place.name), place)
+            return
+        with table.lock:
+            table.check()
+            write_snapshot(place, table.describe(), table.scan())
+
+    def load_rows(self, table: OpenTable, place: Path) -> OpenTable:
+        """The table with the rows of the snapshot `place`, which a store folder gets as its own; as `load_snapshot`."""
+        snapshot = Snapshot.open(place)
+        if self.folder is not None:
+            if not os.path.lexists(self.folder.snapshots / place.name):
+                link_snapshot(snapshot, self.folder.snapshots / place.name)
+            return self.load_snapshot(table, place.name)
+        check_stored(self.spec, snapshot.description, table.optimizer, SnapshotError, f"snapshot {place.name!r}")
         return self._load(table.optimizer, snapshot, table)
 
     def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
@@ -174,7 +204,7 @@ class TableHome:
             check_description(mark)
         except ValueError as error:
             raise StoreError(f"{where} was written by another version of tierbed: its mark has {error}") from error
-        self._check(mark, optimizer, StoreError, where)
+        check_stored(self.spec, mark, optimizer, StoreError, where)
         same_lines = optimizer is None or list(optimizer.row_state(self.spec.dim).widths) == mark["state_widths"]
         try:
             if self._on_disk and mark["live"] == "rocksdb" and same_lines:
@@ -201,7 +231,7 @@ class TableHome:
             table = self._start_empty(optimizer, folder)
         else:
             found = f"restored its last snapshot {snapshot.name!r}, of step {snapshot.description['step']}"
-            self._check(snapshot.description, optimizer, StoreError, f"store folder {str(folder.path)!r}")
+            check_stored(self.spec, snapshot.description, optimizer, StoreError, f"store folder {str(folder.path)!r}")
             folder.discard_live()  # makes room: no run uses these rows again
             table = self._load(optimizer, snapshot, None)
         log.warning(
@@ -215,13 +245,13 @@ class TableHome:
 
     def _load(self, optimizer: RowOptimizer | None, snapshot: Snapshot, running: OpenTable | None) -> OpenTable:
         """The table with a snapshot's rows; closes `running` when they are verified."""
-        assert self.folder is not None
         stored = {**snapshot.description, "rows": snapshot.manifest.rows}
         with contextlib.nullcontext() if running is None else running.lock:
             table = self._restore(optimizer, stored, contextlib.nullcontext(snapshot.chunks()), running)
-            self.folder.set_base(snapshot.name)
-            if self._scratch:
-                self.folder.note_step(table.step)
+            if self.folder is not None:
+                self.folder.set_base(snapshot.name)
+                if self._scratch:
+                    self.folder.note_step(table.step)
         return table
 
     def _restore(
@@ -236,10 +266,10 @@ class TableHome:
 
         With `same_rows` they are the live rows, only kept in another way.
         """
-        assert self.folder is not None
         folder = self.folder
-        place = folder.incoming if self._on_disk else None
-        remove_folder(folder.incoming)
+        place = folder.incoming if folder is not None and self._on_disk else None
+        if folder is not None:
+            remove_folder(folder.incoming)
         table = self._build(optimizer, {**stored, "shards": None}, place)
         try:
             with source as chunks:
@@ -250,14 +280,15 @@ class TableHome:
                 table.flush()
         except BaseException:
             table.close()
-            remove_folder(folder.incoming)
+            if place is not None:
+                remove_folder(place)
             raise
         with uninterrupted():
             if not same_rows:
                 self._begin_writing()
             if running is not None:
                 running.close()
-            if place is None:
+            if place is None or folder is None:
                 return table
             mark = self._mark_of(table)
             table.close()
@@ -327,38 +358,6 @@ class TableHome:
         check_name(name)
         self.folder.check()
         return self.folder
-
-    def _check(self, stored: dict[str, Any], optimizer: RowOptimizer | None, error: type[Exception], what: str) -> None:
-        """Raises where the stored rows are of another table, or lack the state of the optimizer to train them."""
-        for field, argument, mine in (
-            ("columns", "embedding_dim", list(self.spec.columns)),
-            ("key_type", "key_type", KEY_TYPES[self.spec.key_type]),
-            ("dtype", "dtype", "float32"),
-        ):
-            if stored[field] != mine:
-                raise error(
-                    f"{what} holds rows of {argument} {stored[field]}, not {mine}; give that {argument}, or another "
-                    f"name or persistent_path"
-                )
-        if len(stored["tables"]) > self.spec.num_tables:
-            raise error(
-                f"{what} holds {len(stored['tables'])} tables, not {self.spec.num_tables}; give all of them, in "
-                f"their order"
-            )
-        if (stored["seed"], stored["tables"][: self.spec.num_tables]) != (
-            self.spec.seed,
-            self.spec.plain_tables()[: len(stored["tables"])],
-        ):
-            log.warning(
-                "%s began its rows with another seed or other initializers: rows not yet stored begin differently", what
-            )
-        if optimizer is None or stored.get("rows") == 0 or (stored["optimizer"] is None and not stored["states"]):
-            return
-        if (stored["optimizer"], stored["states"]) != (optimizer.rule, list(optimizer.states)):
-            raise OptimizerError(
-                f"{what} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, not of "
-                f"{optimizer.rule}; train with that optimizer, or take another name or persistent_path"
-            )
 
 
 def _base_of(folder: StoreFolder) -> Snapshot | None:

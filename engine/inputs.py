@@ -111,6 +111,19 @@ def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
         )
 
 
+def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
+    """A key and its table, which may be None where there is one. Raises InputError."""
+    if isinstance(key, bool) or not isinstance(key, (int, np.integer)):
+        raise InputError(f"key of embedding {spec.name!r}: got {key!r}; give one whole number")
+    if table is None and spec.num_tables == 1:
+        table = 0
+    if isinstance(table, bool) or not isinstance(table, (int, np.integer)) or not 0 <= table < spec.num_tables:
+        raise InputError(
+            f"table of embedding {spec.name!r}: got {table!r}; give the key's, from 0 to {spec.num_tables - 1}"
+        )
+    return int(key), int(table)
+
+
 def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
     """Raises InputError for weights that are not float32 of the shape of ids."""
     if weights is None:

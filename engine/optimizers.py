@@ -39,8 +39,10 @@ class RowOptimizer:
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
         self.hyper(1)  # reports what is wrong with the group now
 
-    def hyper(self, step: int) -> list[float]:
+    def hyper(self, step: int, clip_value: float | None = None) -> list[float]:
         """The numbers that the rule takes at the embedding's step `step`, which counts from 1; clips at the end.
+
+        clip_value: of this step, beside the group's own.
 
         Raises OptimizerError where the group now asks for another rule than at the start, or has a wrong setting.
         """
@@ -53,7 +55,10 @@ class RowOptimizer:
             )
         _check(group)
         values = rule.hyper(group, step)
-        return [*(float(values[name]) for name in rule.kernel.all_hypers), *(_clip(group, name) for name in CLIPS)]
+        value, norm = (_clip(group, name) for name in CLIPS)
+        if clip_value is not None:
+            value = min(clip_value, value or clip_value)
+        return [*(float(values[name]) for name in rule.kernel.all_hypers), value, norm]
 
     def row_state(self, dim: int) -> RowState:
         """What a row of `dim` elements carries."""

@@ -33,6 +33,23 @@ class PinnedBatch:
         """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is as its result."""
         return self._table.weights_grad(self, index, grad)
 
-    def update(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-        """Apply the optimizer. For each lookup: the gradient of its result, and the weights that it was pooled with."""
-        self._table.update(self, grads, weights if weights is not None else [None] * len(self.lookups))
+    def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
+        """The sum of the squares of the gradients of the rows, each summed over its occurrences, as `update` does."""
+        return self._table.square_gradients(self, grads, weights or [None] * len(self.lookups))
+
+    def update(
+        self,
+        grads: list[Tensor],
+        weights: list[Tensor | None] | None = None,
+        scale: float = 1.0,
+        clip_value: float | None = None,
+    ) -> None:
+        """Apply the optimizer. For each lookup: the gradient of its result, and the weights that it was pooled with.
+
+        A row's summed gradient is multiplied by `scale`, then each element clipped to [-clip_value, clip_value].
+        """
+        self._table.update(self, grads, weights or [None] * len(self.lookups), scale, clip_value)
+
+    def release(self) -> None:
+        """End the pin; the rows stay as they are."""
+        self._table.release()

@@ -123,17 +123,33 @@ class OpenTable:
             self._check_pinned(pinned)
             return self.processor.weights_grad(pinned.core, index, pinned.lookups[index], grad)
 
-    def update(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> None:
+    def square_gradients(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> float:
+        assert self.optimizer is not None
+        self._check_grads(pinned, grads, weights)
+        rule = self.optimizer.rule
+        with self.lock:
+            self._check_pinned(pinned)
+            squares = self.processor.square_gradients(pinned.core, pinned.lookups, grads, weights, pinned.dtype, rule)
+            return float(squares.cpu().numpy().sum(dtype=np.float64))  # NumPy's order depends on no threads
+
+    def update(
+        self,
+        pinned: PinnedBatch,
+        grads: list[Tensor],
+        weights: list[Tensor | None],
+        scale: float,
+        clip_value: float | None,
+    ) -> None:
         assert self.optimizer is not None
         step = self.step + 1
-        hyper = self.optimizer.hyper(step)
-        for lookup, grad, given in zip(pinned.lookups, grads, weights, strict=True):
-            check_grad(self.spec, lookup, grad, pinned.dtype)
-            check_weights(self.spec, lookup, given)
+        hyper = self.optimizer.hyper(step, clip_value)
+        self._check_grads(pinned, grads, weights)
         rule = self.optimizer.rule
         with self.lock, uninterrupted():
             with self._writing(pinned, step):
-                self.processor.update(pinned.core, pinned.lookups, grads, weights, pinned.dtype, rule, hyper, step)
+                self.processor.update(
+                    pinned.core, pinned.lookups, grads, weights, pinned.dtype, rule, hyper, step, scale
+                )
                 self.step, self.hyper = step, hyper
                 self.lifecycle.written(pinned.core, step)
             if expired := self.lifecycle.expired(step):
@@ -345,6 +361,11 @@ class OpenTable:
     def _check_pinned(self, pinned: PinnedBatch) -> None:
         if pinned is not self._pinned:
             raise StoreError(f"embedding {self.spec.name!r}: the batch is no longer pinned; prefetch it again")
+
+    def _check_grads(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> None:
+        for lookup, grad, given in zip(pinned.lookups, grads, weights, strict=True):
+            check_grad(self.spec, lookup, grad, pinned.dtype)
+            check_weights(self.spec, lookup, given)
 
     def _check_optimizer(self) -> None:
         if self.optimizer is None:

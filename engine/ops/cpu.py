@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -79,11 +79,29 @@ class CpuProcessor:
         rule: str,
         hyper: Sequence[float],
         step: int,
+        scale: float,
     ) -> None:
-        arrays = [array_of(grad) for grad in grads]
+        given = self._given(lookups, grads, weights)
+        self.written += _core.update(batch, self.layout, *given, rule, hyper, step, OUTPUT_DTYPES[dtype], scale)
+
+    def square_gradients(
+        self,
+        batch: _core.Batch,
+        lookups: Sequence[Lookup],
+        grads: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        rule: str,
+    ) -> Tensor:
+        given = self._given(lookups, grads, weights)
+        return torch.from_numpy(_core.square_gradients(batch, self.layout, *given, OUTPUT_DTYPES[dtype]))
+
+    @staticmethod
+    def _given(
+        lookups: Sequence[Lookup], grads: Sequence[Tensor], weights: Sequence[Tensor | None]
+    ) -> tuple[list[Any], list[bool], list[Any]]:
         means = [lookup.pooling == "mean" for lookup in lookups]
-        scales = [None if given is None else flat(given) for given in weights]
-        self.written += _core.update(batch, self.layout, arrays, means, scales, rule, hyper, step, OUTPUT_DTYPES[dtype])
+        return [array_of(grad) for grad in grads], means, [None if given is None else flat(given) for given in weights]
 
     def assign(self, batch: _core.Batch, values: NDArray[np.float32], step: int) -> None:
         self.written += _core.assign(batch, self.layout, values, step)

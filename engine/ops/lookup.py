@@ -1,6 +1,7 @@
 """The ops that a trace records: a lookup, and its gradients for rows and for weights.
 
-A compiled graph replaces them by the functions of `step.py`; called eagerly, a lookup only reads.
+A compiled graph replaces them by the functions of `step.py`; called eagerly, a lookup reads, and its gradient is kept
+for the step of an `EagerOptimizer`.
 
 `shadow` is the embedding's one-element parameter: it makes autograd record the gradient, and it is what an optimizer
 holds.
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from ..errors import ClosedError, GraphError
 from ..inputs import Lookup
+from ..shadow_grad import accumulate, is_reached
 
 if TYPE_CHECKING:
     from ..embedding import MultiTableMultiColumnEmbedding
 
 _handles = itertools.count()
+_orders = itertools.count()
 _embeddings: weakref.WeakValueDictionary[int, MultiTableMultiColumnEmbedding] = weakref.WeakValueDictionary()
 
 
@@ -76,17 +79,15 @@ def lookup_grad(
     offsets: Tensor | None,
     pooling: str | None,
     weights: Tensor | None,
+    order: int,
     handle: int,
 ) -> Tensor:
-    """Stands for the update of the rows; grad is as what the lookup returned.
+    """Stands for the update of the rows; grad is as what the lookup returned. Lookups ran in the order of `order`.
 
     Its value is the shadow's gradient, which nothing reads.
     """
-    name = embedding_of(handle).name
-    raise GraphError(
-        f"embedding {name!r}: backward() outside a graph; call it in the build() of a tierbed.graph.Graph, or read "
-        f"under torch.no_grad()"
-    )
+    accumulate(embedding_of(handle), Lookup(ids, table_ids, offsets, pooling), grad, weights, order)
+    return grad.new_zeros((1,), dtype=torch.float32)
 
 
 @lookup_grad.register_fake
@@ -118,14 +119,17 @@ def _(grad: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shadow, ids, table_ids, offsets, ctx.pooling, weights, ctx.handle = inputs
-    ctx.save_for_backward(shadow, ids, table_ids, offsets, weights)
+    ctx.order = next(_orders)
+    # autograd refuses a saved tensor that changed since: the shadow changes with the rows, which weights need
+    needed = shadow if ctx.needs_input_grad[5] else None
+    ctx.save_for_backward(needed, ids, table_ids, offsets, weights)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shadow, ids, table_ids, offsets, weights = ctx.saved_tensors
     of_rows = of_weights = None
-    if ctx.needs_input_grad[0]:
-        of_rows = lookup_grad(grad, ids, table_ids, offsets, ctx.pooling, weights, ctx.handle)
+    if ctx.needs_input_grad[0] and is_reached(embedding_of(ctx.handle)):
+        of_rows = lookup_grad(grad, ids, table_ids, offsets, ctx.pooling, weights, ctx.order, ctx.handle)
     if ctx.needs_input_grad[5]:
         of_weights = lookup_weights_grad(grad, ids, table_ids, offsets, ctx.pooling, shadow, ctx.handle)
     return of_rows, None, None, None, None, of_weights, None

@@ -78,11 +78,23 @@ class Processor(Protocol[B]):
         rule: str,
         hyper: Sequence[float],
         step: int,
+        scale: float,
     ) -> None:
-        """Reduce each row's gradients and apply the rule; grads are of `dtype`, as gathered.
+        """Reduce each row's gradients, times `scale`, and apply the rule; grads are of `dtype`, as gathered.
 
         TypeError or ValueError for others, and nothing is written.
         """
+
+    def square_gradients(
+        self,
+        batch: B,
+        lookups: Sequence[Lookup],
+        grads: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        rule: str,
+    ) -> Tensor:
+        """[at least the unique rows] float32, the sum of the squares of each row's gradient, 0 beyond the rows."""
 
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:
         """Write values [positions, dim] to the rows of a lookup without bags, the last occurrence standing."""

@@ -117,13 +117,29 @@ class CudaProcessor:
         rule: str,
         hyper: Sequence[float],
         step: int,
+        scale: float,
     ) -> None:
-        rows = [grad.detach().reshape(-1, self._layout.dim).contiguous() for grad in grads]
-        means = [lookup.pooling == "mean" for lookup in lookups]
-        scales = [_contiguous(given) for given in weights]
-        self._rule(rule).update(batch, rows, means, scales, hyper, step, self._written, self._faults.word)
+        rows, means, scales = self._given(lookups, grads, weights)
+        self._rule(rule).update(batch, rows, means, scales, hyper, step, self._written, self._faults.word, scale)
         self._asked += 1
         self._taken += self._faults.word == 0
+
+    def square_gradients(
+        self,
+        batch: Batch,
+        lookups: Sequence[Lookup],
+        grads: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        rule: str,
+    ) -> Tensor:
+        return self._rule(rule).square(batch, *self._given(lookups, grads, weights))
+
+    def _given(
+        self, lookups: Sequence[Lookup], grads: Sequence[Tensor], weights: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
+        rows = [grad.detach().reshape(-1, self._layout.dim).contiguous() for grad in grads]
+        return rows, [lookup.pooling == "mean" for lookup in lookups], [_contiguous(given) for given in weights]
 
     def assign(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:
         there = torch.from_numpy(values).to(self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,11 +81,36 @@ class RuleKernels:
         step: int,
         written: Tensor,
         faults: Tensor,
+        scale: float = 1.0,
     ) -> None:
         """grads: one a lookup, [rows of the lookup, dim], all of one dtype; hyper ends with the clips.
 
-        `written` [1] int64 grows by the rows written for the first time. After a fault nothing is written.
+        `scale` multiplies the sum of a row. `written` [1] int64 grows by the rows written for the first time. After a
+        fault nothing is written.
         """
+        program, sources, sums, _kept = self._sum_blocks(batch, grads, means, weights)
+        whole = self._whole(batch) if self._reduces or hyper[-1] > 0 else None
+        launch(
+            self._layout.device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.count,
+            np.float32(scale), _hyper(hyper), np.uint32(step), sums, whole, written, faults,
+        )  # fmt: skip
+
+    def square(
+        self, batch: Batch, grads: Sequence[Tensor], means: Sequence[bool], weights: Sequence[Tensor | None]
+    ) -> Tensor:
+        """[size] float32, the sum of the squares of each row's gradient, 0 beyond the unique rows; as `update`."""
+        program, sources, sums, _kept = self._sum_blocks(batch, grads, means, weights)
+        squares = torch.zeros(batch.size, dtype=torch.float32, device=batch.lines.device)
+        launch(
+            self._layout.device, program, "square_rows", batch.size, WARP, sources, batch.count, sums,
+            self._whole(batch), squares,
+        )  # fmt: skip
+        return squares
+
+    def _sum_blocks(
+        self, batch: Batch, grads: Sequence[Tensor], means: Sequence[bool], weights: Sequence[Tensor | None]
+    ) -> tuple[Program, np.ndarray, Tensor, list[Any]]:
+        """The kernels, their sources, the sums of rows with many occurrences, and what keeps the sources' memory."""
         groups, layout = batch.groups, self._layout
         scales = _scales(batch, layout, means, weights)
         if len(grads) > MOST_PARTS:
@@ -96,19 +122,16 @@ class RuleKernels:
         memory = {"rows": groups.rows, "offsets": groups.offsets, "sources": groups.sources, "scales": scales}
         for name, tensor in memory.items():
             sources[name] = 0 if tensor is None else tensor.data_ptr()
-        device = layout.device
         program = self._program(grads[0].dtype if grads else torch.float32)
         slots = batch.size // SUM_BLOCK + 1
-        sums = torch.empty(slots * layout.dim, dtype=torch.float32, device=written.device)
-        launch(device, program, "sum_blocks", slots if batch.size > SUM_BLOCK else 0, WARP, sources, sums)
-        whole = None
-        if self._reduces or hyper[-1] > 0:
-            warps = min(-(-batch.size * WARP // THREADS), device.blocks) * THREADS // WARP
-            whole = torch.empty(warps * layout.dim, dtype=torch.float32, device=written.device)
-        launch(
-            device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.count, _hyper(hyper),
-            np.uint32(step), sums, whole, written, faults,
-        )  # fmt: skip
+        sums = torch.empty(slots * layout.dim, dtype=torch.float32, device=batch.lines.device)
+        launch(layout.device, program, "sum_blocks", slots if batch.size > SUM_BLOCK else 0, WARP, sources, sums)
+        return program, sources, sums, [grads, memory]
+
+    def _whole(self, batch: Batch) -> Tensor:
+        """Memory for a row of each warp."""
+        warps = min(-(-batch.size * WARP // THREADS), self._layout.device.blocks) * THREADS // WARP
+        return torch.empty(warps * self._layout.dim, dtype=torch.float32, device=batch.lines.device)
 
     def settle(self, batch: Batch, hyper: Sequence[float], step: int) -> None:
         """Let lookups see rows at the beginning of `step`, for a rule that catches up."""

@@ -39,6 +39,32 @@ struct Sources {
     }
 };
 
+// `body(gradients, occurrences)` with what gives the row's sum: its own occurrences, or of many one that is their sum.
+template <class Body>
+TIERBED_FN void with_gradients(Tile tile, const Sources& from, u64 row, float* sums, const Body& body) {
+    const Occurrences all = from.of(row);
+    if (all.count <= SUM_BLOCK) {
+        body(Type{}, from.gradients(), all);
+        return;
+    }
+    const u32 slot = from.offsets[row] / SUM_BLOCK + 1, blocks = (all.count + SUM_BLOCK - 1) / SUM_BLOCK;
+    for_blocks(tile, SHAPE.dim, [&](u32 begin, u32 n) {
+        float sum[VEC];
+        sum_occurrences<Type>(sum, from.gradients(), all, 0, SUM_BLOCK, begin, n);
+        float* total = sums + static_cast<u64>(slot) * SHAPE.dim + begin;
+        for (u32 block = 0; block + 1 < blocks; ++block)
+            for (u32 j = 0; j < n; ++j) sum[j] += total[static_cast<u64>(block) * SHAPE.dim + j];
+        for (u32 j = 0; j < n; ++j) total[j] = sum[j];
+    });
+    const GradientPart part{sums, 0};
+    body(Float32{}, Gradients{&part, 1, SHAPE.dim}, Occurrences{&slot, nullptr, 1});
+}
+
+TIERBED_FN float* memory_of_warp(float* whole) {
+    const u64 warp = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
+    return whole ? whole + warp * SHAPE.dim : nullptr;
+}
+
 }  // namespace
 
 // sums [n / SUM_BLOCK + 1, dim]: of blocks after a row's first, by slot
@@ -62,35 +88,30 @@ extern "C" __global__ void sum_blocks(const __grid_constant__ Sources from, floa
 
 // `whole`: [warps of the grid, dim] where the rule looks at whole rows. `written` counts first writes.
 extern "C" __global__ void update_rows(const __grid_constant__ Sources from, const u64* lines, const u32* count,
-                                       const __grid_constant__ Hyper hyper, u32 step, float* sums, float* whole,
-                                       u64* written, const u32* faults) {
+                                       float scale, const __grid_constant__ Hyper hyper, u32 step, float* sums,
+                                       float* whole, u64* written, const u32* faults) {
     if (*faults) return;
     const Rule rule(hyper.values);
-    const u64 warp = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
     u64 found = 0;
     for_each_item<WARP>(*count, [&](Tile tile, u64 row) {
-        const Occurrences all = from.of(row);
-        float* mine = whole ? whole + warp * SHAPE.dim : nullptr;
-        bool first;
-        if (all.count <= SUM_BLOCK) {
-            first = update_row<Type>(tile, lines[row], SHAPE, from.gradients(), all, rule, step, mine);
-        } else {
-            const u32 slot = from.offsets[row] / SUM_BLOCK + 1, blocks = (all.count + SUM_BLOCK - 1) / SUM_BLOCK;
-            for_blocks(tile, SHAPE.dim, [&](u32 begin, u32 n) {
-                float sum[VEC];
-                sum_occurrences<Type>(sum, from.gradients(), all, 0, SUM_BLOCK, begin, n);
-                float* total = sums + static_cast<u64>(slot) * SHAPE.dim + begin;
-                for (u32 block = 0; block + 1 < blocks; ++block)
-                    for (u32 j = 0; j < n; ++j) sum[j] += total[static_cast<u64>(block) * SHAPE.dim + j];
-                for (u32 j = 0; j < n; ++j) total[j] = sum[j];
-            });
-            const GradientPart part{sums, 0};
-            first = update_row<Float32>(tile, lines[row], SHAPE, Gradients{&part, 1, SHAPE.dim},
-                                        Occurrences{&slot, nullptr, 1}, rule, step, mine);
-        }
-        found += first && tile.lane == 0;
+        with_gradients(tile, from, row, sums, [&](auto type, const Gradients& gradients, const Occurrences& occurrences) {
+            const bool first = update_row<decltype(type)>(tile, lines[row], SHAPE, gradients, occurrences, scale, rule,
+                                                          step, memory_of_warp(whole));
+            found += first && tile.lane == 0;
+        });
     });
     if (found) atomicAdd(written, found);
+}
+
+// squares [count]: the sum of the squares of each row's gradient. `whole`: [warps of the grid, dim].
+extern "C" __global__ void square_rows(const __grid_constant__ Sources from, const u32* count, float* sums,
+                                       float* whole, float* squares) {
+    for_each_item<WARP>(*count, [&](Tile tile, u64 row) {
+        with_gradients(tile, from, row, sums, [&](auto type, const Gradients& gradients, const Occurrences& occurrences) {
+            const float square = square_row<decltype(type)>(tile, gradients, occurrences, memory_of_warp(whole));
+            if (tile.lane == 0) squares[row] = square;
+        });
+    });
 }
 
 // The two below do nothing for a rule that does not catch up; templates, since such a rule has not what it takes.

@@ -1,4 +1,4 @@
-// One pass over a touched row: sum the gradients of its occurrences, clip the sum, apply the optimizer's rule, write
+// One pass over a touched row: sum the gradients of its occurrences, scale and clip the sum, apply the optimizer's rule, write
 // line and record. A rule that catches up first takes the steps that the row missed.
 //
 // One tile works on one row and nobody else touches its line. Sums and reductions have a fixed order (gradients.h,
@@ -91,14 +91,27 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
     return row.first;
 }
 
-// The same, given the row's occurrences. A row without any is left alone.
+// The same, given the row's occurrences, whose sum is multiplied by `scale`. A row without any is left alone.
 template <class Type, class Rule>
 TIERBED_FN bool update_row(Tile tile, u64 address, const LineShape& shape, const Gradients& gradients,
-                           const Occurrences& occurrences, const Rule& rule, u32 step, float* whole) {
+                           const Occurrences& occurrences, float scale, const Rule& rule, u32 step, float* whole) {
     if (occurrences.count == 0) return false;
-    const auto sum = [&](float* g, u32 begin, u32 n)
-                         TIERBED_INLINE { sum_gradients<Type>(g, gradients, occurrences, begin, n); };
+    const auto sum = [&](float* g, u32 begin, u32 n) TIERBED_INLINE {
+        sum_gradients<Type>(g, gradients, occurrences, begin, n);
+        for (u32 j = 0; j < n; ++j) g[j] *= scale;
+    };
     return apply_rule(tile, address, shape, sum, rule, step, whole);
+}
+
+// The sum of the squares of a row's gradient, 0 without occurrences. whole [dim]: memory of the tile.
+template <class Type>
+TIERBED_FN float square_row(Tile tile, const Gradients& gradients, const Occurrences& occurrences, float* whole) {
+    if (occurrences.count == 0) return 0.0f;
+    for_blocks(tile, gradients.dim, [&](u32 begin, u32 n) TIERBED_INLINE {
+        sum_gradients<Type>(whole + begin, gradients, occurrences, begin, n);
+    });
+    synchronise(tile);
+    return sum_columns(tile, gradients.dim, [&](i32 c) TIERBED_INLINE { return square(whole[c]); });
 }
 
 }  // namespace tierbed

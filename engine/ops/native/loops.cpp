@@ -88,10 +88,22 @@ std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, f
         } else {
             sum_row(sum, block, gradients, occurrences);
         }
-        const auto summed = [&](float* g, u32 from, u32 n) TIERBED_INLINE { copy_floats(g, gradient + from, n); };
+        const auto summed = [&](float* g, u32 from, u32 n) TIERBED_INLINE {
+            for (u32 j = 0; j < n; ++j) g[j] = gradient[from + j] * job.scale;
+        };
         written += apply_rule(ONE_THREAD, job.lines[row], job.shape, summed, rule, job.step, whole);
     }
     return written;
+}
+
+template <class Type>
+void square(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, float* out) {
+    const u32* const last = job.sources + job.offsets[end];
+    for (std::size_t row = begin; row < end; ++row) {
+        const u32 first = job.offsets[row], count = job.offsets[row + 1] - first;
+        const Occurrences occurrences{job.sources + first, job.scales ? job.scales + first : nullptr, count, last};
+        out[row] = square_row<Type>(ONE_THREAD, job.gradients, occurrences, memory);
+    }
 }
 
 template <class Rule>
@@ -128,6 +140,7 @@ extern const Loops TIERBED_LOOPS;
 const Loops TIERBED_LOOPS{TIERBED_ISA,
                           {gather<Float32>, gather<Float16>, gather<BFloat16>},
                           {weights_grad<Float32>, weights_grad<Float16>, weights_grad<BFloat16>},
+                          {square<Float32>, square<Float16>, square<BFloat16>},
                           table_of(AllRules{}),
                           AllRules::COUNT};
 

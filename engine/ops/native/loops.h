@@ -39,6 +39,7 @@ struct UpdateJob {
     const float* scales;  // [occurrences] or null
     Gradients gradients;
     FloatType type;  // of the gradients
+    float scale;  // of each row's sum
     LineShape shape;
     const double* hyper;
     u32 step;
@@ -64,6 +65,8 @@ struct Loops {
     const char* name;
     void (*gather[FLOAT_TYPES])(const GatherJob&, std::size_t begin, std::size_t end);
     void (*weights_grad[FLOAT_TYPES])(const WeightsGradJob&, std::size_t begin, std::size_t end);
+    // out [unique]: the sum of the squares of each row's gradient. Of the job it reads what is about gradients.
+    void (*square[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, float* out);
     const RuleLoops* rules;
     u32 rule_count;
 };

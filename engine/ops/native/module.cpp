@@ -134,6 +134,28 @@ void require_outputs(const Batch& batch, const Layout& layout, std::size_t looku
             "rows must be [outputs, dim]");
 }
 
+// The gradients that Python gives, one a lookup of the batch, and what keeps their memory.
+struct Upstreams {
+    std::vector<nb::object> kept;
+    std::vector<Upstream> upstream;
+
+    Upstreams(const Batch& batch, const Layout& layout, const nb::list& grads, const std::vector<bool>& means,
+              const nb::list& weights, const std::string& dtype) {
+        require(grads.size() == batch.lookups.size() && means.size() == grads.size() && weights.size() == grads.size(),
+                "one of grads, means and weights for each lookup");
+        for (std::size_t k = 0; k < grads.size(); ++k) {
+            const auto rows = as<InRows>(grads[k], "gradients must be contiguous");
+            std::optional<InVector<float>> scale;
+            if (!weights[k].is_none()) scale = as<InVector<float>>(weights[k], "weights must be contiguous float32");
+            const Pooling pooling = pooling_of(batch, k, means[k], scale, dtype);
+            require_outputs(batch, layout, k, rows, pooling);
+            kept.push_back(nb::cast(rows));
+            if (scale) kept.push_back(nb::cast(*scale));
+            upstream.push_back({rows.data(), pooling});
+        }
+    }
+};
+
 void bind_step(nb::module_& m) {
     m.def("initialise",
           [](const Layout& layout, InVector<u32> tables, InVector<u64> keys, Out<float, nb::ndim<2>> out) {
@@ -190,29 +212,28 @@ void bind_step(nb::module_& m) {
     m.def(
         "update",
         [](Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
-           const std::string& rule, std::vector<double> hyper, u32 step, const std::string& dtype) {
-            require(
-                grads.size() == batch.lookups.size() && means.size() == grads.size() && weights.size() == grads.size(),
-                "one of grads, means and weights for each lookup");
-            std::vector<nb::object> kept;
-            std::vector<Upstream> upstream;
-            for (std::size_t k = 0; k < grads.size(); ++k) {
-                const auto rows = as<InRows>(grads[k], "gradients must be contiguous");
-                std::optional<InVector<float>> scale;
-                if (!weights[k].is_none())
-                    scale = as<InVector<float>>(weights[k], "weights must be contiguous float32");
-                const Pooling pooling = pooling_of(batch, k, means[k], scale, dtype);
-                require_outputs(batch, layout, k, rows, pooling);
-                kept.push_back(nb::cast(rows));
-                if (scale) kept.push_back(nb::cast(*scale));
-                upstream.push_back({rows.data(), pooling});
-            }
+           const std::string& rule, std::vector<double> hyper, u32 step, const std::string& dtype, float scale) {
+            const Upstreams given(batch, layout, grads, means, weights, dtype);
             const BoundRule bound(layout, rule, std::move(hyper));
             nb::gil_scoped_release unlocked;
-            return update(batch, layout, upstream, bound, step);
+            return update(batch, layout, given.upstream, bound, step, scale);
         },
         nb::arg("batch"), nb::arg("layout"), nb::arg("grads"), nb::arg("means"), nb::arg("weights"), nb::arg("rule"),
-        nb::arg("hyper"), nb::arg("step"), nb::arg("dtype") = "float32");
+        nb::arg("hyper"), nb::arg("step"), nb::arg("dtype") = "float32", nb::arg("scale") = 1.0f);
+    m.def(
+        "square_gradients",
+        [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
+           const std::string& dtype) {
+            const Upstreams given(batch, layout, grads, means, weights, dtype);
+            std::vector<float> squares(batch.unique);
+            {
+                nb::gil_scoped_release unlocked;
+                square_gradients(batch, layout.shape.dim, given.upstream, squares.data());
+            }
+            return own(std::move(squares));
+        },
+        nb::arg("batch"), nb::arg("layout"), nb::arg("grads"), nb::arg("means"), nb::arg("weights"),
+        nb::arg("dtype") = "float32");
     m.def("settle",
           [](Batch& batch, const Layout& layout, const std::string& rule, std::vector<double> hyper, u32 step) {
               const BoundRule bound(layout, rule, std::move(hyper));

@@ -46,6 +46,24 @@ Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>&
     return scales;
 }
 
+// What a job has of a batch and its gradients.
+struct Given {
+    std::vector<GradientPart> parts;
+    Buffer<float> scales;
+    UpdateJob job{};
+
+    Given(const Batch& batch, u32 dim, const std::vector<Upstream>& grads) : scales(occurrence_scales(batch, grads)) {
+        for (std::size_t k = 0; k < grads.size(); ++k)
+            parts.push_back({grads[k].rows, static_cast<u32>(batch.lookups[k].source)});
+        job.lines = batch.lines.data();
+        job.offsets = batch.offsets.data();
+        job.sources = batch.pooled ? batch.occurrence_sources.data() : batch.occurrences.data();
+        job.scales = scales.size() ? scales.data() : nullptr;
+        job.gradients = {parts.data(), static_cast<u32>(parts.size()), dim};
+        job.type = grads.empty() ? FloatType::float32 : grads[0].pooling.type;
+    }
+};
+
 }  // namespace
 
 BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<double> given)
@@ -57,28 +75,28 @@ BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<
 }
 
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstream>& grads, const BoundRule& rule,
-                   u32 step) {
-    std::vector<GradientPart> parts;
-    for (std::size_t k = 0; k < grads.size(); ++k)
-        parts.push_back({grads[k].rows, static_cast<u32>(batch.lookups[k].source)});
-    const Buffer<float> scales = occurrence_scales(batch, grads);
-    const u32* sources = batch.pooled ? batch.occurrence_sources.data() : batch.occurrences.data();
-    const u32 dim = layout.shape.dim;
-    const UpdateJob job{batch.lines.data(),
-                        batch.offsets.data(),
-                        sources,
-                        scales.size() ? scales.data() : nullptr,
-                        {parts.data(), static_cast<u32>(parts.size()), dim},
-                        grads.empty() ? FloatType::float32 : grads[0].pooling.type,
-                        layout.shape,
-                        rule.hyper.data(),
-                        step};
+                   u32 step, float scale) {
+    const Given given(batch, layout.shape.dim, grads);
+    UpdateJob job = given.job;
+    job.scale = scale;
+    job.shape = layout.shape;
+    job.hyper = rule.hyper.data();
+    job.step = step;
     std::atomic<std::size_t> total{0};
     parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
-        Buffer<float> memory(3 * std::size_t{dim});
+        Buffer<float> memory(3 * std::size_t{layout.shape.dim});
         total += rule.loops.update(job, begin, end, memory.data());
     });
     return total;
+}
+
+void square_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, float* out) {
+    const Given given(batch, dim, grads);
+    const auto square = loops().square[static_cast<u32>(given.job.type)];
+    parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
+        Buffer<float> memory(dim);
+        square(given.job, begin, end, memory.data(), out);
+    });
 }
 
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step) {

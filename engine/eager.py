@@ -1,0 +1,115 @@
+"""Training in a plain PyTorch loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.autograd.graph import increment_version
+
+from .embedding import MultiTableMultiColumnEmbedding
+from .errors import GraphError, OptimizerError
+from .shadow_grad import ShadowGrad, holders
+
+
+class EagerOptimizer:
+    """An ordinary torch optimizer, whose `step()` updates the rows of embeddings as well, outside a `Graph`.
+
+        optimizer = EagerOptimizer(torch.optim.Adam(model.parameters()), model)
+        for batch in loader:
+            loss(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    optimizer: holds the parameters of all embeddings under `module` that are trained, and any others. Rows follow its
+    param groups; docs/optimizers.md says which kinds can. Learning rate schedulers are made over it, the wrapped one.
+
+    From here until this object is gone, backward() through a lookup keeps its gradient for `step()`. Raises
+    OptimizerError for what is no torch optimizer, one that rows cannot follow, an embedding that it does not hold, and
+    one that another EagerOptimizer has.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OptimizerError(
+                f"optimizer={type(optimizer).__name__}: give a torch.optim optimizer, such as torch.optim.SGD"
+            )
+        self.optimizer = optimizer
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        modules = (m for m in module.modules() if isinstance(m, MultiTableMultiColumnEmbedding))
+        embeddings = [m for m in modules if m.shadow.requires_grad]
+        for embedding in embeddings:
+            if id(embedding.shadow) not in groups:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} does not hold embedding {embedding.name!r}; give it the embedding's "
+                    "parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module without it"
+                )
+            if embedding.handle in holders:
+                raise OptimizerError(
+                    f"another EagerOptimizer has embedding {embedding.name!r}; drop that one first, by del"
+                )
+        self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
+        holders.update((embedding.handle, self) for embedding in embeddings)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the wrapped optimizer, read at every step."""
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        """Update all rows that backward() reached since `zero_grad()`, each once, then step the wrapped optimizer.
+
+        Embeddings that it did not reach stay as they are, their step counts too. Raises StoreError, CapacityError and
+        InputError before any row changed where rows cannot be brought up, GraphError in `build` of a graph.
+        """
+        if detect_fake_mode() is not None:
+            raise GraphError(
+                "build calls step() of an EagerOptimizer; leave it out, and give the wrapped optimizer to add_optimizer"
+            )
+        shadows = [embedding.shadow for embedding, _ in self._rows]
+        grads = [shadow.grad for shadow in shadows]
+        self._step_rows()
+        for shadow in shadows:
+            shadow.grad = None
+        try:
+            self.optimizer.step()
+        finally:
+            for shadow, grad in zip(shadows, grads, strict=True):
+                shadow.grad = grad
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; those of rows whatever `set_to_none` is."""
+        for embedding, _ in self._rows:
+            embedding.shadow.grad = None
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's. The state of rows is in the embedding's store and its snapshots."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def _step_rows(self) -> None:
+        pinned = []
+        try:
+            for embedding, rows in self._rows:
+                grad = embedding.shadow.grad
+                if not isinstance(grad, ShadowGrad):
+                    continue
+                if embedding.row_optimizer is not rows:
+                    embedding.follow(rows)  # a graph trained it since
+                batch = grad.rows.pin()
+                if batch is not None:
+                    pinned.append((grad.rows, batch))
+            for gradients, batch in pinned:
+                gradients.update(batch)
+                increment_version(gradients.embedding.shadow)  # a backward() that needs the rows as they were says so
+        except BaseException:
+            for embedding, _ in self._rows:
+                embedding.release()
+            raise
