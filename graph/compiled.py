@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +12,31 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
-from ..engine.errors import OptimizerError
+from ..engine.errors import OptimizerError, TierbedError
 from ..engine.ops.lookup import embedding_of
 from ..engine.optimizers import RowOptimizer
+from .ahead import cut_lookups
+from .inductor import compile_dense
+from .listing import listing
 from .lookups import expand_reads, expand_trained, refuse_used
 from .names import identifiers, tensor_names
 from .optimizers import OptimizerSet, embeddings_by_shadow
-from .passes import add_dense_steps, drop_dead, drop_detach, drop_double_transpose, keep_outputs, name_placeholders
+from .passes import (
+    add_dense_steps,
+    add_schedules,
+    drop_dead,
+    drop_detach,
+    drop_double_transpose,
+    end_together,
+    keep_outputs,
+    name_placeholders,
+)
+from .step_end import StepEnd
 from .trace import Trace
 
 if TYPE_CHECKING:
     from .graph import Graph
+    from .profile import Timer
 
 
 @dataclass(frozen=True)
@@ -29,12 +44,29 @@ class CompiledStep:
     """`module` takes the input tensors of a call, then the live tensors of the graph."""
 
     module: fx.GraphModule
+    lookups: fx.GraphModule | None  # `cut_lookups`
     trained: list[tuple[MultiTableMultiColumnEmbedding, RowOptimizer]]
     spec: pytree.TreeSpec
     constants: list[Any]
     is_tensor: list[bool]
 
-    def run(self, tensors: list[Tensor]) -> Any:
+    def announce(self, tensors: list[Tensor]) -> None:
+        """Tell embeddings which rows a coming run on these tensors needs, as far as that is known.
+
+        Raises RuntimeError where the system gives no thread; what is wrong with the tensors, the run raises.
+        """
+        if self.lookups is None:
+            return
+        try:
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+                coming = self.lookups.forward(*tensors)
+        except Exception:
+            return
+        for embedding, lookups in coming:
+            with contextlib.suppress(TierbedError):
+                embedding.announce(lookups)
+
+    def run(self, tensors: list[Tensor], timer: Timer | None = None) -> Any:
         """What build returned, computed anew. If an op raises, pins are dropped and the exception goes on."""
         for embedding, rows in self.trained:
             if embedding.row_optimizer is not rows:
@@ -42,7 +74,7 @@ class CompiledStep:
         try:
             # not no_grad: some kernels choose by gradient mode, and it is the one that the trace saw
             with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-                outputs = iter(self.module.forward(*tensors))
+                outputs = iter(self.module.forward(*tensors) if timer is None else timer.forward(self.module, tensors))
         except BaseException:
             for embedding, _ in self.trained:
                 embedding.release()
@@ -54,13 +86,21 @@ class CompiledStep:
         return pytree.tree_unflatten(leaves, self.spec)
 
     def code(self) -> str:
-        """The step as Python, one op a line."""
-        code = re.sub("tierbed_(engine_(inputs|ops_step)|graph_dense)_", "", self.module.code)
-        return "\n".join(line.partition(";  ")[0] for line in code.splitlines() if line.strip())
+        """The step as Python, one op a line, with shapes, dtypes and stores as comments."""
+        return listing(self.module)
 
 
-def compile_step(root: Graph, traced: Trace, optimizers: OptimizerSet, tensors: list[Tensor]) -> CompiledStep:
+def compile_step(
+    root: Graph,
+    traced: Trace,
+    optimizers: OptimizerSet,
+    end: StepEnd,
+    tensors: list[Tensor],
+    inductor: Mapping[str, Any] | None,
+) -> CompiledStep:
     """Rewrite a trace into a step that trains if `root.training` and build called backward().
+
+    inductor: options of TorchInductor, where it compiles the dense part.
 
     OptimizerError if backward() reached a parameter that no optimizer of the graph holds.
     """
@@ -110,6 +150,11 @@ def compile_step(root: Graph, traced: Trace, optimizers: OptimizerSet, tensors: 
             if id(tensors[index]) not in by_shadow
         ]
         add_dense_steps(module, optimizer_at, dense)
+        ended = None if end.is_plain else end_together(module, end)
+        schedulers = optimizers.schedulers()
+        kinds = [type(scheduler).__name__.lower() for scheduler in schedulers]
+        names = identifiers(kinds, [*reserved, *optimizer_names, *embedding_names])
+        add_schedules(module, dict(zip(names, schedulers, strict=True)), ended)
     expand_reads(module, label)
     drop_dead(graph)
     shadows = {
@@ -118,4 +163,7 @@ def compile_step(root: Graph, traced: Trace, optimizers: OptimizerSet, tensors: 
     refuse_used(graph, shadows, label)
     graph.lint()
     module.recompile()
-    return CompiledStep(module, trained, returned.spec, returned.constants, returned.is_tensor)
+    lookups = cut_lookups(module)
+    if inductor is not None:
+        module = compile_dense(module, inductor)
+    return CompiledStep(module, lookups, trained, returned.spec, returned.constants, returned.is_tensor)

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from ..engine.errors import GraphError
+from ..engine.errors import GraphError, InputError, OptimizerError
+from . import checkpoint
 from .compiled import CompiledStep, compile_step
+from .drawing import draw
+from .extra_state import extra_state, load_extra_state
 from .optimizers import OptimizerSet
-from .signature import Structure, call_key, modes
+from .pipeline import AHEAD, Run, iterate
+from .profile import Profile, Timer, profile
+from .progress import Bar, NoProgress
+from .signature import Structure, call_key, modes, without_sizes
+from .sizes import Sizes
+from .step_end import StepEnd, positive
 from .swap import one_trace
 from .trace import trace
+from .why import Compiles, facts
 
 STEPS = 64
 
@@ -41,23 +57,68 @@ class Graph(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.__optimizers = OptimizerSet()
+        self.__end = StepEnd()
+        self.__inductor: dict[str, Any] | None = None
+        self.__sizes = Sizes()
         self.__steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         # two underscores: a subclass may have attributes of any name
         self.__structure: Structure | None = None
         self.__last: tuple[Hashable, Any] = (None, None)  # the step of the previous call, found without hashing
+        self.__compiles = Compiles(STEPS)
+        self.__timer: Timer | None = None
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:
+    def add_optimizer(self, optimizer: Optimizer, lr_sch: LRScheduler | None = None) -> None:
         """Let an ordinary torch optimizer update the parameters that it holds, and rows by the shadows that it holds.
 
-        Its parameter groups are read at every step, so learning rate schedulers work. Raises OptimizerError for what
-        is no torch optimizer, one that rows cannot follow, and a parameter that another optimizer of this graph holds.
+        Its parameter groups are read at every step, so learning rate schedulers work; `lr_sch`, made over the
+        optimizer, makes a step after each of its steps. Raises OptimizerError for what is no torch optimizer or no
+        scheduler of it, one that rows cannot follow, and a parameter that another optimizer of this graph holds.
         """
-        self.__optimizers.add(optimizer)
+        self.__optimizers.add(optimizer, lr_sch)
         try:
             self.__optimizers.attach(self)
         except BaseException:
             self.__optimizers.discard(optimizer)
             raise
+
+    def clip_grad_norm(self, max_norm: float) -> None:
+        """Scale all gradients of a step, of rows too, so that their L2 norm together is at most `max_norm`.
+
+        A row counts once, with the sum of the gradients of its occurrences, as in a dense `nn.Embedding`.
+        """
+        self.__end.max_norm = positive("max_norm", max_norm)
+
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Clip each element of all gradients, of rows summed over their occurrences, to [-clip_value, clip_value]."""
+        self.__end.clip_value = positive("clip_value", clip_value)
+
+    def accumulate_grads(self, steps: int) -> None:
+        """Sum the gradients of so many calls before parameters and rows move; divide the loss for their mean.
+
+        Calls before the last read rows as they are; those of all calls are brought up and pinned together at the last.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
+        self.__end.every = steps
+
+    def set_grad_scaler(self, scaler: GradScaler) -> None:
+        """Divide gradients by the scale of `scaler`, by which `build` multiplies: `scaler.scale(loss).backward()`.
+
+        A step with a gradient that is not finite moves no row and no parameter, and lowers the scale.
+        """
+        if not isinstance(scaler, GradScaler):
+            raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
+        device = next((tensor.device for tensor in self.parameters()), "cpu")
+        scaler.scale(torch.zeros((), device=device))  # makes its tensors, which a trace could not
+        self.__end.scaler = scaler
+
+    def compile_dense(self, **options: Any) -> None:
+        """Let TorchInductor compile the dense part of each step, with these options of its own.
+
+        The first call of each shape takes seconds longer. Needs a C++ compiler. Random draws, in-place ops, rows and
+        optimizers run as before; results equal those of eager to rounding. GraphError where it cannot compile.
+        """
+        self.__inductor = options
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """The step, written by the subclass."""
@@ -69,6 +130,87 @@ class Graph(nn.Module):
         Raises GraphError for a `build` that a static graph cannot hold, OptimizerError where backward() reaches a
         parameter without optimizer, and whatever `build`, an op or a store raises; the graph stays usable.
         """
+        step, tensors = self.__compiled(args, kwargs)
+        return step.run(tensors, self.__timer)
+
+    def run(self, batches: Iterable[Any], *, ahead: int = AHEAD, progress: bool | str = False) -> Run:
+        """Run a step on each batch, and iterate over what `build` returns: `for loss in graph.run(loader)`.
+
+        A batch that is a list or a tuple gives the arguments of `build`, any other is its one argument. While a step
+        runs, up to `ahead` batches (0 to 31) are drawn, their ids deduplicated and their rows brought up and pinned in
+        the cache, which also learns from them what to keep. Results are those of `for batch in loader: graph(*batch)`.
+        progress: show a bar with the rate, with this label where it is a string. InputError for wrong arguments.
+        """
+        bar = Bar(batches, progress if isinstance(progress, str) else type(self).__name__) if progress else NoProgress()
+        return Run(self, batches, ahead, self.__announce, bar)
+
+    def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int = AHEAD) -> Profile:
+        """Run a step on each batch, or on the first `steps`, and tell where the time went.
+
+        The steps are those of `run(batches, ahead=ahead)` and train as they do, to the same bits. `print` shows time
+        by stage; `by_op()` and `chrome_trace(path)` have each op. Raises what `run` raises.
+        """
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
+        self.__timer = Timer()
+        try:
+            some = islice(iterate(batches), steps)
+            return profile(
+                type(self).__name__, lambda timed: self.run(timed, ahead=ahead), some, self.__timer, self.__compiles
+            )
+        finally:
+            self.__timer = None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint, the folder `path`: `state_dict()` and all rows. What returned survives anything.
+
+        Embeddings with a persistent_path get a snapshot of that name there too, whose files the checkpoint shares where
+        the file system allows it. Raises SnapshotError where `path` exists or cannot be written.
+        """
+        checkpoint.save(self, self.state_dict(), Path(path))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a checkpoint: the next steps are those of a run that never stopped.
+
+        Raises SnapshotError for one that is missing, damaged or of another graph, before anything is replaced.
+        """
+        self.load_state_dict(checkpoint.load(self, Path(path)))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Of `state_dict()`: optimizers, schedules, scaler, random numbers, and which rows belong to it."""
+        return extra_state(self, self.__optimizers, self.__end)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Of `load_state_dict()`; rows stay as they are, and a warning says where they are of another step."""
+        load_extra_state(self, self.__optimizers, self.__end, state)
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write the step of the last call as an SVG picture: stages, ops, shapes, and the store of each lookup.
+
+        Raises GraphError before the first call.
+        """
+        _, step = self.__last
+        if step is None:
+            raise GraphError(f"{type(self).__name__} has no step to draw yet; call it once, which compiles one")
+        Path(path).write_text(draw(step.module, type(self).__name__))
+
+    def why_recompiled(self) -> list[str]:
+        """For each compiled step but the first, at most the last 64: what differed from the nearest one before it.
+
+        The logger "tierbed" has the same at level INFO.
+        """
+        return list(self.__compiles.reasons)
+
+    def __announce(self, *args: Any) -> None:
+        """Tell embeddings what a coming call with these arguments looks up."""
+        try:
+            step, tensors = self.__compiled(args, {})
+        except Exception:  # the call raises it in its turn
+            return
+        step.announce(tensors)
+
+    def __compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, list[Tensor]]:
+        """The step of a call, and the tensors that it runs on."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         signature, tensors = self.__signature(leaves, spec)
         known, step = self.__last
@@ -77,32 +219,69 @@ class Graph(nn.Module):
                 signature, tensors = self.__signature(leaves, spec)  # a trace in another thread may have been under way
                 step = self.__step_for(signature, leaves, spec, tensors)
             self.__last = signature, step
-        return step.run([leaf for leaf in leaves if isinstance(leaf, Tensor)] + tensors)
+        return step, [leaf for leaf in leaves if isinstance(leaf, Tensor)] + tensors
 
     def __signature(self, leaves: list[Any], spec: pytree.TreeSpec) -> tuple[Hashable, list[Tensor]]:
         while self.__structure is None or (live := self.__structure.live()) is None:
             self.__structure = Structure(self)
+            self.__sizes.clear()
             self.__steps.clear()  # none can fit again, and they would keep replaced modules alive
         tensors, state = live
-        return (spec, call_key(leaves, self.build, spec), state, modes(), self.__optimizers.key()), tensors
+        return (
+            spec,
+            call_key(leaves, self.build, spec),
+            state,
+            modes(),
+            self.__optimizers.key(),
+            self.__end.key(),
+            repr(self.__inductor),
+        ), tensors
 
     def __step_for(
-        self, signature: Hashable, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor]
+        self, signature: Any, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor]
     ) -> CompiledStep:
         if signature in self.__steps:
             self.__steps.move_to_end(signature)
-        else:
-            if detect_fake_mode(tensors):
-                raise GraphError(
-                    f"build calls the graph {type(self).__name__}, and a graph cannot run inside another; call its "
-                    "build(), and add its optimizers to the outer graph"
-                )
-            self.__optimizers.attach(self)
-            self.__optimizers.refuse_foreign(self)
+            return self.__steps[signature]
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        family = (spec, without_sizes(signature[1], leaves), *signature[2:])
+        known = self.__sizes.find(family, inputs)
+        if known is not None:
+            return known
+        if detect_fake_mode(tensors):
+            raise GraphError(
+                f"build calls the graph {type(self).__name__}, and a graph cannot run inside another; call its "
+                "build(), and add its optimizers to the outer graph"
+            )
+        self.__optimizers.attach(self)
+        self.__optimizers.refuse_foreign(self)
+        begin = perf_counter()
+        step = self.__compile_for_many(family, inputs, leaves, spec, tensors)
+        if step is None:
             traced = trace(self, leaves, spec, tensors, self.__optimizers)
-            self.__steps[signature] = compile_step(self, traced, self.__optimizers, tensors)
-            self.__bound()
-        return self.__steps[signature]
+            step = compile_step(self, traced, self.__optimizers, self.__end, tensors, self.__inductor)
+            self.__steps[signature] = step
+            self.__sizes.saw(family, inputs)
+        why = facts(self, leaves, spec, self.__optimizers, self.__end, self.__inductor)
+        self.__compiles.add(type(self).__name__, why, perf_counter() - begin)
+        self.__bound()
+        return step
+
+    def __compile_for_many(
+        self, family: Hashable, inputs: list[Tensor], leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor]
+    ) -> CompiledStep | None:
+        """A step that serves calls of other sizes as well, where they keep changing and one can be made."""
+        changing = self.__sizes.changing(family, inputs)
+        if changing is None:
+            return None
+        try:
+            traced = trace(self, leaves, spec, tensors, self.__optimizers, changing)
+            step = compile_step(self, traced, self.__optimizers, self.__end, tensors, None)
+        except Exception:  # build looks at a size: what is wrong with these sizes, a step of their own raises
+            self.__sizes.fix(family)
+            return None
+        assert traced.fits is not None
+        return step if self.__sizes.add(type(self).__name__, family, traced.fits, step, inputs) else None
 
     def __bound(self) -> None:
         if len(self.__steps) > STEPS:
@@ -110,7 +289,7 @@ class Graph(nn.Module):
             warnings.warn(
                 f"{type(self).__name__} was compiled for more than {STEPS} signatures and drops the oldest; "
                 "pass numbers that change at each call as tensors, and pad inputs to few shapes",
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def __repr__(self) -> str:
@@ -118,5 +297,8 @@ class Graph(nn.Module):
         modules = super().__repr__()
         if not self.__steps:
             return f"{modules}\n# not compiled yet: the first call compiles it"
-        steps = (f"# compiled step {i}\n{step.code()}" for i, step in enumerate(self.__steps.values()))
+        steps = (
+            f"# compiled step {i}\n{step.code()}"
+            for i, step in enumerate([*self.__steps.values(), *self.__sizes.steps()])
+        )
         return "\n\n".join([modules, *steps])

@@ -138,8 +138,8 @@ def refuse_used(graph: fx.Graph, shadows: dict[fx.Node, str], name_of: Callable[
 def _no_tensor(name: str) -> GraphError:
     return GraphError(
         f"build uses the parameter of embedding {name!r}, or its gradient, as a tensor, but no tensor holds the rows; "
-        "leave the embedding's parameters out of clip_grad_norm_ and of sums over self.parameters(), and work on the "
-        "rows that its lookup returns"
+        "clip by self.clip_grad_norm(max_norm) in __init__ instead of clip_grad_norm_, leave the embedding's "
+        "parameters out of sums over self.parameters(), and work on the rows that its lookup returns"
     )
 
 

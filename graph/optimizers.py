@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import OptimizerError
 from ..engine.optimizers import RowOptimizer
 from .names import name_of
+from .step_end import check_schedule
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -28,13 +30,14 @@ class OptimizerSet:
 
     def __init__(self) -> None:
         self._optimizers: list[Optimizer] = []
+        self._schedulers: dict[int, LRScheduler] = {}  # by the optimizer's id
         self._rows: dict[int, RowOptimizer] = {}
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self._optimizers)
 
-    def add(self, optimizer: Optimizer) -> None:
-        """OptimizerError for what is no torch optimizer, needs a closure, or was added before."""
+    def add(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+        """OptimizerError for what is no torch optimizer or schedule of it, needs a closure, or was added before."""
         if not isinstance(optimizer, Optimizer):
             raise OptimizerError(
                 f"add_optimizer got a {type(optimizer).__name__}; pass a torch.optim optimizer, such as torch.optim.SGD"
@@ -47,10 +50,18 @@ class OptimizerSet:
             )
         if any(optimizer is other for other in self._optimizers):
             raise OptimizerError(f"this {type(optimizer).__name__} was already added; add each optimizer once")
+        if scheduler is not None:
+            check_schedule(optimizer, scheduler)
+            self._schedulers[id(optimizer)] = scheduler
         self._optimizers.append(optimizer)
 
     def discard(self, optimizer: Optimizer) -> None:
         self._optimizers = [other for other in self._optimizers if other is not optimizer]
+        self._schedulers.pop(id(optimizer), None)
+
+    def schedulers(self) -> list[LRScheduler]:
+        """Those of the optimizers that have one, in their order."""
+        return [self._schedulers[id(o)] for o in self._optimizers if id(o) in self._schedulers]
 
     def key(self) -> Hashable:
         """Changes with every optimizer and every parameter that is added."""

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from ..engine.ops.step import update
+from ..engine.ops import step
 from .alias import external, live_nodes, storages
 from .dense import dense_step
 from .names import identifiers
+from .step_end import DenseGrads, RowGrads, StepEnd, accumulate, end_step, schedule
 
-_EFFECTS: set[Callable[..., Any]] = {update, dense_step}
+_EFFECTS: set[Callable[..., Any]] = {step.update, dense_step, end_step, accumulate, schedule}
 
 
 def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
@@ -65,6 +67,57 @@ def add_dense_steps(
             node = graph.create_node("get_attr", name)
             own = [(parameter, grad) for holder, parameter, grad in grads if holder is optimizer]
             graph.call_function(dense_step, (node, [p for p, _ in own], [g for _, g in own]))
+
+
+def end_together(module: fx.GraphModule, end: StepEnd) -> fx.Node:
+    """One node in place of all updates and dense steps, which scales and clips their gradients together."""
+    graph = module.graph
+    accumulates = end.every > 1
+    rows: list[Any] = []
+    dense: list[Any] = []
+    for node in graph.find_nodes(op="call_function", target=step.update):
+        given: Any
+        batch, grads, *given = node.args
+        weights = given[0] if given else [None] * len(grads)
+        rows.append((*batch.args, grads, weights) if accumulates else RowGrads(batch, grads, weights))
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=dense_step):
+        optimizer, params, grads = node.args
+        dense.append(DenseGrads(optimizer, params, grads))
+        graph.erase_node(node)
+    module.step_end = end  # type: ignore[assignment]  # torch allows any
+    with graph.inserting_before(graph.output_node()):
+        held = graph.create_node("get_attr", "step_end")
+        last = graph.call_function(accumulate if accumulates else end_step, (held, rows, dense))
+    if accumulates:
+        for node in graph.find_nodes(op="call_function", target=step.prefetch):
+            _read_instead(graph, node)
+    return last
+
+
+def _read_instead(graph: fx.Graph, prefetch: fx.Node) -> None:
+    """Let what uses a pinned batch read: its rows are pinned when their gradients are complete."""
+    arguments: Any = prefetch.args
+    embedding, lookups = arguments
+    reads: dict[Any, Callable[..., Any]] = {step.gather: step.read, step.weights_grad: step.read_weights_grad}
+    for node in list(prefetch.users):
+        index: Any = node.args[1]
+        with graph.inserting_before(node):
+            read = graph.call_function(reads[node.target], (embedding, lookups[index], *node.args[2:]))
+        read.meta.update(node.meta)
+        node.replace_all_uses_with(read)
+        graph.erase_node(node)
+    graph.erase_node(prefetch)
+
+
+def add_schedules(module: fx.GraphModule, schedulers: dict[str, LRScheduler], stepped: fx.Node | None) -> None:
+    """A step of each learning rate schedule at the end; where `stepped` is given, it says whether there was one."""
+    graph = module.graph
+    with graph.inserting_before(graph.output_node()):
+        for name, scheduler in schedulers.items():
+            setattr(module, name, scheduler)
+            node = graph.create_node("get_attr", name)
+            graph.call_function(schedule, (node,) if stepped is None else (node, stepped))
 
 
 def drop_dead(graph: fx.Graph) -> None:

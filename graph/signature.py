@@ -116,6 +116,15 @@ def call_key(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec
     return tuple(key)
 
 
+def without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
+    """A `call_key` that is the same for tensors of other sizes, with as many dimensions."""
+    sizeless = (
+        (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else one
+        for leaf, one in zip(leaves, key, strict=True)
+    )
+    return tuple(sizeless)
+
+
 def argument_name(build: Callable[..., Any], spec: pytree.TreeSpec, index: int) -> str:
     """How the user wrote leaf number `index`: `ids`, `batch['user']`."""
     paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))

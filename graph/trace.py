@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -18,7 +20,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -29,6 +32,7 @@ from ..engine.errors import GraphError
 from .alias import is_random
 from .names import name_of, tensor_names
 from .signature import argument_name, is_plain
+from .sizes import Fits
 from .swap import swapped, unused_grads
 
 if TYPE_CHECKING:
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
 
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, engine.__file__, __file__))
 _SEED = 0x7165_7262_6564
+BACKWARD = "backward"  # in the meta of nodes that autograd recorded
+LIVE = "live"  # in the meta of placeholders that are parameters or buffers
 
 
 @dataclass(frozen=True)
@@ -55,14 +61,21 @@ class Trace:
     module: fx.GraphModule
     returned: Returned
     inputs: list[str]  # names of the input tensors
+    fits: Fits | None  # whether it holds for other input tensors; None where it is for those sizes alone
 
 
 def trace(
-    root: Graph, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor], optimizers: Iterable[Optimizer]
+    root: Graph,
+    leaves: list[Any],
+    spec: pytree.TreeSpec,
+    tensors: list[Tensor],
+    optimizers: Iterable[Optimizer],
+    changing: set[tuple[int, int]] | None = None,
 ) -> Trace:
     """Record `root.build` for arguments with these leaves. GraphError for what a static graph cannot hold.
 
-    `tensors` are the parameters and buffers under `root`; a tied one may be repeated.
+    `tensors` are the parameters and buffers under `root`; a tied one may be repeated. changing: (input tensor,
+    dimension) pairs whose sizes are left open.
     """
     names = tensor_names(root)
     _refuse_hooks(tensors, names)
@@ -103,12 +116,13 @@ def trace(
             grads[live] for live in with_grad
         ]
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shapes = None if changing is None else ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns it on
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
         with mode:
             # detach: a tensor that is given twice needs two fakes, since another call may give two tensors
-            fakes = [mode.from_tensor(tensor).detach() for tensor in [*inputs, *tensors]]
+            fakes = [_fake(mode, tensor, i, changing).detach() for i, tensor in enumerate([*inputs, *tensors])]
         # modules under torch.compile are recorded as what they wrap
         inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
         with unused_grads(tensors) as marks, torch.random.fork_rng(devices=[]), inlined, mode:
@@ -119,8 +133,25 @@ def trace(
                     raise GraphError(_data_dependent(error)) from error
                 raise
             _merge_attributes(module, mode)
+    for node in module.graph.find_nodes(op="placeholder")[len(inputs) :]:
+        node.meta[LIVE] = True
     assert returned is not None
-    return Trace(module, returned, [argument_name(root.build, spec, i) for i in where])
+    fits = None if shapes is None else _fits(shapes, fakes[: len(inputs)])
+    return Trace(module, returned, [argument_name(root.build, spec, i) for i in where], fits)
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, changing: set[tuple[int, int]] | None) -> FakeTensor:
+    if changing is None:
+        return mode.from_tensor(tensor)
+    sizes = [DimDynamic.DYNAMIC if (index, d) in changing else DimDynamic.STATIC for d in range(tensor.dim())]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{index}"))
+
+
+def _fits(shapes: ShapeEnv, fakes: Sequence[Any]) -> Fits:
+    """What the recording took for granted of the sizes of its inputs."""
+    code = shapes.produce_guards_expression(fakes, ignore_static=False)
+    return lambda inputs: code is None or shapes.evaluate_guards_expression(code, inputs)
 
 
 def _constant(value: Any) -> Any:
@@ -159,6 +190,8 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str]) -> None:
 class _Guard(TorchDispatchMode):
     """GraphError for ops that a recording would get wrong: on trainable tensors that are not traced, and reseeded ones.
 
+    It also marks the nodes of what autograd runs, hooks included, by `BACKWARD`.
+
     `names` are those of the live tensors, by id, and of their gradients during the trace.
     """
 
@@ -168,6 +201,9 @@ class _Guard(TorchDispatchMode):
         super().__init__()
         self._root, self._names = root, names
         self._seed = _SEED
+        proxies = get_proxy_mode()
+        assert proxies is not None
+        self._recording = proxies.tracer.graph
         torch.default_generator.manual_seed(_SEED)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,7 +221,13 @@ class _Guard(TorchDispatchMode):
             self.check_seed()
             self._seed += 1
             torch.default_generator.manual_seed(self._seed)
-        return func(*args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() == -1:
+            return func(*args, **(kwargs or {}))
+        last = next(iter(reversed(self._recording.nodes)), None)
+        result = func(*args, **(kwargs or {}))
+        for node in itertools.takewhile(lambda node: node is not last, reversed(self._recording.nodes)):
+            node.meta[BACKWARD] = True
+        return result
 
     def check_seed(self) -> None:
         """Fake tensors draw nothing, so the seed, new after each draw, tells whether build went back in the stream."""

@@ -1,0 +1,130 @@
+"""DLRM, DeepFM and DCNv2: plain torch modules that know nothing of where rows come from.
+
+Each takes the rows of a batch's categorical fields, float32 [batch, fields, width], and its dense features, float32
+[batch, features], and returns logits [batch]. `columns` are the widths of the parts of a row, side by side: what
+`MultiTableMultiColumnEmbedding` takes as `embedding_dim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+
+def mlp(*widths: int, last: bool = False) -> nn.Sequential:
+    """Linear layers between these widths, a ReLU after each; `last` adds one that gives a single number, without."""
+    layers: list[nn.Module] = []
+    for width, following in pairwise(widths):
+        layers += [nn.Linear(width, following), nn.ReLU()]
+    return nn.Sequential(*layers, *[nn.Linear(widths[-1], 1)] * last)
+
+
+def dot_interaction(vectors: Tensor) -> Tensor:
+    """The dot product of each pair of `vectors` [batch, n, dim], i > j: [batch, n * (n - 1) / 2]."""
+    i, j = torch.tril_indices(vectors.shape[1], vectors.shape[1], -1, device=vectors.device)
+    return (vectors @ vectors.mT)[:, i, j]
+
+
+class DLRM(nn.Module):
+    """Dot products of every two of: the fields' rows, and what the bottom MLP makes of the dense features. A top MLP
+    on them and on the bottom MLP's output.
+
+    Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019.
+    """
+
+    def __init__(
+        self, fields: int, dim: int, features: int, bottom: Sequence[int] = (64,), top: Sequence[int] = (64, 32)
+    ) -> None:
+        super().__init__()
+        self.columns = [dim]
+        self.bottom = mlp(features, *bottom, dim)
+        self.top = mlp(dim + fields * (fields + 1) // 2, *top, last=True)
+
+    def forward(self, rows: Tensor, dense: Tensor) -> Tensor:
+        bottom = self.bottom(dense)
+        pairs = dot_interaction(torch.cat([bottom.unsqueeze(1), rows], 1))
+        return self.top(torch.cat([bottom, pairs], 1)).squeeze(1)
+
+
+def fm_interaction(vectors: Tensor) -> Tensor:
+    """The sum of the dot products of each pair of `vectors` [batch, n, dim], in time linear in n: [batch].
+
+    Rendle, "Factorization Machines", ICDM 2010, lemma 3.1.
+    """
+    return (vectors.sum(1).square() - vectors.square().sum(1)).sum(1) / 2
+
+
+class DeepFM(nn.Module):
+    """A factorization machine and an MLP on the same factors: the sum of first-order weights, of the dot products of
+    every two fields' factors, and of the MLP's output.
+
+    A row is its value's factors, then its first-order weight. A dense feature has factors and a weight as well, which
+    its value scales. Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017.
+    """
+
+    def __init__(self, fields: int, dim: int, features: int, hidden: Sequence[int] = (64, 32)) -> None:
+        super().__init__()
+        self.columns = [dim, 1]
+        self.bias = nn.Parameter(torch.zeros(()))
+        self.weights = nn.Parameter(torch.zeros(features))
+        self.factors = nn.Parameter(torch.randn(features, dim) * 0.01)
+        self.deep = mlp((fields + features) * dim, *hidden, last=True)
+
+    def forward(self, rows: Tensor, dense: Tensor) -> Tensor:
+        factors, weights = rows.split(self.columns, dim=2)
+        factors = torch.cat([factors, dense.unsqueeze(2) * self.factors], 1)
+        first_order = self.bias + weights.sum((1, 2)) + dense @ self.weights
+        return first_order + fm_interaction(factors) + self.deep(factors.flatten(1)).squeeze(1)
+
+
+class Cross(nn.Module):
+    """A cross layer: x0 * (W x + b) + x, of x0 and x [batch, width]. With a `rank`, W is U V of that rank.
+
+    Equations 1 and 2 of the paper that DCNv2 names.
+    """
+
+    def __init__(self, width: int, rank: int | None = None) -> None:
+        super().__init__()
+        self.linear: nn.Module = nn.Linear(width, width)
+        if rank is not None:
+            self.linear = nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width))
+
+    def forward(self, x0: Tensor, x: Tensor) -> Tensor:
+        return x0 * self.linear(x) + x
+
+
+class DCNv2(nn.Module):
+    """Cross layers, each of which raises the degree of the polynomial in the input by one, and an MLP: on top of them
+    (`stacked`) or beside them. The input is all rows and dense features of an example, in one vector.
+
+    `rank` gives the cross layers' matrices a low rank, as one expert. Wang et al., "DCN V2: Improved Deep & Cross
+    Network and Practical Lessons for Web-scale Learning to Rank Systems", WWW 2021.
+    """
+
+    def __init__(
+        self,
+        fields: int,
+        dim: int,
+        features: int,
+        hidden: Sequence[int] = (64, 32),
+        layers: int = 2,
+        rank: int | None = None,
+        stacked: bool = True,
+    ) -> None:
+        super().__init__()
+        self.columns = [dim]
+        width = fields * dim + features
+        self.stacked = stacked
+        self.cross = nn.ModuleList(Cross(width, rank) for _ in range(layers))
+        self.deep = mlp(width, *hidden)
+        self.last = nn.Linear(hidden[-1] + (0 if stacked else width), 1)
+
+    def forward(self, rows: Tensor, dense: Tensor) -> Tensor:
+        x = x0 = torch.cat([rows.flatten(1), dense], 1)
+        for layer in self.cross:
+            x = layer(x0, x)
+        x = self.deep(x) if self.stacked else torch.cat([x, self.deep(x0)], 1)
+        return self.last(x).squeeze(1)

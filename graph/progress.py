@@ -1,0 +1,57 @@
+"""The progress bar of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Progress(Protocol):
+    def advance(self, batch: tuple[Any, ...]) -> None: ...
+    def close(self) -> None: ...
+
+
+class NoProgress:
+    def advance(self, batch: tuple[Any, ...]) -> None:
+        """Shows nothing."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class Bar:
+    """Steps done and to do, time left, and samples per second: samples of a batch are its first tensor's rows."""
+
+    def __init__(self, batches: Iterable[Any], label: str) -> None:
+        from rich import progress  # late: it takes a while to import
+
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[rate]}"),
+        )
+        self._samples = 0
+        self._task = self._bar.add_task(label, total=_length(batches), rate="")
+        self._bar.start()
+
+    def advance(self, batch: tuple[Any, ...]) -> None:
+        sizes = (len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+        self._samples += next(sizes, 1)
+        elapsed = self._bar.tasks[self._task].elapsed
+        rate = f"{self._samples / elapsed:,.0f} samples/s" if elapsed else ""
+        self._bar.update(self._task, advance=1, rate=rate)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches) if isinstance(batches, Sized) else None
+    except TypeError:  # of a DataLoader over an iterable dataset
+        return None

@@ -1,0 +1,99 @@
+"""Steps for sizes that keep changing: after a few that were traced for their own sizes, one that serves many."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .compiled import CompiledStep
+
+OWN = 8  # sizes of the same arguments that get a step of their own
+
+log = logging.getLogger("tierbed")
+
+Fits = Callable[[Sequence[Tensor]], bool]
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class _Family:
+    """Calls that differ in the sizes of tensors alone."""
+
+    seen: list[Shapes] = field(default_factory=list)  # that have steps of their own
+    general: list[tuple[Fits, CompiledStep]] = field(default_factory=list)
+    fixed: bool = False  # no step serves other sizes
+
+
+class Sizes:
+    """The families of a graph's calls. Keys are those of signatures without sizes; inputs are the tensor arguments."""
+
+    def __init__(self) -> None:
+        self._families: dict[Hashable, _Family] = {}
+
+    def clear(self) -> None:
+        self._families.clear()
+
+    def steps(self) -> list[CompiledStep]:
+        """Those that serve many sizes."""
+        return [step for family in self._families.values() for _, step in family.general]
+
+    def find(self, key: Hashable, inputs: Sequence[Tensor]) -> CompiledStep | None:
+        """A step that serves many sizes, these among them."""
+        family = self._families.get(key)
+        return next((step for fits, step in family.general if fits(inputs)), None) if family else None
+
+    def changing(self, key: Hashable, inputs: Sequence[Tensor]) -> set[tuple[int, int]] | None:
+        """The (input, dimension) pairs that a new step should leave open; None where it is for these sizes alone."""
+        family = self._families.setdefault(key, _Family())
+        if len(family.seen) < OWN or family.fixed or not all(tensor.is_contiguous() for tensor in inputs):
+            return None
+        shapes = _shapes(inputs)
+        dims = {
+            (i, d)
+            for i, shape in enumerate(shapes)
+            for d, size in enumerate(shape)
+            if any(seen[i][d] != size for seen in family.seen)
+        }
+        if any(shapes[i][d] < 2 for i, d in dims):
+            return None  # torch takes sizes 0 and 1 for what they are
+        return dims
+
+    def saw(self, key: Hashable, inputs: Sequence[Tensor]) -> None:
+        """These sizes have a step of their own."""
+        seen = self._families[key].seen
+        if len(seen) < OWN:
+            seen.append(_shapes(inputs))
+
+    def fix(self, key: Hashable) -> None:
+        """No step can be made that serves many sizes."""
+        self._families[key].fixed = True
+
+    def add(self, name: str, key: Hashable, fits: Fits, step: CompiledStep, inputs: Sequence[Tensor]) -> bool:
+        """Keep a step for many sizes. False where it fits none of those seen before: it is for its own alone."""
+        family = self._families[key]
+        others = (
+            [torch.empty(shape, dtype=t.dtype, device="meta") for shape, t in zip(shapes, inputs, strict=True)]
+            for shapes in family.seen
+        )
+        if not any(map(fits, others)):
+            self.fix(key)
+            return False
+        if not family.general:
+            log.warning(
+                "%s was compiled for %d sizes of its arguments; further ones share a step that is slower than one of "
+                "their own: pad inputs to few sizes, such as powers of two",
+                name,
+                len(family.seen),
+            )
+        family.general.append((fits, step))
+        return True
+
+
+def _shapes(inputs: Sequence[Tensor]) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in inputs)
