@@ -1,0 +1,101 @@
+"""Time the static graph against eager loops and against its own parts, and gate the ratios.
+
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/graph.py [--section NAME ...] [--quick] [--folder PATH] [--json FILE]
+
+A section has figures only where both sides computed the same. Exits with 1 if a bar is missed. See README.md here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import graph_compile
+import graph_dense
+import graph_memory
+import graph_overhead
+import graph_pipeline
+import torch
+from report import machine
+from tier_report import Figure, about_machine, markdown
+from tier_stores import Mismatch
+
+THREADS = 2
+Section = Callable[[Path, bool], list[Figure]]
+
+
+def overhead(folder: Path, quick: bool) -> list[Figure]:
+    return graph_overhead.measure(folder, graph_overhead.QUICK if quick else graph_overhead.Sizes())
+
+
+def dense_share(folder: Path, quick: bool) -> list[Figure]:
+    return graph_dense.measure(folder, graph_dense.QUICK if quick else graph_dense.Sizes())
+
+
+def pipeline(folder: Path, quick: bool) -> list[Figure]:
+    return graph_pipeline.measure(folder, graph_pipeline.QUICK if quick else graph_pipeline.Sizes())
+
+
+def compile_time(folder: Path, quick: bool) -> list[Figure]:
+    return graph_compile.measure(graph_compile.QUICK if quick else graph_compile.Sizes())
+
+
+def memory(folder: Path, quick: bool) -> list[Figure]:
+    return graph_memory.measure(folder, graph_memory.QUICK if quick else graph_memory.Sizes())
+
+
+SECTIONS: dict[str, Section] = {
+    "overhead": overhead,
+    "dense_share": dense_share,
+    "pipeline": pipeline,
+    "compile": compile_time,
+    "memory": memory,
+}
+
+
+def _busy() -> tuple[float, float]:
+    """Seconds of all processors that were used since the start of the system, and of them by this and its children."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
+    user, nice, system, _, _, interrupts, soft, stolen = ticks[:8]
+    own = os.times()
+    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK"), sum(own[:4])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--section", action="append", choices=SECTIONS, help="default: all")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; bars mean nothing")
+    parser.add_argument("--folder", type=Path, help="where stores on disk live (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(THREADS)
+    about = machine("tierbed", "torch", "numpy") | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set")}
+    figures, failed = [], False
+    begin, before = time.perf_counter(), _busy()
+    for name in given.section or SECTIONS:
+        gc.collect()
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            try:
+                figures += SECTIONS[name](Path(folder), given.quick)
+            except Mismatch as error:
+                print(f"{name}: no figure, {error}", file=sys.stderr)
+                failed = True
+    used, own = (now - then for now, then in zip(_busy(), before, strict=True))
+    about["others"] = f"{max(used - own, 0.0) / (time.perf_counter() - begin):.2f} cores"
+    print(markdown(figures))
+    print(about_machine(about))
+    if given.json is not None:
+        shown = {"machine": about, "figures": [figure.as_dict() for figure in figures]}
+        given.json.write_text(json.dumps(shown, indent=2) + "\n")
+    return int(failed or not (given.quick or all(figure.passed for figure in figures)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
