@@ -343,7 +343,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         return self._opened().table
 
     def _opened(self) -> TableHandle:
-        if detect_fake_mode() is not None:
+        if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
                 "values; look rows up by calling the embedding, and use get, put, size and metrics outside the graph"

@@ -6,36 +6,48 @@ import signal
 import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # signal's own makes enums, which a step would notice
 from _signal import signal as set_handler
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 
 # what users handle: Ctrl-C raises, and a SIGTERM handler may save a checkpoint
 _HELD = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)))
 _holding = False  # in the main thread
 
+Handler = Callable[[int, FrameType | None], object]
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
+
+class uninterrupted:  # not made of a generator, since a step enters several
     """Handlers written in Python wait until the outermost such block ends. They run in the main thread alone."""
-    global _holding
-    if threading.current_thread() is not threading.main_thread() or _holding:
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append((number, frame))
+    __slots__ = ("_came", "_handlers")
 
-    handlers = {number: handler for number in _HELD if callable(handler := getsignal(number))}
-    try:
-        for held in handlers:
-            set_handler(held, note)
-        _holding = True
-        yield
-    finally:
+    def __enter__(self) -> None:
+        global _holding
+        self._handlers: dict[int, Handler] = {}
+        if _holding or threading.current_thread() is not threading.main_thread():
+            return
+        came: list[tuple[int, FrameType | None]] = []
+        self._came = came
+
+        def note(number: int, frame: FrameType | None) -> None:
+            came.append((number, frame))
+
+        handlers = {number: handler for number in _HELD if callable(handler := getsignal(number))}
+        try:
+            for held in handlers:
+                set_handler(held, note)
+        except BaseException:  # of a handler that was not yet replaced
+            for held, handler in handlers.items():
+                set_handler(held, handler)
+            raise
+        self._handlers, _holding = handlers, True
+
+    def __exit__(self, *error: object) -> None:
+        global _holding
+        if not self._handlers:
+            return
         _holding = False
-        for held, handler in handlers.items():
+        for held, handler in self._handlers.items():
             set_handler(held, handler)
-        for came_number, frame in came:
-            handlers[came_number](came_number, frame)
+        for number, frame in self._came:
+            self._handlers[number](number, frame)

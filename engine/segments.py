@@ -48,6 +48,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def array_of(tensor: Tensor) -> NDArray[Any]:
     """Rows of an output dtype as the core takes them: [n, dim], 16-bit floats as uint16. A contiguous one is shared."""
+    if tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.requires_grad:
+        return tensor.numpy().reshape(-1, tensor.shape[-1])
     rows = tensor.detach().contiguous()
     rows = rows.view(-1, rows.shape[-1])
     return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
@@ -60,6 +62,8 @@ def flat(weights: Tensor) -> NDArray[np.float32]:
 
 def _keys(ids: Tensor) -> NDArray[np.uint64]:
     """Ids as the 64 bits that identify a row; int32 is sign-extended, so -1 is the same row in either type."""
+    if ids.dtype == torch.int64 and ids.is_contiguous():
+        return ids.numpy().reshape(-1).view(np.uint64)
     flat = ids.detach().reshape(-1)
     if flat.dtype == torch.int32:
         flat = flat.to(torch.int64)

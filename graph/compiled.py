@@ -16,6 +16,7 @@ from ..engine.errors import OptimizerError, TierbedError
 from ..engine.ops.lookup import embedding_of
 from ..engine.optimizers import RowOptimizer
 from .ahead import cut_lookups
+from .bound import bind_ops
 from .inductor import compile_dense
 from .listing import listing
 from .lookups import expand_reads, expand_trained, refuse_used
@@ -166,4 +167,5 @@ def compile_step(
     lookups = cut_lookups(module)
     if inductor is not None:
         module = compile_dense(module, inductor)
+    bind_ops(module)
     return CompiledStep(module, lookups, trained, returned.spec, returned.constants, returned.is_tensor)

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -36,6 +37,12 @@ from .trace import trace
 from .why import Compiles, facts
 
 STEPS = 64
+
+
+@cache
+def _spec_of(count: int) -> pytree.TreeSpec:
+    """Of a call with so many tensors: flattening takes a while."""
+    return pytree.tree_structure((tuple(range(count)), {}))
 
 
 class Graph(nn.Module):
@@ -211,7 +218,10 @@ class Graph(nn.Module):
 
     def __compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, list[Tensor]]:
         """The step of a call, and the tensors that it runs on."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not kwargs and all(type(argument) is Tensor for argument in args):
+            leaves, spec = list(args), _spec_of(len(args))
+        else:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
         signature, tensors = self.__signature(leaves, spec)
         known, step = self.__last
         if signature != known:

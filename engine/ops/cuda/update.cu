@@ -94,11 +94,12 @@ extern "C" __global__ void update_rows(const __grid_constant__ Sources from, con
     const Rule rule(hyper.values);
     u64 found = 0;
     for_each_item<WARP>(*count, [&](Tile tile, u64 row) {
-        with_gradients(tile, from, row, sums, [&](auto type, const Gradients& gradients, const Occurrences& occurrences) {
-            const bool first = update_row<decltype(type)>(tile, lines[row], SHAPE, gradients, occurrences, scale, rule,
-                                                          step, memory_of_warp(whole));
-            found += first && tile.lane == 0;
-        });
+        with_gradients(
+            tile, from, row, sums, [&](auto type, const Gradients& gradients, const Occurrences& occurrences) {
+                const bool first = update_row<decltype(type)>(tile, lines[row], SHAPE, gradients, occurrences, scale,
+                                                              rule, step, memory_of_warp(whole));
+                found += first && tile.lane == 0;
+            });
     });
     if (found) atomicAdd(written, found);
 }
@@ -107,10 +108,11 @@ extern "C" __global__ void update_rows(const __grid_constant__ Sources from, con
 extern "C" __global__ void square_rows(const __grid_constant__ Sources from, const u32* count, float* sums,
                                        float* whole, float* squares) {
     for_each_item<WARP>(*count, [&](Tile tile, u64 row) {
-        with_gradients(tile, from, row, sums, [&](auto type, const Gradients& gradients, const Occurrences& occurrences) {
-            const float square = square_row<decltype(type)>(tile, gradients, occurrences, memory_of_warp(whole));
-            if (tile.lane == 0) squares[row] = square;
-        });
+        with_gradients(
+            tile, from, row, sums, [&](auto type, const Gradients& gradients, const Occurrences& occurrences) {
+                const float square = square_row<decltype(type)>(tile, gradients, occurrences, memory_of_warp(whole));
+                if (tile.lane == 0) squares[row] = square;
+            });
     });
 }
 

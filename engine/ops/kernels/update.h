@@ -1,5 +1,5 @@
-// One pass over a touched row: sum the gradients of its occurrences, scale and clip the sum, apply the optimizer's rule, write
-// line and record. A rule that catches up first takes the steps that the row missed.
+// One pass over a touched row: sum the gradients of its occurrences, scale and clip the sum, apply the optimizer's
+// rule, write line and record. A rule that catches up first takes the steps that the row missed.
 //
 // One tile works on one row and nobody else touches its line. Sums and reductions have a fixed order (gradients.h,
 // reduce.h), so the result depends on neither threads nor tiers.

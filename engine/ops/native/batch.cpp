@@ -145,7 +145,7 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
     Buffer<u32> local(n);
     Buffer<UniqueRow> rows(n);
     std::size_t uniques[BUCKETS];
-    parallel_for(BUCKETS, [&](std::size_t bucket) {
+    parallel_for(BUCKETS, n, [&](std::size_t bucket) {
         const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin;
         const u32 slots = power_of_two_at_least(2 * count + 1);
         Buffer<Mark> marks(slots);
@@ -162,7 +162,7 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
     offsets[unique] = static_cast<u32>(n);
     occurrences = Buffer<u32>(n);
     if (pooled) occurrence_sources = Buffer<u32>(n);
-    parallel_for(BUCKETS, [&](std::size_t bucket) {
+    parallel_for(BUCKETS, n, [&](std::size_t bucket) {
         const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin,
                           base = bucket_begin[bucket];
         u32 start = static_cast<u32>(begin);  // a bucket's occurrences take the places of its entries

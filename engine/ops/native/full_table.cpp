@@ -16,7 +16,7 @@ constexpr u32 MOVES = 256;         // slots, at least, that a batch moves in eac
 // Calls body(bucket, begin, end) for the rows of each bucket.
 template <class Body>
 void for_each_bucket(const Rows& rows, const Body& body) {
-    parallel_for(BUCKETS, [&](std::size_t bucket) {
+    parallel_for(BUCKETS, rows.n, [&](std::size_t bucket) {
         const auto before = [](u64 hash, std::size_t of) { return bucket_of(hash) < of; };
         const u64* const begin = std::lower_bound(rows.hashes, rows.hashes + rows.n, bucket, before);
         const u64* const end = std::lower_bound(begin, rows.hashes + rows.n, bucket + 1, before);
@@ -58,7 +58,7 @@ std::size_t FullTable::find(Batch& batch) {
     const std::lock_guard lock(mutex_);
     const u64* const own = batch.own_lines.size() ? batch.own_lines.data() : nullptr;
     std::array<std::size_t, BUCKETS> missing{}, held{};
-    parallel_for(BUCKETS, [&](std::size_t b) {
+    parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         const Index::Reader index = index_.reader(bucket);
         const Lines& lines = lines_[bucket];
@@ -112,7 +112,7 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
         missing[bucket] = static_cast<std::size_t>(std::count(batch.lines.data() + batch.bucket_begin[bucket],
                                                               batch.lines.data() + batch.bucket_begin[bucket + 1], 0));
     reserve(missing);
-    parallel_for(BUCKETS, [&](std::size_t b) {
+    parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         for (std::size_t i = batch.bucket_begin[b]; i < batch.bucket_begin[b + 1]; ++i) {
             if (batch.lines[i]) continue;

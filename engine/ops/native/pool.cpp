@@ -179,6 +179,13 @@ void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& tas
     for (std::size_t i = 0; i < tasks; ++i) task(i);
 }
 
+void parallel_for(std::size_t tasks, std::size_t items, const std::function<void(std::size_t)>& task) {
+    constexpr std::size_t FEW = 2048;
+    if (items > FEW) return parallel_for(tasks, task);
+    const DefaultArithmetic arithmetic;
+    for (std::size_t i = 0; i < tasks; ++i) task(i);
+}
+
 void parallel_ranges(std::size_t n, std::size_t grain, const std::function<void(std::size_t, std::size_t)>& body) {
     parallel_for((n + grain - 1) / grain, [&](std::size_t i) { body(i * grain, std::min(n, (i + 1) * grain)); });
 }

@@ -15,6 +15,10 @@ void use_own_pool(std::size_t threads);
 
 void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task);
 
+// The same for tasks that have so many items together: of few, the caller does all, which is done before a worker
+// wakes.
+void parallel_for(std::size_t tasks, std::size_t items, const std::function<void(std::size_t)>& task);
+
 // Splits [0, n) into ranges of at most `grain` items.
 void parallel_ranges(std::size_t n, std::size_t grain, const std::function<void(std::size_t, std::size_t)>& body);
 
