@@ -73,11 +73,9 @@ class EagerOptimizer:
         self._step_rows()
         for shadow in shadows:
             shadow.grad = None
-        try:
-            self.optimizer.step()
-        finally:
-            for shadow, grad in zip(shadows, grads, strict=True):
-                shadow.grad = grad
+        self.optimizer.step()  # where it raises, rows have moved, and their gradients are gone
+        for shadow, grad in zip(shadows, grads, strict=True):
+            shadow.grad = grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; those of rows whatever `set_to_none` is."""

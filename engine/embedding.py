@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import Any, Self
@@ -190,22 +189,14 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
     def save_snapshot(self, snapshot_name: str) -> None:
         """Save all rows with optimizer state in the store folder, durably when it returns. Raises SnapshotError."""
-        self._opened().save_snapshot(snapshot_name)
+        self.opened().save_snapshot(snapshot_name)
 
     def load_snapshot(self, snapshot_name: str) -> None:
         """Replace all rows by a snapshot's, checked first.
 
         Raises SnapshotError, and the rows stay, where it is missing, damaged or of another table.
         """
-        self._opened().load_snapshot(snapshot_name)
-
-    def save_rows(self, folder: Path) -> None:
-        """Save all rows as the snapshot `folder`, and by its name in the store folder, if any. Raises SnapshotError."""
-        self._opened().save_rows(folder)
-
-    def load_rows(self, folder: Path) -> None:
-        """As `load_snapshot`, from what `save_rows` wrote; a store folder gets the snapshot as one of its own."""
-        self._opened().load_rows(folder)
+        self.opened().load_snapshot(snapshot_name)
 
     @property
     def last_snapshot(self) -> str | None:
@@ -340,9 +331,10 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         return table
 
     def _table(self) -> OpenTable:
-        return self._opened().table
+        return self.opened().table
 
-    def _opened(self) -> TableHandle:
+    def opened(self) -> TableHandle:
+        """The table, opened where it is not yet, for checkpoints of a graph."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "

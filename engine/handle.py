@@ -113,6 +113,12 @@ class TableHandle:
     def save_rows(self, place: Path) -> None:
         self._home.save_rows(self.table, place)
 
+    def check_rows(self, place: Path) -> None:
+        self._home.check_rows(self.table, place)
+
+    def discard_rows(self, name: str) -> None:
+        self._home.discard_rows(name)
+
     def load_rows(self, place: Path) -> None:
         before = self.table
         self._replace(before, lambda: self._home.load_rows(before, place))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..snapshots.format import check_description, check_name
-from ..snapshots.linked import link_snapshot
+from ..snapshots.linked import check_linked, link_snapshot, linked, remove_snapshot
 from ..snapshots.live import live_rows, write_based_snapshot
 from ..snapshots.reader import Snapshot, latest_snapshot
 from ..snapshots.writer import write_snapshot
@@ -159,10 +159,7 @@ class TableHome:
         return (self.folder.base or None) if self.folder is not None else None
 
     def save_rows(self, table: OpenTable, place: Path) -> None:
-        """The rows as the snapshot `place`; in the store folder, if there is one, as a snapshot of its name too.
-
-        Raises SnapshotError, StoreError.
-        """
+        """The rows as the snapshot `place`, and in a store folder by its name too. Raises SnapshotError, StoreError."""
         if self.folder is not None:
             self.save_snapshot(table, place.name)
             link_snapshot(Snapshot.open(self.folder.snapshots / place.name), place)
@@ -172,14 +169,25 @@ class TableHome:
             write_snapshot(place, table.describe(), table.scan())
 
     def load_rows(self, table: OpenTable, place: Path) -> OpenTable:
-        """The table with the rows of the snapshot `place`, which a store folder gets as its own; as `load_snapshot`."""
+        """The table with the rows of the snapshot `place`, checked before; a store folder gets it as one of its own."""
         snapshot = Snapshot.open(place)
-        if self.folder is not None:
-            if not os.path.lexists(self.folder.snapshots / place.name):
-                link_snapshot(snapshot, self.folder.snapshots / place.name)
-            return self.load_snapshot(table, place.name)
+        if self.folder is None:
+            return self._load(table.optimizer, snapshot, table)
+        with linked(snapshot, self._folder_of(place.name).snapshots / place.name) as own:
+            return self._load(table.optimizer, own, table)
+
+    def check_rows(self, table: OpenTable, place: Path) -> None:
+        """Read all that `load_rows` needs. SnapshotError where it is damaged or does not fit, OptimizerError."""
+        snapshot = Snapshot.open(place)
         check_stored(self.spec, snapshot.description, table.optimizer, SnapshotError, f"snapshot {place.name!r}")
-        return self._load(table.optimizer, snapshot, table)
+        snapshot.verify()
+        if self.folder is not None:
+            check_linked(snapshot, self._folder_of(place.name).snapshots / place.name)
+
+    def discard_rows(self, name: str) -> None:
+        """Take back what `save_rows` put into the store folder: live rows go back to the snapshot before it."""
+        if self.folder is not None:
+            remove_snapshot(self.folder.snapshots / name)
 
     def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
         new = not folder.begun

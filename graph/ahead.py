@@ -63,6 +63,5 @@ def _sources(prefetch: fx.Node) -> set[fx.Node]:
 def _is_repeatable(node: fx.Node, outside: set[int]) -> bool:
     if node.op != "call_function" or isinstance(node.meta.get("val"), torch.SymInt):
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and not (
-        is_random(node.target, node.args) or written(node) & outside
-    )
+    is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
+    return is_torch and not (is_random(node.target, node.args) or written(node) & outside)

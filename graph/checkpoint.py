@@ -10,10 +10,13 @@ The folder is made aside and renamed when all of it is on the disk: it is there 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
-from ..engine.errors import SnapshotError
-from ..engine.store.durable import fsync_dir, fsync_file, make_folder, read_record, remove_folder, seal, unseal
+from ..engine.errors import GraphError, OptimizerError, SnapshotError
+from ..engine.store.durable import (
+    fsync_dir,
+    fsync_file,
+    is_folder_name,
+    make_folder,
+    read_record,
+    remove_folder,
+    seal,
+    unseal,
+)
 from .plain_state import decode, encode
 
 FORMAT = 1
@@ -44,47 +56,57 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path) -> None:
     folder = folder.absolute()
     if os.path.lexists(folder):
         raise SnapshotError(f"checkpoint {str(folder)!r} exists: choose another path, or delete it first")
+    name = f"{folder.name}-{secrets.token_hex(4)}"  # in a store folder, where names are used once
+    if not is_folder_name(name):
+        raise SnapshotError(
+            f"checkpoint {str(folder)!r} cannot be used: its name is to be 1 to {200 - 9} printable bytes, without "
+            "'\\' and without a leading '.'"
+        )
     tensors: list[Tensor] = []
     plain = encode(dict(state), tensors, "state")
+    metadata = encode(getattr(state, "_metadata", None), tensors, "metadata")  # versions of modules
     temporary = folder.parent / f".tmp-{folder.name}"
-    name = f"{folder.name}-{secrets.token_hex(4)}"  # in a store folder, where names are used once
+    embeddings = embeddings_of(root)
     try:
         make_folder(folder.parent)
         remove_folder(temporary)
         temporary.mkdir()
-        embeddings = embeddings_of(root)
-        for number, embedding in enumerate(embeddings.values()):
-            embedding.save_rows(temporary / ROWS / str(number) / name)
         # equal bytes are written once for each: safetensors refuses tensors that share memory
         save_file({str(i): t.contiguous().clone() for i, t in enumerate(tensors)}, temporary / TENSORS)
         fsync_file(temporary / TENSORS)
-        sealed = seal(
-            {
-                "format": FORMAT,
-                "embeddings": list(embeddings),
-                "snapshot": name,
-                "checksum": _checksum(temporary / TENSORS),
-                "state": plain,
-            }
-        )
-        (temporary / STATE).write_bytes(sealed)
+        record = {
+            "format": FORMAT,
+            "embeddings": list(embeddings),
+            "snapshot": name,
+            "checksum": _checksum(temporary / TENSORS),
+            "state": plain,
+            "metadata": metadata,
+        }
+        (temporary / STATE).write_bytes(_sealed(record))
         fsync_file(temporary / STATE)
+        for number, embedding in enumerate(embeddings.values()):
+            embedding.opened().save_rows(temporary / ROWS / str(number) / name)
         fsync_dir(temporary)
         temporary.rename(folder)
         fsync_dir(folder.parent)
     except (OSError, ValueError, SafetensorError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} was not written: {error}") from error
     finally:
-        remove_folder(temporary)
+        if os.path.isdir(temporary):  # it was not renamed
+            with contextlib.suppress(OSError):  # what went wrong first is told
+                for embedding in filter(attrgetter("is_open"), embeddings.values()):
+                    embedding.opened().discard_rows(name)
+                remove_folder(temporary)
 
 
-def load(root: nn.Module, folder: Path) -> dict[str, Any]:
-    """Load the rows of all embeddings under `root`, and return the state. Everything else is checked before.
+def load(root: nn.Module, folder: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Load the rows of all embeddings under `root`, and return the state. All is checked before a row is replaced.
 
-    Raises SnapshotError where the checkpoint is missing, damaged or of another graph.
+    `check` raises GraphError where a state does not fit. Raises SnapshotError where the checkpoint is missing, damaged
+    or of another graph.
     """
     folder = folder.absolute()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise SnapshotError(f"there is no checkpoint {str(folder)!r}; give the path of one that graph.save wrote")
     try:
         record = unseal(read_record(folder / STATE))
@@ -93,7 +115,9 @@ def load(root: nn.Module, folder: Path) -> dict[str, Any]:
         if _checksum(folder / TENSORS) != record["checksum"]:
             raise ValueError(f"{TENSORS} is damaged: its checksum does not match")
         held = load_file(folder / TENSORS)
-        state: dict[str, Any] = decode(record["state"], [held[str(i)] for i in range(len(held))])
+        tensors = [held[str(i)] for i in range(len(held))]
+        state: OrderedDict[str, Any] = OrderedDict(decode(record["state"], tensors))
+        state._metadata = decode(record["metadata"], tensors)  # type: ignore[attr-defined]
     except (OSError, ValueError, KeyError, IndexError, TypeError, SafetensorError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
     embeddings = embeddings_of(root)
@@ -102,9 +126,26 @@ def load(root: nn.Module, folder: Path) -> dict[str, Any]:
             f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this graph has "
             f"{list(embeddings)}; load it into the graph that saved it"
         )
-    for number, embedding in enumerate(embeddings.values()):
-        embedding.load_rows(folder / ROWS / str(number) / record["snapshot"])
+    rows = [folder / ROWS / str(number) / record["snapshot"] for number in range(len(embeddings))]
+    try:
+        check(state)
+        for embedding, place in zip(embeddings.values(), rows, strict=True):
+            embedding.opened().check_rows(place)
+    except (GraphError, OptimizerError) as error:
+        raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this graph: {error}") from error
+    for embedding, place in zip(embeddings.values(), rows, strict=True):
+        embedding.opened().load_rows(place)
     return state
+
+
+def _sealed(record: dict[str, Any]) -> bytes:
+    try:
+        return seal(record)
+    except ValueError as error:
+        raise GraphError(
+            f"the values in the state that are no tensors cannot be written together: {error}; keep large ones, such "
+            "as those of a module's get_extra_state, in tensors"
+        ) from error
 
 
 def _checksum(path: Path) -> int:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import OptimizerError, TierbedError
+from ..engine.interrupts import uninterrupted
 from ..engine.ops.lookup import embedding_of
 from ..engine.optimizers import RowOptimizer
 from .ahead import cut_lookups
@@ -72,9 +73,10 @@ class CompiledStep:
         for embedding, rows in self.trained:
             if embedding.row_optimizer is not rows:
                 embedding.follow(rows)  # another graph trained it since
+        hold = uninterrupted() if self.trained else contextlib.nullcontext()  # no half of a step is ever made
         try:
             # not no_grad: some kernels choose by gradient mode, and it is the one that the trace saw
-            with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            with hold, torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
                 outputs = iter(self.module.forward(*tensors) if timer is None else timer.forward(self.module, tensors))
         except BaseException:
             for embedding, _ in self.trained:
@@ -151,6 +153,7 @@ def compile_step(
             if id(tensors[index]) not in by_shadow
         ]
         add_dense_steps(module, optimizer_at, dense)
+        end.check_scaled(module)
         ended = None if end.is_plain else end_together(module, end)
         schedulers = optimizers.schedulers()
         kinds = [type(scheduler).__name__.lower() for scheduler in schedulers]

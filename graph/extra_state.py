@@ -1,4 +1,4 @@
-"""What a graph's state_dict holds beside parameters and buffers."""
+"""What a graph's state_dict holds beside parameters and buffers, and whether one fits a graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..engine.errors import GraphError
 from .checkpoint import embeddings_of
@@ -39,19 +40,68 @@ def extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd) -> dict
     }
 
 
-def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any]) -> None:
-    """Put back what `extra_state` gave. Rows stay as they are: it warns where they are not of the same step.
-
-    GraphError where the graph has other numbers of optimizers and schedules.
-    """
-    holders: dict[str, list[Any]] = {"optimizers": list(optimizers), "schedules": optimizers.schedulers()}
-    for what, mine in holders.items():
+def check_extra_state(optimizers: OptimizerSet, state: dict[str, Any]) -> None:
+    """GraphError where the graph has other numbers of optimizers, schedules or parameters in a group."""
+    for what, mine in (("optimizers", list(optimizers)), ("schedules", optimizers.schedulers())):
         if len(mine) != len(state[what]):
             raise GraphError(
                 f"the state has {len(state[what])} {what}, and this graph {len(mine)}; add the same by add_optimizer"
             )
-        for one, held in zip(mine, state[what], strict=True):
-            one.load_state_dict(held)
+    for number, (optimizer, held) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
+        theirs, ours = ([len(g["params"]) for g in groups] for groups in (held["param_groups"], optimizer.param_groups))
+        if theirs != ours:
+            raise GraphError(
+                f"optimizer {number} of the state, the first being 0, has groups of {theirs} parameters, and that of "
+                f"this graph of {ours}; make it over the same parameters"
+            )
+
+
+def check_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any]) -> None:
+    """GraphError where a state_dict has other names, shapes, or numbers of optimizers than that of the graph.
+
+    Tensors of modules of another version are for these to migrate, and shapes of lazy ones are not known yet.
+    """
+    steps, end.steps = end.steps, 0  # gradients that wait do not matter here
+    try:
+        own = root.state_dict()
+    finally:
+        end.steps = steps
+    versions = getattr(state, "_metadata", None) or {}
+    migrating = tuple(
+        f"{path}." if path else ""
+        for path, module in root.named_modules(remove_duplicate=False)
+        if path in versions and versions[path].get("version") != module._version
+    )
+    mine, theirs = ({k: v for k, v in one.items() if not k.startswith(migrating)} for one in (own, state))
+    lacking, foreign = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
+    if lacking or foreign:
+        raise GraphError(
+            f"the state lacks {lacking}, and has {foreign} that the graph has not; load it into a graph with the "
+            "modules of the one that saved it"
+        )
+    for name, value in mine.items():
+        if not isinstance(value, Tensor) or is_lazy(value):
+            continue
+        held = theirs[name].shape if isinstance(theirs[name], Tensor) else ()
+        if value.shape != held:
+            raise GraphError(
+                f"{name} has shape {list(held)} in the state, and {list(value.shape)} in the graph; give its module "
+                "the size that it was saved with"
+            )
+    if "_extra_state" in state:
+        check_extra_state(optimizers, state["_extra_state"])
+
+
+def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any]) -> None:
+    """Put back what `extra_state` gave. Rows stay as they are: it warns where they are not of the same step.
+
+    Raises what `check_extra_state` raises, before anything is put back.
+    """
+    check_extra_state(optimizers, state)
+    for optimizer, held in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(held)
+    for scheduler, held in zip(optimizers.schedulers(), state["schedules"], strict=True):
+        scheduler.load_state_dict(held)
     if end.scaler is not None and state["scaler"] is not None:
         end.scaler.load_state_dict(state["scaler"])
     end.clear()

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -21,12 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from ..engine.errors import GraphError, InputError, OptimizerError
+from ..engine.interrupts import uninterrupted
 from . import checkpoint
 from .compiled import CompiledStep, compile_step
 from .drawing import draw
-from .extra_state import extra_state, load_extra_state
+from .extra_state import check_state, extra_state, load_extra_state
 from .optimizers import OptimizerSet
-from .pipeline import AHEAD, Run, iterate
+from .pipeline import AHEAD, Run, forget_announced, iterate
 from .profile import Profile, Timer, profile
 from .progress import Bar, NoProgress
 from .signature import Structure, call_key, modes, without_sizes
@@ -67,6 +68,7 @@ class Graph(nn.Module):
         self.__end = StepEnd()
         self.__inductor: dict[str, Any] | None = None
         self.__sizes = Sizes()
+        self.__left: list[None] = []  # runs that were left before their end
         self.__steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         # two underscores: a subclass may have attributes of any name
         self.__structure: Structure | None = None
@@ -88,14 +90,14 @@ class Graph(nn.Module):
             self.__optimizers.discard(optimizer)
             raise
 
-    def clip_grad_norm(self, max_norm: float) -> None:
+    def clip_grad_norm(self, max_norm: float | None) -> None:
         """Scale all gradients of a step, of rows too, so that their L2 norm together is at most `max_norm`.
 
-        A row counts once, with the sum of the gradients of its occurrences, as in a dense `nn.Embedding`.
+        A row counts once, with the sum of the gradients of its occurrences, as in a dense `nn.Embedding`. None: not.
         """
         self.__end.max_norm = positive("max_norm", max_norm)
 
-    def clip_grad_value(self, clip_value: float) -> None:
+    def clip_grad_value(self, clip_value: float | None) -> None:
         """Clip each element of all gradients, of rows summed over their occurrences, to [-clip_value, clip_value]."""
         self.__end.clip_value = positive("clip_value", clip_value)
 
@@ -106,13 +108,21 @@ class Graph(nn.Module):
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
+        if self.__end.steps:
+            raise OptimizerError(
+                f"steps={steps}: gradients of {self.__end.steps} of {self.__end.every} calls wait for their update; "
+                "change it after the last of them"
+            )
         self.__end.every = steps
 
-    def set_grad_scaler(self, scaler: GradScaler) -> None:
+    def set_grad_scaler(self, scaler: GradScaler | None) -> None:
         """Divide gradients by the scale of `scaler`, by which `build` multiplies: `scaler.scale(loss).backward()`.
 
-        A step with a gradient that is not finite moves no row and no parameter, and lowers the scale.
+        A step with a gradient that is not finite moves no row and no parameter, and lowers the scale. None: no scaler.
         """
+        if scaler is None:
+            self.__end.scaler = None
+            return
         if not isinstance(scaler, GradScaler):
             raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
         device = next((tensor.device for tensor in self.parameters()), "cpu")
@@ -149,7 +159,7 @@ class Graph(nn.Module):
         progress: show a bar with the rate, with this label where it is a string. InputError for wrong arguments.
         """
         bar = Bar(batches, progress if isinstance(progress, str) else type(self).__name__) if progress else NoProgress()
-        return Run(self, batches, ahead, self.__announce, bar)
+        return Run(self, batches, ahead, self.__announce, bar, self.__left)
 
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int = AHEAD) -> Profile:
         """Run a step on each batch, or on the first `steps`, and tell where the time went.
@@ -172,7 +182,8 @@ class Graph(nn.Module):
         """Write a checkpoint, the folder `path`: `state_dict()` and all rows. What returned survives anything.
 
         Embeddings with a persistent_path get a snapshot of that name there too, whose files the checkpoint shares where
-        the file system allows it. Raises SnapshotError where `path` exists or cannot be written.
+        the file system allows it. Raises SnapshotError where `path` exists or cannot be written, GraphError for a state
+        that it cannot hold; a save that fails leaves nothing.
         """
         checkpoint.save(self, self.state_dict(), Path(path))
 
@@ -181,7 +192,8 @@ class Graph(nn.Module):
 
         Raises SnapshotError for one that is missing, damaged or of another graph, before anything is replaced.
         """
-        self.load_state_dict(checkpoint.load(self, Path(path)))
+        check = partial(check_state, self, self.__optimizers, self.__end)
+        self.load_state_dict(checkpoint.load(self, Path(path), check))
 
     def get_extra_state(self) -> dict[str, Any]:
         """Of `state_dict()`: optimizers, schedules, scaler, random numbers, and which rows belong to it."""
@@ -218,6 +230,9 @@ class Graph(nn.Module):
 
     def __compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, list[Tensor]]:
         """The step of a call, and the tensors that it runs on."""
+        if self.__left:
+            self.__left.clear()
+            forget_announced(self)
         if not kwargs and all(type(argument) is Tensor for argument in args):
             leaves, spec = list(args), _spec_of(len(args))
         else:
@@ -225,7 +240,7 @@ class Graph(nn.Module):
         signature, tensors = self.__signature(leaves, spec)
         known, step = self.__last
         if signature != known:
-            with one_trace:
+            with one_trace, uninterrupted():  # Ctrl-C in the middle of a trace aborts in torch
                 signature, tensors = self.__signature(leaves, spec)  # a trace in another thread may have been under way
                 step = self.__step_for(signature, leaves, spec, tensors)
             self.__last = signature, step
@@ -287,8 +302,7 @@ class Graph(nn.Module):
         try:
             traced = trace(self, leaves, spec, tensors, self.__optimizers, changing)
             step = compile_step(self, traced, self.__optimizers, self.__end, tensors, None)
-        except Exception:  # build looks at a size: what is wrong with these sizes, a step of their own raises
-            self.__sizes.fix(family)
+        except Exception:  # build looks at a size; what else is wrong, a step for these sizes raises as well
             return None
         assert traced.fits is not None
         return step if self.__sizes.add(type(self).__name__, family, traced.fits, step, inputs) else None

@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import InputError
+from ..engine.interrupts import uninterrupted
 from ..engine.prefetch import WINDOW
 from .progress import Progress
 
@@ -42,12 +45,20 @@ class Run(Iterator[Any]):
     """What `build` returned for each batch, in the loader's order. One that raised can be gone on with.
 
     A batch is taken once: by the step that runs on it, whether that ends or raises. An exception of the loader comes
-    after the steps of the batches that it gave before; Ctrl-C comes at once, and leaves them for the next call.
+    after the steps of the batches that it gave before. Ctrl-C comes when a step under way has ended, whose result is
+    lost then, and leaves the other batches for the next call.
     """
 
     def __init__(
-        self, graph: Graph, batches: Iterable[Any], ahead: int, announce: Callable[..., None], progress: Progress
+        self,
+        graph: Graph,
+        batches: Iterable[Any],
+        ahead: int,
+        announce: Callable[..., None],
+        progress: Progress,
+        left: list[None],
     ) -> None:
+        """left: gets an item where this is collected without having ended, which may be at any time, in any thread."""
         if isinstance(ahead, bool) or not isinstance(ahead, int) or not 0 <= ahead <= WINDOW:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}")
         self._graph, self._announce, self._ahead = graph, announce, ahead
@@ -55,19 +66,23 @@ class Run(Iterator[Any]):
         self._window: deque[Any] = deque()
         self._end: Exception | None = None  # of the loader, for when the window is empty
         self._progress = progress
-        self._close = weakref.finalize(self, _forget, weakref.ref(graph), progress)
-        self._close.atexit = False
+        self._left = weakref.finalize(self, _leave, left, progress)
+        self._left.atexit = False
 
     def __next__(self) -> Any:
         while self._end is None and len(self._window) <= self._ahead:
             self._draw()
         if not self._window:
-            end = self._end or StopIteration()
-            self._end = StopIteration()
-            self.close()
+            assert self._end is not None
+            end = self._end
+            if isinstance(end, StopIteration):
+                self.close()
+            else:
+                self._end = None  # it may go on
             raise end
-        batch = arguments(self._window.popleft())
-        result = self._graph(*batch)
+        with uninterrupted():  # Ctrl-C finds a batch in the window, or its step made
+            batch = arguments(self._window.popleft())
+            result = self._graph(*batch)
         self._progress.advance(batch)
         return result
 
@@ -85,12 +100,18 @@ class Run(Iterator[Any]):
 
     def close(self) -> None:
         """Forget what was announced, and end the threads that make batches ready. A run that ends closes itself."""
-        self._close()
+        if self._left.detach() is not None:
+            self._progress.close()
+            forget_announced(self._graph)
 
 
-def _forget(graph: weakref.ref[Graph], progress: Progress) -> None:
-    progress.close()
-    root = graph()
-    for module in [] if root is None else root.modules():
+def forget_announced(root: nn.Module) -> None:
+    """Let the embeddings under `root` forget what was announced, and end their threads."""
+    for module in root.modules():
         if isinstance(module, MultiTableMultiColumnEmbedding):
             module.forget_announced()
+
+
+def _leave(left: list[None], progress: Progress) -> None:
+    progress.close()
+    left.append(None)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from functools import cache
 from typing import Any
 
+import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from ..engine.errors import GraphError
@@ -12,6 +15,8 @@ from ..engine.errors import GraphError
 _KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
 _TAGS: dict[Any, str] = {kind: tag for tag, kind in _KINDS.items()}
 _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
+_ITEMS = 1 << 16  # of a container that `unseal` reads
+_REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
 
 
 def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
@@ -20,22 +25,28 @@ def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
     GraphError naming the place of what is neither.
     """
     if isinstance(value, Tensor):
+        _check_tensor(value, where)
         tensors.append(value.detach())
         return ["tensor", len(tensors) - 1]
     if value is None:
         return None
     if type(value) in _TAGS:
+        if len(value) > _ITEMS:
+            raise GraphError(
+                f"{where} has {len(value)} items, and a container in a checkpoint at most {_ITEMS}; keep them in a "
+                "tensor, or in several containers"
+            )
         if isinstance(value, dict):
             items = [[_key(key, where), encode(item, tensors, f"{where}[{key!r}]")] for key, item in value.items()]
         else:
             items = [encode(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]
         return [_TAGS[type(value)], items]
     for kind in _PLAIN:  # a subclass, such as NumPy's float64, becomes the plain one
-        if isinstance(value, kind):
+        if isinstance(value, kind) and (kind is not int or _is_held(value)):
             return kind(value)
     raise GraphError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; leave it out of the state, or save "
-        "graph.state_dict() your own way"
+        f"{where} is a {type(value).__name__}{' of over 64 bits' * isinstance(value, int)}, which a checkpoint cannot "
+        f"hold; {_REMEDY}"
     )
 
 
@@ -54,6 +65,29 @@ def decode(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _key(key: Any, where: str) -> Any:
-    if type(key) not in (str, int):
-        raise GraphError(f"{where} has the key {key!r}, and a checkpoint holds strings and whole numbers as keys")
-    return key
+    if type(key) is str or (type(key) is int and _is_held(key)):
+        return key
+    raise GraphError(
+        f"{where} has the key {key!r}, and a checkpoint holds strings and whole numbers of 64 bits as keys; {_REMEDY}"
+    )
+
+
+def _is_held(number: int) -> bool:
+    return -(1 << 63) <= number < 1 << 64
+
+
+def _check_tensor(tensor: Tensor, where: str) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not _is_held_dtype(tensor.dtype):
+        raise GraphError(
+            f"{where} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}, which a checkpoint cannot "
+            f"hold; make it a dense one of another dtype, register a buffer with persistent=False, or {_REMEDY}"
+        )
+
+
+@cache
+def _is_held_dtype(dtype: torch.dtype) -> bool:
+    try:
+        save({"": torch.empty(0, dtype=dtype)})
+    except (KeyError, RuntimeError, TypeError, ValueError):  # its versions know different ones
+        return False
+    return True

@@ -37,9 +37,9 @@ class Bar:
         )
         self._samples = 0
         self._task = self._bar.add_task(label, total=_length(batches), rate="")
-        self._bar.start()
 
     def advance(self, batch: tuple[Any, ...]) -> None:
+        self._bar.start()  # of no effect but the first time
         sizes = (len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
         self._samples += next(sizes, 1)
         elapsed = self._bar.tasks[self._task].elapsed

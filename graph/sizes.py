@@ -13,7 +13,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .compiled import CompiledStep
 
-OWN = 8  # sizes of the same arguments that get a step of their own
+OWN = 8  # sizes of the same arguments that get a step of their own, and the most steps for many of them
+FAMILIES = 64
 
 log = logging.getLogger("tierbed")
 
@@ -50,8 +51,8 @@ class Sizes:
 
     def changing(self, key: Hashable, inputs: Sequence[Tensor]) -> set[tuple[int, int]] | None:
         """The (input, dimension) pairs that a new step should leave open; None where it is for these sizes alone."""
-        family = self._families.setdefault(key, _Family())
-        if len(family.seen) < OWN or family.fixed or not all(tensor.is_contiguous() for tensor in inputs):
+        family = self._families.get(key)
+        if family is None or len(family.seen) < OWN or family.fixed or not all(t.is_contiguous() for t in inputs):
             return None
         shapes = _shapes(inputs)
         dims = {
@@ -65,14 +66,13 @@ class Sizes:
         return dims
 
     def saw(self, key: Hashable, inputs: Sequence[Tensor]) -> None:
-        """These sizes have a step of their own."""
-        seen = self._families[key].seen
-        if len(seen) < OWN:
-            seen.append(_shapes(inputs))
-
-    def fix(self, key: Hashable) -> None:
-        """No step can be made that serves many sizes."""
-        self._families[key].fixed = True
+        """A step for these sizes alone was made, since there was none for many, or none can be made."""
+        family = self._families.setdefault(key, _Family())
+        family.fixed = self.changing(key, inputs) is not None
+        if len(family.seen) < OWN:
+            family.seen.append(_shapes(inputs))
+        if len(self._families) > FAMILIES:
+            self._families.pop(next(iter(self._families)))
 
     def add(self, name: str, key: Hashable, fits: Fits, step: CompiledStep, inputs: Sequence[Tensor]) -> bool:
         """Keep a step for many sizes. False where it fits none of those seen before: it is for its own alone."""
@@ -81,8 +81,7 @@ class Sizes:
             [torch.empty(shape, dtype=t.dtype, device="meta") for shape, t in zip(shapes, inputs, strict=True)]
             for shapes in family.seen
         )
-        if not any(map(fits, others)):
-            self.fix(key)
+        if len(family.general) == OWN or not any(map(fits, others)):
             return False
         if not family.general:
             log.warning(

@@ -10,15 +10,17 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
-from ..engine.errors import OptimizerError
+from ..engine.errors import GraphError, OptimizerError
 from ..engine.inputs import Lookup
+from ..engine.interrupts import uninterrupted
+from ..engine.optim.own import LARGEST, SMALLEST
 from ..engine.row_gradients import RowGradients
 from .dense import dense_step
 
@@ -65,25 +67,41 @@ class StepEnd:
 
     def key(self) -> Hashable:
         """Changes with what a compiled step depends on."""
-        return self.is_plain, self.every > 1
+        return self.is_plain, self.every > 1, id(self.scaler)
+
+    def check_scaled(self, module: fx.GraphModule) -> None:
+        """GraphError where the loss of a recorded step is not multiplied by the scale that its end divides by."""
+        scale = None if self.scaler is None or not self.scaler.is_enabled() else self.scaler._scale
+        nodes = module.graph.find_nodes(op="get_attr")
+        if scale is not None and not any(getattr(module, node.target, None) is scale for node in nodes):
+            raise GraphError(
+                "set_grad_scaler was called, but build does not scale its loss; call scaler.scale(loss).backward() "
+                "with that scaler"
+            )
 
     def keep(self, rows: list[LookupGrads], dense: list[DenseGrads]) -> None:
         """Add the gradients of one more step to those that wait."""
-        for embedding, lookups, grads, weights in rows:
-            kept = self._rows.setdefault(embedding, RowGradients(embedding))
-            for lookup, grad, weight in zip(lookups, grads, weights, strict=True):
-                kept.add(lookup, grad, weight)
-        for optimizer, params, grads in dense:
-            sums = self._dense.setdefault(optimizer, {})
-            for param, grad in zip(params, grads, strict=True):
-                sums[param] = sums[param] + grad if param in sums else grad.clone()  # it may be a view of an argument
-        self.steps += 1
+        with uninterrupted():
+            for embedding, lookups, grads, weights in rows:
+                kept = self._rows.setdefault(embedding, RowGradients(embedding))
+                for lookup, grad, weight in zip(lookups, grads, weights, strict=True):
+                    kept.add(lookup, grad, weight)
+            for optimizer, params, grads in dense:
+                sums = self._dense.setdefault(optimizer, {})
+                for param, grad in zip(params, grads, strict=True):
+                    sums[param] = sums[param] + grad if param in sums else grad.clone()  # a view of an argument, maybe
+            self.steps += 1
 
     def pin(self) -> tuple[list[RowGrads], list[DenseGrads]]:
         """All gradients that wait, with their rows pinned."""
         rows = [RowGrads(batch, *kept.grads()) for kept in self._rows.values() if (batch := kept.pin()) is not None]
         dense = [DenseGrads(optimizer, list(sums), list(sums.values())) for optimizer, sums in self._dense.items()]
         return rows, dense
+
+    def release(self) -> None:
+        """Drop the pins of a failed update."""
+        for embedding in self._rows:
+            embedding.release()
 
     def clear(self) -> None:
         """Forget the gradients that wait."""
@@ -123,13 +141,18 @@ def end_step(end: StepEnd, rows: list[RowGrads], dense: list[DenseGrads]) -> boo
 
 
 def accumulate(end: StepEnd, rows: list[LookupGrads], dense: list[DenseGrads]) -> bool:
-    """Keep the gradients of a step; after the last of `end.every` steps, do as `end_step` with the sums of all."""
+    """Keep the gradients of a step; after the last of `end.every` steps, do as `end_step` with the sums of all.
+
+    Where that raises, as on a full capacity, the gradients are dropped, and the next call begins anew.
+    """
     end.keep(rows, dense)
     if end.steps < end.every:
         return False
-    pinned, sums = end.pin()
     try:
-        return end_step(end, pinned, sums)
+        return end_step(end, *end.pin())
+    except BaseException:
+        end.release()
+        raise
     finally:
         end.clear()
 
@@ -154,10 +177,12 @@ def check_schedule(optimizer: Optimizer, scheduler: LRScheduler) -> None:
         )
 
 
-def positive(name: str, value: float) -> float:
-    """OptimizerError for what is no number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise OptimizerError(f"{name}={value!r}: give a number > 0")
+def positive(name: str, value: float | None) -> float | None:
+    """OptimizerError for what is neither None nor a number above 0 that float32 holds with full precision."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not SMALLEST <= value < LARGEST:
+        raise OptimizerError(f"{name}={value!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or None")
     return float(value)
 
 

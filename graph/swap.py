@@ -18,7 +18,8 @@ from ..engine.errors import GraphError
 one_trace = RLock()  # a trace puts its tensors into modules and optimizers that a graph of another thread may share
 
 _MUTABLE = dict | list | set | deque
-_WALKED = nn.Module | _MUTABLE | tuple | FakeTensor
+_TRACED = FakeTensor | torch.SymInt | torch.SymFloat | torch.SymBool
+_WALKED = nn.Module | _MUTABLE | tuple | _TRACED
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -79,7 +80,7 @@ def swapped(
             group["params"] = parameters
         for module, name, live in slots:
             setattr(module, name, live)
-        leaked = next((where for where, value in _reachable(root) if isinstance(value, FakeTensor)), None)
+        leaked = next((where for where, value in _reachable(root) if isinstance(value, _TRACED)), None)
         if leaked is not None or rebound is not None:
             for container, copy in before:
                 _restore(container, copy)

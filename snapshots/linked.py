@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..engine.errors import SnapshotError
 from ..engine.store.durable import fsync_dir, fsync_file, make_folder, remove_folder
-from .format import TEMPORARY
+from .format import MANIFEST, TEMPORARY
 from .reader import Snapshot
 
 
@@ -30,6 +32,43 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
     except OSError as error:
         raise SnapshotError(f"snapshot {snapshot.name!r} was not put into {str(folder.parent)!r}: {error}") from error
     finally:
+        remove_folder(temporary)
+
+
+@contextlib.contextmanager
+def linked(snapshot: Snapshot, folder: Path) -> Iterator[Snapshot]:
+    """The snapshot `folder`, linked from another where it is not there, and then removed where what uses it fails."""
+    new = not os.path.lexists(folder)
+    if new:
+        link_snapshot(snapshot, folder)
+    try:
+        yield Snapshot.open(folder)
+    except Exception:
+        if new:
+            remove_snapshot(folder)
+        raise
+
+
+def check_linked(snapshot: Snapshot, folder: Path) -> None:
+    """Raises SnapshotError where `folder` is there, and is another snapshot than a good one, or damaged."""
+    if not os.path.lexists(folder):
+        return
+    held = Snapshot.open(folder)
+    if held.manifest != snapshot.manifest:
+        raise SnapshotError(
+            f"{str(folder)!r} and {str(snapshot.folder)!r} are two snapshots of one name; give the former another, or "
+            "remove it"
+        )
+    if not os.path.samefile(folder / MANIFEST, snapshot.folder / MANIFEST):
+        held.verify()
+
+
+def remove_snapshot(folder: Path) -> None:
+    """Remove a snapshot, if it is there, so that a kill leaves it whole or not at all. Raises OSError."""
+    temporary = folder.parent / f"{TEMPORARY}{folder.name}"
+    if folder.is_dir():
+        folder.rename(temporary)
+        fsync_dir(folder.parent)
         remove_folder(temporary)
 
 

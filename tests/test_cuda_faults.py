@@ -150,7 +150,7 @@ def test_an_open_table_follows_its_module(tmp_path: Path, device: Device, store:
             train(other, [1, 2, 3])
         with tables_on(device) as place:
             embedding.to(place)
-            embedding._opened().move(place)  # as where the module has another device than the table
+            embedding.opened().move(place)  # as where the module has another device than the table
             if place == CPU:
                 train(embedding, [2, 3, 4])
             else:
@@ -175,7 +175,7 @@ def test_a_move_that_fails_loses_no_rows(tmp_path: Path) -> None:
         embedding = make(options("host", path, capacity=100_000), "adam")
         train(embedding, [1, 2, 3])
         with tables_on(LittleMemory()), pytest.raises(OptionError, match="capacity=100000 is more than the host has"):
-            embedding._opened().move(CPU)
+            embedding.opened().move(CPU)
         if path is not None:  # it moved by way of its folder
             embedding = make(options("host", path, open="error"), "adam")
         assert embedding.size() == 3

@@ -32,7 +32,7 @@ class Rating(Graph):
         self.rows = rows
         self.mlp = nn.Sequential(nn.BatchNorm1d(2 * rows.spec.dim), nn.Dropout(0.3), nn.Linear(2 * rows.spec.dim, 1))
         sparse = torch.optim.Adam(rows.parameters(), lr=0.05)
-        dense = torch.optim.AdamW(self.mlp.parameters(), lr=0.02)
+        self.dense = dense = torch.optim.AdamW(self.mlp.parameters(), lr=0.02)
         self.add_optimizer(sparse, lr_scheduler.MultiStepLR(sparse, [2, 5, 8], 0.5))
         self.add_optimizer(dense, lr_scheduler.OneCycleLR(dense, 0.1, total_steps=50))
         self.clip_grad_norm(1.0)

@@ -21,6 +21,17 @@ aten = torch.ops.aten
 ROWS = embedding()
 
 
+@torch.library.custom_op("tierbed_test::sample", mutates_args=())
+def sample(ids: torch.Tensor) -> torch.Tensor:
+    """Of a user, who knows what it does."""
+    return ids.clone()
+
+
+@sample.register_fake
+def _(ids: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(ids)
+
+
 class Sketch:
     """A step under construction: nodes with fake values, of arguments of 4 ids and a weight of 4."""
 
@@ -131,6 +142,7 @@ def test_cut_lookups_leaves_out_draws_and_writes_to_arguments() -> None:
     for spoil in (
         lambda sketch: sketch.call(aten.randint.default, 9, [4]),
         lambda sketch: sketch.call(aten.add_.Tensor, sketch.ids, 1),
+        lambda sketch: sketch.call(torch.ops.tierbed_test.sample.default, sketch.ids),
         lambda sketch: sketch.call(operator.getitem, sketch.call(step.read, sketch.rows, Lookup(sketch.ids)), 0),
     ):
         sketch = Sketch()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from embeddings import STORES, contents, make, options
@@ -217,9 +223,112 @@ def test_leaving_a_loop_forgets_what_was_announced() -> None:
     graph = rating("cached_host")
     for _ in graph.run(zip(IDS, LABELS, strict=True)):
         break
-    assert threads() == 0
     graph(IDS[5], LABELS[5])
+    assert threads() == 0
     assert graph.rows.metrics()["table"]["prefetch_misses"] == 0
+
+
+def test_a_run_that_is_collected_anywhere_disturbs_no_step() -> None:
+    graph, plain = rating("cached_host"), rating("cached_host")
+    pairs = list(zip(IDS, LABELS, strict=True))
+    torch.manual_seed(2)
+    expected = [plain(*batch) for _ in range(10) for batch in pairs[:4]]
+    torch.manual_seed(2)
+    losses, before = [], gc.get_threshold()
+    gc.set_threshold(20)  # collects runs in the middle of steps, in any thread
+    try:
+        for _ in range(10):
+            run: Any = graph.run(pairs)
+            run.itself = run
+            losses += [next(run) for _ in range(4)]
+            del run
+    finally:
+        gc.set_threshold(*before)
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert contents(graph.rows).tobytes() == contents(plain.rows).tobytes()
+    graph.rows.close()
+
+
+def test_a_loader_that_raises_and_goes_on_is_gone_on_with() -> None:
+    class Loader:
+        def __init__(self) -> None:
+            self.number = -1
+
+        def __iter__(self) -> Iterator[Any]:
+            return self
+
+        def __next__(self) -> Any:
+            self.number += 1
+            if self.number == 5:
+                raise OSError("one bad sample")
+            if self.number == 8:
+                raise StopIteration
+            return IDS[self.number], LABELS[self.number]
+
+    graph = rating("cached_host")
+    run = graph.run(Loader(), ahead=3)
+    assert len([next(run) for _ in range(5)]) == 5
+    with pytest.raises(OSError, match="one bad sample"):
+        next(run)
+    assert len(list(run)) == 2
+
+
+def interrupted_runs(path: Path) -> bool:
+    """A run is interrupted many times, wherever it is, and gone on with."""
+
+    class Two(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.users, self.items = (make(options("cached_host"), None, name, tables=1) for name in ("users", "items"))
+            self.layer = nn.Linear(2 * self.users.spec.dim, 1)
+            self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1))
+
+        def build(self, ids: Tensor) -> Tensor:
+            rows = torch.cat([self.users(ids[:, 0]), self.items(ids[:, 1])], 1)
+            loss = self.layer(rows).square().mean()
+            loss.backward()
+            return loss
+
+    batches = [IDS[i % STEPS] for i in range(300)]
+    plain, graph = Two(), Two()
+    for ids in batches:
+        plain(ids)
+    run, count, done = graph.run(batches), 0, False
+    ready, stop, random = threading.Event(), threading.Event(), np.random.default_rng(1)
+
+    def interrupt() -> None:
+        while not stop.is_set():
+            ready.wait(0.3)  # not for ever: what comes in a callback of a weak reference Python swallows
+            ready.clear()
+            stop.wait(random.uniform(0.0, 0.01))
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with contextlib.suppress(KeyboardInterrupt):  # one that was on its way
+        while not done:
+            try:
+                ready.set()
+                for _ in run:
+                    pass
+                done = True
+            except KeyboardInterrupt:
+                count += 1
+    with contextlib.suppress(KeyboardInterrupt):
+        stop.set()
+        thread.join()
+        time.sleep(0.05)
+    thread.join()
+    same = all(
+        contents(ours).tobytes() == contents(theirs).tobytes()
+        for ours, theirs in ((graph.users, plain.users), (graph.items, plain.items))
+    )
+    return done and count > 5 and same and torch.equal(graph.layer.weight, plain.layer.weight)
+
+
+def test_ctrl_c_anywhere_makes_no_half_step_and_loses_no_batch(tmp_path: Path) -> None:
+    assert in_process(interrupted_runs, tmp_path)
 
 
 def test_an_evaluation_announces_nothing() -> None:

@@ -107,6 +107,18 @@ def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each() -> None:
     assert compiled_steps(graph) == OWN + 4
 
 
+def test_a_wrong_call_does_not_end_the_sharing() -> None:
+    model = mlp()
+    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for rows in range(2, OWN + 2):
+        graph(*batches(1, rows=rows)[0])
+    with pytest.raises(RuntimeError):
+        graph(torch.zeros(5, 7), torch.zeros(5, 1))
+    for rows in range(20, 30):
+        graph(*batches(1, rows=rows)[0])
+    assert compiled_steps(graph) == OWN + 1
+
+
 def test_other_layouts_do_not_take_a_step_for_contiguous_ones() -> None:
     model = mlp()
     graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.0))

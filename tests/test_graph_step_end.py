@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-from tierbed.engine import MultiTableEmbedding, OptimizerError
+from tierbed.engine import CapacityError, GraphError, MultiTableEmbedding, OptimizerError
 from tierbed.engine.inputs import Lookup
 from tierbed.graph import Graph
 
@@ -223,6 +223,68 @@ def test_a_schedule_waits_for_accumulated_gradients_and_for_finite_ones() -> Non
     assert counts == [0, 1, 1, 1, 1, 2]
 
 
+def test_another_scaler_is_followed() -> None:
+    graph, eager = pair()
+    graph.add_optimizer(graph.optimizer)
+    for scale in (4.0, 64.0):
+        graph.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        graph.set_grad_scaler(graph.scaler)
+        for ids in IDS[:2]:
+            eager.optimizer.zero_grad()
+            eager.build(ids, ONE)
+            eager.optimizer.step()
+            graph(ids, ONE)
+    assert_same(graph, eager)
+
+
+def test_a_loss_that_is_not_scaled_is_refused() -> None:
+    graph, _ = pair()
+    graph.add_optimizer(graph.optimizer)
+    graph.set_grad_scaler(torch.amp.GradScaler("cpu"))
+    with pytest.raises(GraphError, match="build does not scale its loss"):
+        graph(IDS[0], ONE)
+    graph.set_grad_scaler(None)
+    graph(IDS[0], ONE)
+
+
+def test_a_capacity_that_accumulated_rows_exceed_drops_them_and_lets_go() -> None:
+    with make(options("device", capacity=30), None, tables=2) as rows:
+        graph = Flat(rows)
+        graph.accumulate_grads(2)
+        first, second = torch.arange(40).view(20, 2), torch.arange(100, 140).view(20, 2)
+        graph(first)
+        with pytest.raises(CapacityError, match="capacity=30"):
+            graph(second)
+        assert rows.size() == 0
+        graph(first[:5])
+        graph(first[:5])
+        assert rows.size() == 10
+        graph.state_dict()
+
+
+def test_a_window_cannot_change_while_gradients_wait() -> None:
+    graph, _ = pair()
+    graph.add_optimizer(graph.optimizer)
+    graph.accumulate_grads(2)
+    graph(IDS[0], ONE)
+    with pytest.raises(OptimizerError, match="gradients of 1 of 2 calls wait"):
+        graph.accumulate_grads(1)
+    graph(IDS[0], ONE)
+    graph.accumulate_grads(1)
+
+
+def test_ids_that_numpy_changed_between_accumulated_calls_are_those_of_their_call() -> None:
+    buffer = np.zeros((4, 2), dtype=np.int64)
+    ids = torch.from_numpy(buffer)
+    with make(options("device"), None, tables=2) as rows:
+        graph = Flat(rows)
+        graph.accumulate_grads(2)
+        for call in range(2):
+            buffer[:] = np.arange(8).reshape(4, 2) + 100 * call
+            graph(ids)
+        assert rows.size() == 16
+
+
 def test_the_printed_step_shows_its_end() -> None:
     graph, _ = pair()
     graph.add_optimizer(graph.optimizer, lr_scheduler.StepLR(graph.optimizer, 2))
@@ -266,8 +328,10 @@ def test_squares_are_those_of_the_summed_gradients(ids: list[int], pooling: Any,
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda graph: graph.clip_grad_norm(0), r"max_norm=0: give a number > 0"),
+        (lambda graph: graph.clip_grad_norm(0), r"max_norm=0: give a number from"),
         (lambda graph: graph.clip_grad_value("1"), r"clip_value='1'"),
+        (lambda graph: graph.clip_grad_value(1e-50), r"clip_value=1e-50"),
+        (lambda graph: graph.clip_grad_norm(1e300), r"max_norm=1e\+300"),
         (lambda graph: graph.accumulate_grads(0), r"steps=0: give a whole number"),
         (lambda graph: graph.accumulate_grads(True), r"steps=True"),
         (lambda graph: graph.set_grad_scaler(2.0), r"scaler=float: give a torch\.amp\.GradScaler"),
