@@ -37,6 +37,8 @@ class RowOptimizer:
         self.states = self._rule.states
         values = self._rule.initial(group)
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
+        self._checked: dict[str, Any] | None = None  # settings that were found right
+        self._clips = [0.0, 0.0]  # of those
         self.hyper(1)  # reports what is wrong with the group now
 
     def hyper(self, step: int, clip_value: float | None = None) -> list[float]:
@@ -47,6 +49,16 @@ class RowOptimizer:
         Raises OptimizerError where the group now asks for another rule than at the start, or has a wrong setting.
         """
         group = self._optimizer.param_groups[self._index]
+        settings = {name: value for name, value in group.items() if name != "params"}
+        if settings != self._checked:
+            self._check(group, settings)
+        values = self._rule.hyper(group, step)
+        value, norm = self._clips
+        if clip_value is not None:
+            value = min(clip_value, value or clip_value)
+        return [*(float(values[name]) for name in self._rule.kernel.all_hypers), value, norm]
+
+    def _check(self, group: Group, settings: dict[str, Any]) -> None:
         rule = _rule_of(self._optimizer, group)
         if rule.kernel.name != self.rule:
             raise OptimizerError(
@@ -54,11 +66,9 @@ class RowOptimizer:
                 "whose state the rows lack; keep momentum (zero or not) and decoupled_weight_decay as they were"
             )
         _check(group)
-        values = rule.hyper(group, step)
-        value, norm = (_clip(group, name) for name in CLIPS)
-        if clip_value is not None:
-            value = min(clip_value, value or clip_value)
-        return [*(float(values[name]) for name in rule.kernel.all_hypers), value, norm]
+        self._clips = [_clip(group, name) for name in CLIPS]
+        changes_inside = any(isinstance(value, torch.Tensor | list) for value in settings.values())
+        self._checked = None if changes_inside else settings
 
     def row_state(self, dim: int) -> RowState:
         """What a row of `dim` elements carries."""
