@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..engine.errors import SnapshotError
 from .format import Manifest, check_name
 from .reader import Listing, Snapshot, latest_snapshot, list_snapshots
-from .writer import write_snapshot
+from .writer import write_incremental, write_snapshot
 
 __all__ = [
     "Listing",
@@ -15,5 +15,6 @@ __all__ = [
     "check_name",
     "latest_snapshot",
     "list_snapshots",
+    "write_incremental",
     "write_snapshot",
 ]

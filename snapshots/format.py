@@ -1,10 +1,10 @@
-"""Snapshot format 1: names, the manifest, and the header of a bucket file. `docs/snapshots.md` says it in prose."""
+"""Snapshot format 2: names, the manifest, and the header of a row file. `docs/snapshots.md` says it in prose."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,19 +14,27 @@ from ..engine.optim.rule import rule_named
 from ..engine.store.contract import BUCKETS, row_dtype
 from ..engine.store.durable import is_folder_name, seal, unseal
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.msgpack"
+ROCKSDB = "rocksdb"  # the folder of a checkpoint's files
 HEADER_BYTES = 256
 TEMPORARY = ".tmp-"
+KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # of a deleted row
+
+Kind = Literal["full", "incremental", "checkpoint"]
+KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
 
 _MAX_WIDTH = 1 << 20
 _MAX_COUNT = 1 << 62
-_BUCKET_FILE = re.compile(r"bucket-([0-9]{2})\.npy")
+_MAX_SHARDS = BUCKETS
+_ROW_FILE = re.compile(r"(bucket|deleted)-([0-9]{2})\.npy")
+_ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
+_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclasses.dataclass(frozen=True)
-class BucketFile:
-    """One bucket's file: how many rows, its size in bytes with the header, the crc32 of the rows' bytes."""
+class RowFile:
+    """A file of rows, or of the keys of deleted ones: how many, its bytes with the header, the crc32 after it."""
 
     rows: int
     bytes: int
@@ -34,15 +42,38 @@ class BucketFile:
 
 
 @dataclasses.dataclass(frozen=True)
+class Parent:
+    """The snapshot that an incremental one goes over: beside it, by this name, with this id."""
+
+    name: str
+    id: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RocksDBFiles:
+    """The files of a checkpoint: `shards` databases, and of each file, `shard-N/<file>`, its `bytes` and `crc32c`."""
+
+    shards: int
+    files: dict[str, dict[str, int]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
     """What a snapshot holds.
 
-    `files` is ordered by bucket; `created` is in ns since 1970, UTC; the latest snapshot has the largest `sequence`.
+    `rows`: of the whole table, as it is when the snapshot is loaded; `deleted`: how many keys of deleted rows its own
+    files have; `files` is ordered by name; `created` is in ns since 1970, UTC; the latest snapshot has the largest
+    `sequence`; `id`: 32 hex digits, of no other.
     """
 
+    kind: Kind
+    id: str
+    parent: Parent | None
     description: dict[str, Any]
     rows: int
-    files: dict[str, BucketFile]
+    deleted: int
+    files: dict[str, RowFile]
+    rocksdb: RocksDBFiles | None
     created: int
     sequence: int
 
@@ -52,9 +83,15 @@ class Manifest:
         return int(self.description["width"])
 
     @property
+    def own_rows(self) -> int:
+        """How many rows a reader of its own files passes, with the keys of deleted ones."""
+        return self.rows if self.rocksdb is not None else sum(file.rows for file in self.files.values())
+
+    @property
     def total_bytes(self) -> int:
-        """Size of all bucket files."""
-        return sum(file.bytes for file in self.files.values())
+        """Size of all its files but the manifest."""
+        held = [] if self.rocksdb is None else [file["bytes"] for file in self.rocksdb.files.values()]
+        return sum(file.bytes for file in self.files.values()) + sum(held)
 
     def encode(self) -> bytes:
         """The manifest file. Raises ValueError if `decode` would refuse it."""
@@ -73,25 +110,72 @@ class Manifest:
         )
         fields = {field.name for field in dataclasses.fields(Manifest)}
         _require(value.keys() == fields | {"format"}, "fields are missing or foreign")
+        kind = value["kind"]
+        _require(kind in KINDS, f"its kind is {kind!r}, and there are {', '.join(KINDS)}")
+        _require(_is_id(value["id"]), "id is not 32 hex digits")
         check_description(value["description"])
-        for field in ("rows", "created", "sequence"):
+        for field in ("rows", "deleted", "created", "sequence"):
             _require(_is_count(value[field]), f"{field} is not a count")
+        parent, rocksdb = _decode_parent(value["parent"]), _decode_rocksdb(value["rocksdb"])
+        _require((parent is not None) == (kind == "incremental"), "an incremental snapshot has a parent, and no other")
+        _require((rocksdb is not None) == (kind == "checkpoint"), "a checkpoint has RocksDB's files, and no other")
         files = value["files"]
         _require(type(files) is dict and all(type(name) is str for name in files), "files is not a map of names")
-        itemsize = row_dtype(value["description"]["width"]).itemsize
-        files = {name: _decode_file(name, entry, itemsize) for name, entry in sorted(files.items())}
-        _require(sum(file.rows for file in files.values()) == value["rows"], "rows is not the sum over the files")
-        return Manifest(value["description"], value["rows"], files, value["created"], value["sequence"])
+        width = value["description"]["width"]
+        files = {name: _decode_file(name, entry, width) for name, entry in sorted(files.items())}
+        rows, deleted = (sum(file.rows for name, file in files.items() if is_deleted(name) == of) for of in (0, 1))
+        _require(deleted == value["deleted"], "deleted is not the sum over the files")
+        _require(kind == "incremental" or deleted == 0, "only an incremental snapshot deletes rows")
+        if kind == "full":
+            _require(rows == value["rows"], "rows is not the sum over the files")
+        else:
+            _require(kind == "incremental" or not files, "a checkpoint has no files of rows")
+        return Manifest(
+            kind,
+            value["id"],
+            parent,
+            value["description"],
+            value["rows"],
+            deleted,
+            files,
+            rocksdb,
+            value["created"],
+            value["sequence"],
+        )
 
 
-def _decode_file(name: str, entry: Any, itemsize: int) -> BucketFile:
-    match = _BUCKET_FILE.fullmatch(name)
-    _require(match is not None and int(match[1]) < BUCKETS, f"it names a foreign file {name!r}")
+def _decode_file(name: str, entry: Any, width: int) -> RowFile:
+    match = _ROW_FILE.fullmatch(name)
+    _require(match is not None and int(match[2]) < BUCKETS, f"it names a foreign file {name!r}")
     _require(type(entry) is dict and entry.keys() == {"rows", "bytes", "crc32"}, f"the entry of {name} is not one")
     _require(all(_is_count(number) for number in entry.values()), f"the entry of {name} is not made of counts")
-    file = BucketFile(**entry)
-    _require(file.rows > 0 and file.bytes == HEADER_BYTES + file.rows * itemsize, f"rows and bytes of {name} disagree")
+    file = RowFile(**entry)
+    size = HEADER_BYTES + file.rows * dtype_of(name, width).itemsize
+    _require(file.rows > 0 and file.bytes == size, f"rows and bytes of {name} disagree")
     return file
+
+
+def _decode_parent(value: Any) -> Parent | None:
+    if value is None:
+        return None
+    _require(type(value) is dict and value.keys() == {"name", "id"}, "parent is not a name and an id")
+    _require(is_folder_name(value["name"]) and _is_id(value["id"]), "parent has no valid name and id")
+    return Parent(**value)
+
+
+def _decode_rocksdb(value: Any) -> RocksDBFiles | None:
+    if value is None:
+        return None
+    _require(type(value) is dict and value.keys() == {"shards", "files"}, "rocksdb is not shards and files")
+    shards, files = value["shards"], value["files"]
+    _require(_is_count(shards) and 0 < shards <= _MAX_SHARDS, f"rocksdb has no valid shards: {shards!r}")
+    _require(type(files) is dict and all(type(name) is str for name in files), "rocksdb has no map of files")
+    for name, entry in files.items():
+        match = _ROCKSDB_FILE.fullmatch(name)
+        _require(match is not None and int(match[1]) < shards, f"it names a foreign file {name!r}")
+        _require(type(entry) is dict and entry.keys() == {"bytes", "crc32c"}, f"the entry of {name} is not one")
+        _require(all(_is_count(number) for number in entry.values()), f"the entry of {name} is not made of counts")
+    return RocksDBFiles(shards, dict(sorted(files.items())))
 
 
 def check_description(value: Any) -> None:
@@ -142,25 +226,43 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_COUNT
 
 
+def _is_id(value: Any) -> bool:
+    return type(value) is str and _ID.fullmatch(value) is not None
+
+
 def _require(condition: bool, problem: str) -> None:
     if not condition:
         raise ValueError(problem)
 
 
 def bucket_file(bucket: int) -> str:
-    """The name of a bucket's file."""
+    """The name of the file of a bucket's rows."""
     return f"bucket-{bucket:02d}.npy"
+
+
+def deleted_file(bucket: int) -> str:
+    """The name of the file of the keys of a bucket's deleted rows."""
+    return f"deleted-{bucket:02d}.npy"
+
+
+def is_deleted(name: str) -> bool:
+    """Whether a file that a manifest names holds keys of deleted rows, not rows."""
+    return name.startswith("deleted")
 
 
 def bucket_of(name: str) -> int:
     """The bucket of a file that a manifest names."""
-    return int(name[7:9])
+    return int(name[-6:-4])
 
 
-def npy_header(width: int, rows: int) -> bytes:
-    """The header of a bucket file, HEADER_BYTES long whatever the count, the same for every NumPy version."""
-    fields = np.dtype(row_dtype(width)).descr
-    text = f"{{'descr': {fields!r}, 'fortran_order': False, 'shape': ({rows},), }}"
+def dtype_of(name: str, width: int) -> np.dtype[np.void]:
+    """What the array of a file that a manifest names is made of."""
+    return KEY if is_deleted(name) else row_dtype(width)
+
+
+def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
+    """The header of a row file, HEADER_BYTES long whatever the count, the same for every NumPy version."""
+    text = f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({rows},), }}"
     magic = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
     return magic + text.encode().ljust(HEADER_BYTES - len(magic) - 1) + b"\n"
 

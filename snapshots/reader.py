@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.errors import SnapshotError
-from ..engine.store.contract import row_dtype
+from ..engine.store.contract import Chunks
 from ..engine.store.durable import open_regular, read_record
-from .format import HEADER_BYTES, MANIFEST, BucketFile, Manifest, bucket_of, npy_header
+from .aligned import changed
+from .format import HEADER_BYTES, MANIFEST, Kind, Manifest, RowFile, bucket_of, dtype_of, is_deleted, npy_header
 
 _CHUNK_BYTES = 1 << 25
 
@@ -44,34 +45,100 @@ class Snapshot:
         return self.folder.name
 
     @property
+    def kind(self) -> Kind:
+        return self.manifest.kind
+
+    @property
     def description(self) -> dict[str, Any]:
         """The table that the rows belong to, as the engine described it."""
         return self.manifest.description
 
-    def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read everything: sizes, headers, checksums. Raises SnapshotError naming the file.
+    @property
+    def parent(self) -> Snapshot | None:
+        """The snapshot that an incremental one goes over. Raises SnapshotError where it is not there."""
+        wanted = self.manifest.parent
+        if wanted is None:
+            return None
+        remedy = f"put {wanted.name!r} back beside {self.name!r}, by that name, or use another snapshot"
+        try:
+            parent = Snapshot.open(self.folder.parent / wanted.name)
+        except SnapshotError as error:
+            raise SnapshotError(f"snapshot {self.name!r} goes over another: {error}; {remedy}") from error
+        if parent.manifest.id != wanted.id:
+            raise SnapshotError(
+                f"snapshot {self.name!r} goes over a {wanted.name!r} that another snapshot has taken the place of; "
+                f"{remedy}"
+            )
+        if parent.manifest.width != self.manifest.width or parent.manifest.sequence >= self.manifest.sequence:
+            raise SnapshotError(f"snapshot {self.name!r} does not fit {wanted.name!r}, which it goes over; {remedy}")
+        return parent
 
-        `progress` is told how many rows each chunk added.
+    @property
+    def chain(self) -> list[Snapshot]:
+        """What its rows are read from: the one that stands by itself first, this one last. Raises SnapshotError."""
+        chain = [self]
+        while (parent := chain[-1].parent) is not None:  # it ends: sequences descend
+            chain.append(parent)
+        return chain[::-1]
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> None:
+        """Read all that its rows are read from: sizes, headers, checksums. Raises SnapshotError naming the file.
+
+        `progress` is told how many rows each chunk added, `own_rows` of each snapshot in the chain in all.
         """
-        for _, rows in self.chunks():
+        for snapshot in self.chain:
+            snapshot.verify_own(progress)
+
+    def verify_own(self, progress: Callable[[int], None] | None = None) -> None:
+        """`verify` of its own files alone, without those of its parents."""
+        if self.manifest.rocksdb is not None:
+            from .checkpoint import verify_checkpoint  # only where RocksDB wrote it
+
+            verify_checkpoint(self.folder, self.manifest, progress)
+            return
+        for _, rows in self._files(self.manifest.files):
             if progress is not None:
                 progress(len(rows))
 
-    def chunks(self, max_rows: int = 65536) -> Iterator[tuple[int, NDArray[np.void]]]:
-        """Every row as (bucket, rows [n] of `row_dtype(width)`), ordered as by `Tier.scan`.
+    def chunks(self, max_rows: int = 65536) -> Chunks:
+        """Every row of the table as (bucket, rows [n] of `row_dtype(width)`), ordered as by `Tier.scan`.
 
-        n is at most `max_rows` and a chunk at most about 32 MiB. Every file's presence, size and header is checked
-        before the first chunk, its checksum after its last chunk: a consumer that must not be left with damaged rows
-        calls `verify` first, or keeps what it builds aside until the end. Raises SnapshotError naming the file.
+        n is at most `max_rows`, and a chunk at most about 32 MiB; where the snapshot goes over others, of each of them.
+        Every file's presence, size and header is checked before the first chunk, its checksum after its last chunk: a
+        consumer that must not be left with damaged rows calls `verify` first, or keeps what it builds aside until the
+        end. Raises SnapshotError naming the file.
         """
-        for name, entry in self.manifest.files.items():
+        first, *later = self.chain
+        chunks = first._base_chunks(max_rows)
+        for snapshot in later:
+            chunks = changed(chunks, *snapshot.changes(max_rows))
+        return chunks
+
+    def changes(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
+        """What an incremental snapshot holds itself: rows as `chunks`, and in the same order keys [n] of deleted rows.
+
+        Both are read to the end before their checksums are known.
+        """
+        rows = {name: file for name, file in self.manifest.files.items() if not is_deleted(name)}
+        keys = {name: file for name, file in self.manifest.files.items() if is_deleted(name)}
+        return self._files(rows, max_rows), self._files(keys, max_rows)
+
+    def _base_chunks(self, max_rows: int) -> Chunks:
+        if self.manifest.rocksdb is not None:
+            from .checkpoint import checkpoint_chunks
+
+            return checkpoint_chunks(self.folder, self.manifest)
+        return self._files(self.manifest.files, max_rows)
+
+    def _files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
+        for name, entry in files.items():
             with self._open(name, entry):
                 pass
-        for name, entry in self.manifest.files.items():
+        for name, entry in files.items():
             with self._open(name, entry) as file:
                 yield from ((bucket_of(name), rows) for rows in self._rows(file, name, entry, max_rows))
 
-    def _open(self, name: str, entry: BucketFile) -> BinaryIO:
+    def _open(self, name: str, entry: RowFile) -> BinaryIO:
         """The file, its header read and checked."""
         try:
             file = open_regular(self.folder / name)
@@ -80,16 +147,16 @@ class Snapshot:
         size = os.fstat(file.fileno()).st_size
         if size != entry.bytes:
             problem = f"it has {size} bytes instead of {entry.bytes}"
-        elif file.read(HEADER_BYTES) != npy_header(self.manifest.width, entry.rows):
+        elif file.read(HEADER_BYTES) != npy_header(dtype_of(name, self.manifest.width), entry.rows):
             problem = "its header is not that of these rows"
         else:
             return file
         file.close()
         raise self._damaged(name, problem)
 
-    def _rows(self, file: BinaryIO, name: str, entry: BucketFile, max_rows: int) -> Iterator[NDArray[np.void]]:
+    def _rows(self, file: BinaryIO, name: str, entry: RowFile, max_rows: int) -> Iterator[NDArray[np.void]]:
         # read, not mapped: a failing disk raises here, where a mapping would kill the process
-        dtype = row_dtype(self.manifest.width)
+        dtype = dtype_of(name, self.manifest.width)
         limit = max(1, min(max_rows, _CHUNK_BYTES // dtype.itemsize))
         checksum = 0
         for begin in range(0, entry.rows, limit):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,31 +16,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.errors import SnapshotError
-from ..engine.store.contract import BUCKETS, row_dtype
+from ..engine.store.contract import BUCKETS
 from ..engine.store.durable import fsync_dir, make_folder, remove_folder
 from .format import (
     HEADER_BYTES,
     MANIFEST,
     TEMPORARY,
-    BucketFile,
+    Kind,
     Manifest,
+    Parent,
+    RocksDBFiles,
+    RowFile,
     bucket_file,
     check_description,
     check_name,
+    deleted_file,
+    dtype_of,
     npy_header,
 )
-from .reader import list_snapshots
+from .reader import Snapshot, list_snapshots
 
 Rows = NDArray[np.void]
+Progress = Callable[[int], None]
 
 
 def write_snapshot(
     folder: Path,
     description: dict[str, Any],
     chunks: Iterable[tuple[int, Rows]],
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Manifest:
-    """Write the snapshot `folder`, its last part the name; parents are created. One writer at a time in a parent.
+    """Write the full snapshot `folder`, its last part the name; parents are created. One writer at a time in a parent.
 
     `chunks` are (bucket, rows [n] of `row_dtype(width)`): buckets ascending, within one (table, key) strictly
     ascending, as `Tier.scan` yields them; each is written before the next is asked for. `progress` is told how many
@@ -46,6 +54,47 @@ def write_snapshot(
 
     Raises SnapshotError if the name cannot be used or is taken, the description or a chunk is not valid, or the device
     fails; what `chunks` raises passes through.
+    """
+    with new_snapshot(folder, description) as place:
+        files = _write_files(place, bucket_file, description["width"], chunks, progress)
+        rows = sum(file.rows for file in files.values())
+        return finish(place, folder, "full", description, rows, files=files)
+
+
+def write_incremental(
+    folder: Path,
+    parent: Snapshot,
+    description: dict[str, Any],
+    rows: int,
+    changes: Iterable[tuple[int, Rows, Rows]],
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write what changed since `parent`, which lies beside it, as `write_snapshot`. `rows`: of the whole table.
+
+    `changes` are (bucket, rows [n] as they are now, keys [m] of `KEY` of deleted rows), each of both as `chunks` of
+    `write_snapshot`, together distinct.
+    """
+    folder = Path(folder)
+    if description["width"] != parent.manifest.width:
+        raise SnapshotError(
+            f"snapshot {folder.name!r} cannot go over {parent.name!r}, whose rows have another width: its optimizer "
+            'has another state. Save it with kind="full"'
+        )
+    with new_snapshot(folder, description) as place:
+        deleted: dict[int, list[Rows]] = {}
+        chunks = _without_deleted(changes, deleted)
+        files = _write_files(place, bucket_file, description["width"], chunks, progress)
+        keys = ((bucket, part) for bucket in sorted(deleted) for part in deleted[bucket])
+        files |= _write_files(place, deleted_file, description["width"], keys, progress)
+        over = Parent(parent.name, parent.manifest.id)
+        return finish(place, folder, "incremental", description, rows, files=files, parent=over)
+
+
+@contextmanager
+def new_snapshot(folder: Path, description: dict[str, Any]) -> Iterator[Path]:
+    """A temporary folder for what `finish` makes the snapshot `folder`; where that is not reached, nothing is left.
+
+    Raises SnapshotError, also for an OSError in the block.
     """
     folder = Path(folder)
     check_name(folder.name)
@@ -61,39 +110,77 @@ def write_snapshot(
         for leftover in folder.parent.glob(f"{TEMPORARY}*/"):
             remove_folder(leftover)
         temporary.mkdir()
-        files = _write_buckets(temporary, description["width"], chunks, progress)
-        rows = sum(file.rows for file in files.values())
-        sequence = 1 + max((s.manifest.sequence for s in list_snapshots(folder.parent).snapshots), default=0)
-        manifest = Manifest(description, rows, files, time.time_ns(), sequence)
-        _write_manifest(temporary / MANIFEST, manifest)
-        fsync_dir(temporary)
-        temporary.rename(folder)
-        fsync_dir(folder.parent)
+        yield temporary
     except OSError as error:
         raise SnapshotError(f"snapshot {folder.name!r} was not written to {str(folder.parent)!r}: {error}") from error
     finally:
         remove_folder(temporary)  # gone already where the rename was reached
+
+
+def finish(
+    place: Path,
+    folder: Path,
+    kind: Kind,
+    description: dict[str, Any],
+    rows: int,
+    *,
+    files: dict[str, RowFile] | None = None,
+    rocksdb: RocksDBFiles | None = None,
+    parent: Parent | None = None,
+) -> Manifest:
+    """Write the manifest of what is in `place`, durable as it is, and rename it to `folder`. OSError, SnapshotError."""
+    folder, files = Path(folder), files or {}
+    deleted = sum(file.rows for name, file in files.items() if name.startswith("deleted"))
+    sequence = 1 + max((s.manifest.sequence for s in list_snapshots(folder.parent).snapshots), default=0)
+    identity = secrets.token_hex(16)
+    manifest = Manifest(kind, identity, parent, description, rows, deleted, files, rocksdb, time.time_ns(), sequence)
+    try:
+        data = manifest.encode()
+    except ValueError as error:
+        raise SnapshotError(f"the description cannot be stored: {error}") from error
+    with (place / MANIFEST).open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_dir(place)
+    place.rename(folder)
+    fsync_dir(folder.parent)
     return manifest
 
 
-def _write_buckets(
-    folder: Path, width: int, chunks: Iterable[tuple[int, Rows]], progress: Callable[[int], None] | None
-) -> dict[str, BucketFile]:
-    files: dict[str, BucketFile] = {}
+def _without_deleted(
+    changes: Iterable[tuple[int, Rows, Rows]], deleted: dict[int, list[Rows]]
+) -> Iterator[tuple[int, Rows]]:
+    for bucket, rows, keys in changes:
+        if len(keys):
+            deleted.setdefault(bucket, []).append(keys)
+        if len(rows):
+            yield bucket, rows
+
+
+def _write_files(
+    folder: Path,
+    name_of: Callable[[int], str],
+    width: int,
+    chunks: Iterable[tuple[int, Rows]],
+    progress: Progress | None,
+) -> dict[str, RowFile]:
+    files: dict[str, RowFile] = {}
     previous = -1
     for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
         if not previous < bucket < BUCKETS:
             raise SnapshotError(f"bucket {bucket} came after {previous}: buckets must ascend and be below {BUCKETS}")
-        previous = bucket
-        file = _write_bucket(folder / bucket_file(bucket), width, _checked(bucket, width, group), progress)
+        previous, name = bucket, name_of(bucket)
+        dtype = dtype_of(name, width)
+        file = _write_file(folder / name, dtype, _checked(bucket, dtype, group), progress)
         if file is not None:
-            files[bucket_file(bucket)] = file
+            files[name] = file
     return files
 
 
-def _write_bucket(
-    path: Path, width: int, chunks: Iterator[Rows], progress: Callable[[int], None] | None
-) -> BucketFile | None:
+def _write_file(
+    path: Path, dtype: np.dtype[np.void], chunks: Iterator[Rows], progress: Progress | None
+) -> RowFile | None:
     rows = next(chunks, None)
     if rows is None:
         return None
@@ -109,19 +196,18 @@ def _write_bucket(
                 progress(len(rows))
             rows = next(chunks, None)
         file.seek(0)
-        file.write(npy_header(width, count))
+        file.write(npy_header(dtype, count))
         file.flush()
         os.fsync(file.fileno())
-    return BucketFile(count, HEADER_BYTES + count * row_dtype(width).itemsize, checksum)
+    return RowFile(count, HEADER_BYTES + count * dtype.itemsize, checksum)
 
 
-def _checked(bucket: int, width: int, group: Iterable[tuple[int, Rows]]) -> Iterator[Rows]:
+def _checked(bucket: int, dtype: np.dtype[np.void], group: Iterable[tuple[int, Rows]]) -> Iterator[Rows]:
     """The non-empty chunks of a bucket, contiguous, their order checked."""
-    dtype = row_dtype(width)
     last: tuple[int, int] | None = None
     for _, rows in group:
         if rows.dtype != dtype or rows.ndim != 1:
-            raise SnapshotError(f"bucket {bucket} came as {rows.dtype} {rows.shape}, not as rows of width {width}")
+            raise SnapshotError(f"bucket {bucket} came as {rows.dtype} {rows.shape}, not as {dtype}")
         if len(rows) == 0:
             continue
         tables, keys = rows["table"], rows["key"]
@@ -131,14 +217,3 @@ def _checked(bucket: int, width: int, group: Iterable[tuple[int, Rows]]) -> Iter
             raise SnapshotError(f"the rows of bucket {bucket} are not in strictly ascending order of (table, key)")
         last = (int(tables[-1]), int(keys[-1]))
         yield np.ascontiguousarray(rows)
-
-
-def _write_manifest(path: Path, manifest: Manifest) -> None:
-    try:
-        data = manifest.encode()
-    except ValueError as error:
-        raise SnapshotError(f"the description cannot be stored: {error}") from error
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -47,7 +47,7 @@ def test_numpy_alone_reads_a_bucket(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [1, 128, 1 << 20])
 @pytest.mark.parametrize("rows", [1, (1 << 62) - 1])
 def test_header_length_does_not_depend_on_the_count(width: int, rows: int) -> None:
-    header = npy_header(width, rows)
+    header = npy_header(row_dtype(width), rows)
     assert len(header) == 256
     assert header.endswith(b"\n")
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stored import description, flip_bit, save
 
 from tierbed.engine.errors import SnapshotError
+from tierbed.engine.store.contract import row_dtype
 from tierbed.engine.store.durable import seal, unseal
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.format import npy_header
@@ -78,10 +79,15 @@ def test_pipe_in_the_place_of_a_file_does_not_block(sound: Path, tmp_path: Path)
 def _manifest(**changes: Any) -> dict[str, Any]:
     entry = {"rows": 1, "bytes": 256 + 44, "crc32": 0}
     return {
-        "format": 1,
+        "format": 2,
+        "kind": "full",
+        "id": "0" * 32,
+        "parent": None,
         "description": description(),
         "rows": 1,
+        "deleted": 0,
         "files": {"bucket-00.npy": entry},
+        "rocksdb": None,
         "created": 1,
         "sequence": 1,
     } | changes
@@ -89,6 +95,15 @@ def _manifest(**changes: Any) -> dict[str, Any]:
 
 def _files(name: Any = "bucket-00.npy", **changes: Any) -> dict[str, Any]:
     return {"files": {name: {"rows": 1, "bytes": 256 + 44, "crc32": 0} | changes}}
+
+
+PARENT = {"name": "s", "id": "0" * 32}
+ROCKSDB = {"shards": 1, "files": {"shard-0/CURRENT": {"bytes": 16, "crc32c": 0}}}
+
+
+def _rocksdb(name: str, **changes: Any) -> dict[str, Any]:
+    file = ROCKSDB["files"]["shard-0/CURRENT"] | changes
+    return {"kind": "checkpoint", "files": {}, "rocksdb": {"shards": 1, "files": {name: file}}}
 
 
 HOSTILE = {
@@ -114,7 +129,27 @@ HOSTILE = {
     "state of another rule": {"description": description(states=["momentum_buffer"])},
     "state as wide as another rule's": {"description": description(columns=[5], state_widths=[1])},
     "foreign": {"extra": 1},
-    "format": {"format": 2},
+    "format": {"format": 1},
+    "kind": {"kind": "half"},
+    "short id": {"id": "0" * 31},
+    "id of bytes": {"id": b"0" * 32},
+    "full with a parent": {"parent": PARENT},
+    "incremental without a parent": {"kind": "incremental"},
+    "parent elsewhere": {"kind": "incremental", "parent": PARENT | {"name": "../s"}},
+    "parent without id": {"kind": "incremental", "parent": {"name": "s"}},
+    "full that deletes": {"deleted": 1} | _files("deleted-00.npy", bytes=256 + 12),
+    "deleted sum": {"kind": "incremental", "parent": PARENT, "deleted": 1},
+    "rows in a file of keys": {"kind": "incremental", "parent": PARENT, "deleted": 1} | _files("deleted-00.npy"),
+    "full of RocksDB": {"rocksdb": ROCKSDB},
+    "checkpoint of nothing": {"kind": "checkpoint", "files": {}},
+    "checkpoint of rows": {"kind": "checkpoint", "rocksdb": ROCKSDB},
+    "RocksDB elsewhere": _rocksdb("../shard-0/CURRENT"),
+    "RocksDB absolute": _rocksdb("/shard-0/CURRENT"),
+    "RocksDB's log": _rocksdb("shard-0/LOG"),
+    "shard 1 of 1": _rocksdb("shard-1/CURRENT"),
+    "no shards": {"kind": "checkpoint", "files": {}, "rocksdb": {"shards": 0, "files": {}}},
+    "too many shards": {"kind": "checkpoint", "files": {}, "rocksdb": {"shards": 1 << 40, "files": {}}},
+    "negative bytes": _rocksdb("shard-0/CURRENT", bytes=-1),
     "no format": {"format": None},
 }
 
@@ -134,7 +169,7 @@ def test_rows_that_are_claimed_and_not_there_are_not_allocated(tmp_path: Path) -
     entry = {"rows": rows, "bytes": 256 + 44 * rows, "crc32": 0}
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / MANIFEST).write_bytes(seal(_manifest(rows=rows, files={"bucket-00.npy": entry})))
-    (tmp_path / "s" / "bucket-00.npy").write_bytes(npy_header(6, rows))
+    (tmp_path / "s" / "bucket-00.npy").write_bytes(npy_header(row_dtype(6), rows))
     with pytest.raises(SnapshotError, match=r"bucket-00.npy.*256 bytes instead of"):
         Snapshot.open(tmp_path / "s").verify()
 
@@ -171,7 +206,7 @@ def test_a_snapshot_of_format_0_is_refused_for_its_format_and_not_as_damaged(tmp
     older = {field: value for field, value in description().items() if field not in ("hyper", "state_widths")}
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / MANIFEST).write_bytes(seal(_manifest(format=0, description=older)))
-    with pytest.raises(SnapshotError, match="its format is 0, and this tierbed reads 1: use the version that wrote it"):
+    with pytest.raises(SnapshotError, match="its format is 0, and this tierbed reads 2: use the version that wrote it"):
         Snapshot.open(tmp_path / "s")
 
 
@@ -189,8 +224,16 @@ def test_a_description_with_the_numbers_or_states_of_another_rule_is_named(
         save(tmp_path / "s", **changes)
 
 
+def test_manifests_of_the_other_kinds_are_read(tmp_path: Path) -> None:
+    good = [{"kind": "incremental", "parent": PARENT}, _rocksdb("shard-0/000012.sst")]
+    for number, changes in enumerate(good):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / MANIFEST).write_bytes(seal(_manifest(**changes)))
+        assert Snapshot.open(tmp_path / str(number)).kind == changes["kind"]
+
+
 def test_unknown_format_names_both_numbers(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / MANIFEST).write_bytes(seal({"format": 7, "of": "the future"}))
-    with pytest.raises(SnapshotError, match="format is 7, and this tierbed reads 1"):
+    with pytest.raises(SnapshotError, match="format is 7, and this tierbed reads 2"):
         Snapshot.open(tmp_path / "s")
