@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 NATIVE := $(wildcard engine/ops/native/* engine/ops/kernels/* engine/optim/*.py)
 
-.PHONY: demo test test-slow sanitize lint types install clean
+.PHONY: demo test test-slow crash sanitize lint types install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -17,6 +17,10 @@ test: lint types
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+
+# rounds of the crash harness; SEED=7 N=1 repeats one
+crash: install
+	PYTHONPATH=tests $(BIN)/python -P -m crash -n $(or $(N),200) --seed $(or $(SEED),1)
 
 # the native tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
 sanitize: install

@@ -3,7 +3,7 @@
 from importlib.metadata import version as _version
 
 from .eager import EagerOptimizer
-from .embedding import MultiTableEmbedding, MultiTableMultiColumnEmbedding
+from .embedding import MultiTableMultiColumnEmbedding
 from .errors import (
     CapacityError,
     ClosedError,
@@ -24,6 +24,7 @@ from .initializers import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
+from .multi_table import MultiTableEmbedding
 from .observe import MetricsCollector, prometheus_text, write_tensorboard
 from .optimizers import RowOptimizer, row_optimizer
 from .options import (

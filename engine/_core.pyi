@@ -280,6 +280,47 @@ class Ledger:
     rows: int
     bytes: int
 
+class ChangedRows:
+    """The names of rows that were written or erased, with `room` for about so many until it grows."""
+
+    def __init__(self, room: int = 0) -> None: ...
+    def note(self, batch: Batch) -> None:
+        """The rows of a batch that is written, but for those with `own_lines`."""
+    def note_rows(self, tables: U32, keys: U64) -> None: ...
+    def merge(self, other: ChangedRows) -> None:
+        """Note all that the other has."""
+    def rows(self, bucket: int) -> tuple[U32, U64]:
+        """Tables [n] and keys [n] of those of a bucket, ordered by (table, key)."""
+    size: int
+    bytes: int
+
+class TableImage:
+    """The rows of a full table as they are when this is made, read bucket by bucket while they change.
+
+    Nothing runs beside anything else, but for `sort` beside what `keep` and `keep_rows` do.
+    """
+
+    def __init__(self, table: FullTable, layout: Layout) -> None:
+        """The table has every row: no cache over it has a newer one."""
+    def keep(self, batch: Batch) -> None:
+        """To be called before the lines of a pinned batch are written: what they hold is kept aside."""
+    def keep_rows(self, tables: U32, keys: U64, top: Tier) -> None:
+        """The same before rows, distinct, are erased; `top`, the table or a cache over it, has them as they are."""
+    def list(self, bucket: int) -> None:
+        """Begin to read a bucket; they are read in ascending order."""
+    def sort(self) -> None:
+        """Between `list` and the first `next`."""
+    def next(self, rows: U8) -> int:
+        """Pack as many rows as there is room for, by (table, key), as `row_dtype`. How many: 0 at the bucket's end."""
+    kept_bytes: int
+
+def join_rows(before: U8, after: U8, row_bytes: int) -> tuple[U8, U8]:
+    """Compare packed rows of one bucket, each side in strictly ascending order, until either side has no more.
+
+    Of those of `before` that were compared: 1 where `after` lacks the row. Of those of `after`: 0 where it is the same,
+    1 where its bytes differ, 2 where `before` lacks it.
+    """
+
 rocksdb_version: str
 
 def parse_rocksdb_options(text: str) -> list[tuple[str, str]]:
@@ -297,6 +338,14 @@ def rocksdb_table_field_names() -> list[str]:
 def rocksdb_has_async_io() -> bool:
     """Whether the library reads by io_uring here."""
 
+class Crc32c:
+    """The checksum that RocksDB keeps of each file of rows, of bytes that come in pieces."""
+
+    def __init__(self) -> None: ...
+    def update(self, bytes: U8) -> None: ...
+    def finish(self) -> int:
+        """The checksum. Nothing is called after."""
+
 class RocksTier(Tier):
     """Rows in RocksDB, one database a shard of buckets.
 
@@ -310,6 +359,7 @@ class RocksTier(Tier):
         width: int,
         *,
         create: bool,
+        read_only: bool,
         shards: int,
         block_bytes: int,
         cache_bytes: int,
@@ -323,6 +373,13 @@ class RocksTier(Tier):
         """Close the databases; scans must be closed before, and nothing is called after."""
     def compact(self) -> None:
         """Merge the files of each shard."""
+    def hold_files(self) -> list[tuple[str, int, int | None, bytes | None]]:
+        """Flush, and tell the files that hold all rows written so far, which stay until `release_files`.
+
+        Of each (shard-N/<file>, how many of its bytes, its crc32c where RocksDB knows it, what it is to hold where the
+        file there may be replaced). One caller at a time.
+        """
+    def release_files(self) -> None: ...
     def where(self, table: int, key: int) -> dict[str, int] | None:
         """`updates` and `last_step` of a row; None where it is not here."""
     def metrics(self) -> dict[str, float]: ...

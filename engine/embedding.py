@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from threading import Lock
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
+from ..snapshots.selection import LoadReport, Selection, Where
+from .background import BackgroundSave
 from .errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from .handle import TableHandle
 from .initializers import make_normal_initializer, make_table_options
@@ -187,16 +189,47 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         for tables, keys, rows in self.chunks():
             yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
 
-    def save_snapshot(self, snapshot_name: str) -> None:
-        """Save all rows with optimizer state in the store folder, durably when it returns. Raises SnapshotError."""
-        self.opened().save_snapshot(snapshot_name)
+    def save_snapshot(self, snapshot_name: str, kind: str = "full", background: bool = False) -> BackgroundSave | None:
+        """Save all rows with optimizer state in the store folder, durably when it returns.
 
-    def load_snapshot(self, snapshot_name: str) -> None:
-        """Replace all rows by a snapshot's, checked first.
-
-        Raises SnapshotError, and the rows stay, where it is missing, damaged or of another table.
+        kind: "full"; "incremental", what changed since the snapshot that was saved or loaded last; or "checkpoint" of
+        a cached_ssd store, by links to RocksDB's files (docs/snapshots.md). background: return at once what a thread
+        saves, the rows as they are now, while training goes on; its `wait()` returns when the snapshot is durable, and
+        raises what went wrong. Raises SnapshotError, StoreError, OptionError.
         """
-        self.opened().load_snapshot(snapshot_name)
+        if background:
+            return self.opened().save_in_background(snapshot_name, kind)
+        self.opened().save_snapshot(snapshot_name, kind)
+        return None
+
+    def load_snapshot(
+        self,
+        snapshot_name: str,
+        tables: Collection[int] | None = None,
+        where: Where | None = None,
+        strict: bool = True,
+        weights_only: bool = False,
+    ) -> LoadReport:
+        """Replace all rows by a snapshot's, or by a selection of them, checked first. Returns what was loaded.
+
+        tables: those table ids alone. where: a function of (table_ids [n], keys [n]), arrays, that gives bool [n], the
+        rows to take. weights_only: without the state of the optimizer, which may be another and begins anew.
+        strict: whether all must fit; else tables that the embedding has not, and another optimizer's state, are left
+        out, as the report's `remarks` say.
+
+        Raises SnapshotError, and the rows stay, where it is missing, damaged or of another table; OptimizerError where
+        its state is another optimizer's; InputError for a selection that cannot be.
+        """
+        selection = Selection(tables, where, not weights_only)
+        return self.opened().load_snapshot(snapshot_name, selection, strict)
+
+    def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> list[str]:
+        """Remove snapshots from the store folder, and return the names of those removed. OptionError, SnapshotError.
+
+        keep_last: so many of the latest stay. keep_every: so does, for each so many steps, the first that reached them.
+        `last_snapshot` stays, and all that one of these goes over.
+        """
+        return self.opened().prune_snapshots(keep_last, keep_every)
 
     @property
     def last_snapshot(self) -> str | None:
@@ -354,37 +387,3 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             elif self._held.device != device:
                 self._held.move(device)
             return self._held
-
-
-class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
-    """Hashed tables of rows of one width; `embedding_dim` is an int. The rest is `MultiTableMultiColumnEmbedding`'s."""
-
-    def __init__(
-        self,
-        name: str,
-        embedding_dim: int,
-        dtype: torch.dtype,
-        key_type: torch.dtype,
-        tables: Sequence[Mapping[str, Any]] | None,
-        store_options: Mapping[str, Any],
-        default_initializer: Mapping[str, Any] | None = None,
-        padding_idx: int | None = None,
-        seed: int = 0,
-        output_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        if not isinstance(embedding_dim, int):
-            raise OptionError(
-                f"embedding_dim={embedding_dim!r}: give a whole number, or use MultiTableMultiColumnEmbedding"
-            )
-        super().__init__(
-            name,
-            embedding_dim,
-            dtype,
-            key_type,
-            tables,
-            store_options,
-            default_initializer,
-            padding_idx,
-            seed,
-            output_dtype,
-        )

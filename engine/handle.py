@@ -7,12 +7,20 @@ import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from time import sleep
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..snapshots.format import Manifest
+from ..snapshots.selection import LoadReport, Selection
+from ..snapshots.serving import StoreServer, start_server
+from .background import BackgroundSave
 from .errors import ClosedError, OptimizerError, StoreError, TierbedError
 from .home import TableHome
+from .home_snapshots import HomeSnapshots
+from .interrupts import uninterrupted
 from .optimizers import RowOptimizer
 from .options import StoreOptions
 from .spec import TableSpec
@@ -36,6 +44,7 @@ class TableHandle:
         self.device = device
         self._process = os.getpid()
         self._table: OpenTable | None = None
+        self._server: StoreServer | None = None
         folder = None
         if options.persistent_path is not None:
             folder = os.path.realpath(os.path.join(options.persistent_path, spec.name))
@@ -43,6 +52,7 @@ class TableHandle:
             if older is not None:
                 older.close()
         self._home = TableHome(spec, options, device)
+        self._snapshots = HomeSnapshots(self._home)
         try:
             self._table = self._home.open(optimizer)
         except BaseException:
@@ -50,6 +60,7 @@ class TableHandle:
             raise
         if folder is not None:
             _by_folder[folder] = self
+        self._serve()
 
     @property
     def table(self) -> OpenTable:
@@ -103,29 +114,62 @@ class TableHandle:
         if self._table is not None:
             self._table.release()
 
-    def save_snapshot(self, name: str) -> None:
-        self._home.save_snapshot(self.table, name)
+    def save_snapshot(self, name: str, kind: str = "full", progress: Callable[[int], None] | None = None) -> Manifest:
+        return self._snapshots.save(self.table, name, kind, progress)
 
-    def load_snapshot(self, name: str) -> None:
+    def save_in_background(self, name: str, kind: str) -> BackgroundSave:
+        return self._snapshots.save_in_background(self.table, name, kind)
+
+    def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         before = self.table
-        self._replace(before, lambda: self._home.load_snapshot(before, name))
+        reports: list[LoadReport] = []
+
+        def load() -> OpenTable:
+            table, report = self._snapshots.load(before, name, selection, strict)
+            reports.append(report)
+            return table
+
+        self._replace(before, load)
+        return reports[0]
+
+    def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
+        return self._snapshots.prune(self.table, keep_last, keep_every)
 
     def save_rows(self, place: Path) -> None:
-        self._home.save_rows(self.table, place)
+        self._snapshots.save_rows(self.table, place)
 
     def check_rows(self, place: Path) -> None:
-        self._home.check_rows(self.table, place)
+        self._snapshots.check_rows(self.table, place)
 
     def discard_rows(self, name: str) -> None:
-        self._home.discard_rows(name)
+        self._snapshots.discard_rows(name)
 
     def load_rows(self, place: Path) -> None:
         before = self.table
-        self._replace(before, lambda: self._home.load_rows(before, place))
+        self._replace(before, lambda: self._snapshots.load_rows(before, place))
 
     @property
     def base(self) -> str | None:
-        return self._home.base
+        return self._snapshots.base
+
+    def save_between_steps(
+        self, name: str, kind: str, progress: Callable[[int], None], give_up: Callable[[], bool]
+    ) -> Manifest | None:
+        """As `Served`."""
+        while True:
+            table = self.table
+            with table.boundary.visit(table, give_up) as entered:
+                if not entered:
+                    return None
+                if table.stack is not None:
+                    progress(0)
+                    return self._snapshots.save(table, name, kind, progress)
+            sleep(0.05)  # another takes its place
+
+    def status(self) -> dict[str, Any]:
+        """As `Served`."""
+        table = self.table
+        return {"name": self._name, "step": table.step, "rows": table.rows}
 
     def close(self) -> None:
         """Bring the rows down and let the folder go. Where that fails, everything stays open, to be closed again,
@@ -134,17 +178,19 @@ class TableHandle:
         May be called again; does nothing in a forked process. Raises, after that, what an earlier call did wrong.
         """
         if self._table is not None and self._process == os.getpid():
+            self._stop_serving()
             with _disable_current_modes():  # garbage may be collected during a trace, which would record this
-                late = self._table.late_error(wait=True)  # concerns no row: they are kept first
+                unsaved = self._table.finish_saving()
+                late = self._table.late_error(wait=True) or unsaved  # concerns no row: they are kept first
                 try:
                     self._home.close(self._table)
                 except TierbedError:
                     if self._table.stack is None:  # closed without its rows, which have no folder any more
-                        self._table = None
-                        self._home.release()
+                        self._let_go()
+                    else:
+                        self._serve()
                     raise
-            self._home.release()
-            self._table = None
+            self._let_go()
             if late is not None:
                 raise late
 
@@ -156,14 +202,32 @@ class TableHandle:
             if self._table is None:  # closed: the error is one of an earlier call
                 log.error("embedding %r: %s", self._name, error)
                 return
+            self._stop_serving()
             kept = self._home.after_failed_close(self._table)
             log.error("embedding %r could not be closed: %s; %s", self._name, error, kept)
 
     def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
+        before.finish_saving()  # what went wrong with it was logged
         try:
             self._table = build()
         except BaseException:
             if before.stack is None:  # failed while the new one took its place
-                self._table = None
-                self._home.release()
+                self._stop_serving()
+                self._let_go()
             raise
+
+    def _serve(self) -> None:
+        """Answer other processes that ask for snapshots, while the folder is held."""
+        if self._home.folder is not None:
+            with uninterrupted():
+                self._server = start_server(self._home.folder.path, self)
+
+    def _stop_serving(self) -> None:
+        if self._server is not None:
+            with uninterrupted():
+                self._server.close()
+                self._server = None
+
+    def _let_go(self) -> None:
+        self._table = None
+        self._home.release()

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from ..snapshots.format import check_description, check_name
-from ..snapshots.linked import check_linked, link_snapshot, linked, remove_snapshot
-from ..snapshots.live import live_rows, write_based_snapshot
-from ..snapshots.reader import Snapshot, latest_snapshot
+from ..snapshots.format import check_description
+from ..snapshots.live import live_rows
+from ..snapshots.reader import Snapshot
+from ..snapshots.saving import base_of
+from ..snapshots.selection import ALL, LoadReport, Selection
 from ..snapshots.writer import write_snapshot
 from .errors import SnapshotError, StoreError, TierbedError
 from .interrupts import uninterrupted
@@ -27,7 +28,7 @@ from .ops.processor import processor_of
 from .optimizers import RowOptimizer
 from .options import CachedSsdOptions, StoreOptions
 from .row_state import RowState
-from .scanned import load_rows
+from .scanned import load_rows, settled
 from .spec import TableSpec
 from .store.contract import Chunks
 from .store.durable import remove_folder
@@ -102,7 +103,7 @@ class TableHome:
         if self.folder is None or not self._scratch:
             return "no stored row is lost by it"
         try:
-            snapshot = _base_of(self.folder)
+            snapshot = base_of(self.folder)
         except TierbedError as error:
             return f"the last snapshot, which the next run needs, cannot be read: {error}"
         if snapshot is None:
@@ -138,56 +139,6 @@ class TableHome:
         except BaseException:
             self._processor = before
             raise
-
-    def save_snapshot(self, table: OpenTable, name: str) -> None:
-        """Raises SnapshotError, StoreError."""
-        folder = self._folder_of(name)
-        with table.lock:  # rows of one step
-            table.check()
-            write_based_snapshot(folder, name, table.describe(), table.scan())
-
-    def load_snapshot(self, table: OpenTable, name: str) -> OpenTable:
-        """The table with the rows of a snapshot. Until they are verified, `table` and its rows stay as they were."""
-        folder = self._folder_of(name)
-        snapshot = Snapshot.open(folder.snapshots / name)
-        check_stored(self.spec, snapshot.description, table.optimizer, SnapshotError, f"snapshot {name!r}")
-        return self._load(table.optimizer, snapshot, table)
-
-    @property
-    def base(self) -> str | None:
-        """The snapshot that was saved or loaded last, if any."""
-        return (self.folder.base or None) if self.folder is not None else None
-
-    def save_rows(self, table: OpenTable, place: Path) -> None:
-        """The rows as the snapshot `place`, and in a store folder by its name too. Raises SnapshotError, StoreError."""
-        if self.folder is not None:
-            self.save_snapshot(table, place.name)
-            link_snapshot(Snapshot.open(self.folder.snapshots / place.name), place)
-            return
-        with table.lock:
-            table.check()
-            write_snapshot(place, table.describe(), table.scan())
-
-    def load_rows(self, table: OpenTable, place: Path) -> OpenTable:
-        """The table with the rows of the snapshot `place`, checked before; a store folder gets it as one of its own."""
-        snapshot = Snapshot.open(place)
-        if self.folder is None:
-            return self._load(table.optimizer, snapshot, table)
-        with linked(snapshot, self._folder_of(place.name).snapshots / place.name) as own:
-            return self._load(table.optimizer, own, table)
-
-    def check_rows(self, table: OpenTable, place: Path) -> None:
-        """Read all that `load_rows` needs. SnapshotError where it is damaged or does not fit, OptimizerError."""
-        snapshot = Snapshot.open(place)
-        check_stored(self.spec, snapshot.description, table.optimizer, SnapshotError, f"snapshot {place.name!r}")
-        snapshot.verify()
-        if self.folder is not None:
-            check_linked(snapshot, self._folder_of(place.name).snapshots / place.name)
-
-    def discard_rows(self, name: str) -> None:
-        """Take back what `save_rows` put into the store folder: live rows go back to the snapshot before it."""
-        if self.folder is not None:
-            remove_snapshot(self.folder.snapshots / name)
 
     def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
         new = not folder.begun
@@ -233,7 +184,7 @@ class TableHome:
                 f"store folder {str(folder.path)!r} was not closed by its last run, so its live rows cannot be used; "
                 'open="resume" restores the last snapshot or starts empty'
             )
-        snapshot, reached = _base_of(folder), folder.noted_step
+        snapshot, reached = base_of(folder), folder.noted_step
         if snapshot is None:
             found = "started empty: it has no snapshot of its own"
             table = self._start_empty(optimizer, folder)
@@ -241,7 +192,7 @@ class TableHome:
             found = f"restored its last snapshot {snapshot.name!r}, of step {snapshot.description['step']}"
             check_stored(self.spec, snapshot.description, optimizer, StoreError, f"store folder {str(folder.path)!r}")
             folder.discard_live()  # makes room: no run uses these rows again
-            table = self._load(optimizer, snapshot, None)
+            table, _ = self.load(optimizer, snapshot, None)
         log.warning(
             "embedding %r: store folder %s was not closed by its last run; %s; %s",
             self.spec.name,
@@ -251,16 +202,28 @@ class TableHome:
         )
         return table
 
-    def _load(self, optimizer: RowOptimizer | None, snapshot: Snapshot, running: OpenTable | None) -> OpenTable:
-        """The table with a snapshot's rows; closes `running` when they are verified."""
-        stored = {**snapshot.description, "rows": snapshot.manifest.rows}
+    def load(
+        self, optimizer: RowOptimizer | None, snapshot: Snapshot, running: OpenTable | None, selection: Selection = ALL
+    ) -> tuple[OpenTable, LoadReport]:
+        """The table with a snapshot's rows, or a selection of them; closes `running` when they are verified.
+
+        Rows go back to the snapshot after a kill, but not to a selection, which is kept by the next save or close.
+        """
+        report = LoadReport()
+        described = {**snapshot.description, "rows": snapshot.manifest.rows}
+        stored = selection.description(described)
+        chunks = snapshot.chunks()
+        if not selection.state:
+            chunks = settled(described, chunks)
+        selected = selection.chunks(chunks, described, report)
         with contextlib.nullcontext() if running is None else running.lock:
-            table = self._restore(optimizer, stored, contextlib.nullcontext(snapshot.chunks()), running)
+            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, report=report)
             if self.folder is not None:
-                self.folder.set_base(snapshot.name)
+                if selection.is_whole:
+                    self.folder.set_base(snapshot.name)
                 if self._scratch:
                     self.folder.note_step(table.step)
-        return table
+        return table, report
 
     def _restore(
         self,
@@ -269,10 +232,11 @@ class TableHome:
         source: contextlib.AbstractContextManager[Chunks],
         running: OpenTable | None = None,
         same_rows: bool = False,
+        report: LoadReport | None = None,
     ) -> OpenTable:
         """A table with the rows of `source`, built aside; closes `running` when all are read.
 
-        With `same_rows` they are the live rows, only kept in another way.
+        With `same_rows` they are the live rows, only kept in another way. `report` has counted them at the end.
         """
         folder = self.folder
         place = folder.incoming if folder is not None and self._on_disk else None
@@ -282,8 +246,10 @@ class TableHome:
         try:
             with source as chunks:
                 count = self._fill(table, stored, chunks)
-            if count != stored["rows"]:
-                raise StoreError(f"{count} rows were found where {stored['rows']} should be")
+            read = count if report is None else report.rows + report.left_out
+            if read != stored["rows"]:
+                raise StoreError(f"{read} rows were found where {stored['rows']} should be")
+            table.stored_rows = count
             if self._on_disk:
                 table.flush()
         except BaseException:
@@ -356,24 +322,6 @@ class TableHome:
         bottom = table.stack.bottom
         live = {"live": "rocksdb", "shards": bottom.shards} if isinstance(bottom, RocksDB) else {"live": "rows"}
         return {**table.describe(), **live, "rows": table.rows}
-
-    def _folder_of(self, name: str) -> StoreFolder:
-        if self.folder is None:
-            raise SnapshotError(
-                f"embedding {self.spec.name!r} has no persistent_path, so no place for snapshots; give one in its "
-                "store options"
-            )
-        check_name(name)
-        self.folder.check()
-        return self.folder
-
-
-def _base_of(folder: StoreFolder) -> Snapshot | None:
-    """The snapshot that live rows without a mark go back to. Raises SnapshotError."""
-    base = folder.base
-    if base:
-        return Snapshot.open(folder.snapshots / base)
-    return None if base == "" else latest_snapshot(folder.snapshots)
 
 
 def _lacks_space(error: TierbedError) -> bool:

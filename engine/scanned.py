@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from . import _core
 from .errors import StoreError
+from .initializers import make_constant_initializer, make_table_options
+from .optim.rule import catches_up
+from .row_state import RowState
+from .spec import TableSpec
 from .store.contract import Chunks, row_dtype
 from .store.stack import Stack
 
@@ -26,3 +35,18 @@ def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:
     assert rows.dtype.fields is not None
     start = rows.ctypes.data + rows.dtype.fields["values"][1]
     return np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.dtype.itemsize) + np.uint64(start)
+
+
+def settled(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
+    """Rows that a description is of, as a lookup sees them: with the steps that some rules leave due."""
+    rule, hyper = stored["optimizer"], stored["hyper"]
+    if not (hyper and catches_up(rule)):
+        yield from chunks
+        return
+    constant = make_table_options(make_constant_initializer(0.0))  # of no matter: every row is there
+    spec = TableSpec(stored["name"], tuple(stored["columns"]), torch.int64, (constant,), None, 0)
+    layout = spec.layout(RowState.described(stored))
+    for bucket, rows in chunks:
+        rows = rows.copy()
+        _core.catch_up(layout, line_addresses(rows), rule, hyper, stored["step"] + 1)
+        yield bucket, rows

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
-from .errors import OptimizerError
+from ..snapshots.selection import Selection
+from .errors import InputError, OptimizerError, SnapshotError
 from .optimizers import RowOptimizer
 from .spec import KEY_TYPES, TableSpec
 
@@ -44,3 +46,37 @@ def check_stored(
             f"{what} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, not of "
             f"{optimizer.rule}; train with that optimizer, or take another name or persistent_path"
         )
+
+
+def fitting(
+    spec: TableSpec,
+    stored: dict[str, Any],
+    optimizer: RowOptimizer | None,
+    selection: Selection,
+    strict: bool,
+    what: str,
+) -> tuple[Selection, list[str]]:
+    """What of a snapshot fits the table, and remarks on what does not and is left out where it is not `strict`.
+
+    Raises InputError for a selection of tables that are not there, SnapshotError and OptimizerError where it cannot be
+    loaded so.
+    """
+    remarks: list[str] = []
+    there = len(stored["tables"])
+    for table in selection.tables or ():
+        if isinstance(table, bool) or not isinstance(table, int) or not 0 <= table < there:
+            raise InputError(f"tables={selection.tables!r}: {what} has tables 0 to {there - 1}; {table!r} is none")
+    if there > spec.num_tables and not strict:
+        remarks.append(f"{what} has {there} tables, and the embedding {spec.num_tables}: the others are left out")
+        wanted = range(there) if selection.tables is None else selection.tables
+        selection = dataclasses.replace(selection, tables=[table for table in wanted if table < spec.num_tables])
+    if selection.tables is not None:  # those above are not asked for
+        stored = {**stored, "tables": stored["tables"][: max(selection.tables, default=-1) + 1]}
+    try:
+        check_stored(spec, selection.description(stored), optimizer, SnapshotError, what)
+    except OptimizerError as error:
+        if strict:
+            raise OptimizerError(f"{error}; or load it with weights_only=True") from error
+        remarks.append(f"the optimizer's state is begun anew: {error}")
+        selection = dataclasses.replace(selection, state=False)
+    return selection, remarks

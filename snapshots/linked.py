@@ -12,6 +12,7 @@ from ..engine.errors import SnapshotError
 from ..engine.store.durable import fsync_dir, fsync_file, make_folder, remove_folder
 from .format import MANIFEST, TEMPORARY
 from .reader import Snapshot
+from .retention import remove_snapshot
 
 
 def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
@@ -61,15 +62,6 @@ def check_linked(snapshot: Snapshot, folder: Path) -> None:
         )
     if not os.path.samefile(folder / MANIFEST, snapshot.folder / MANIFEST):
         held.verify()
-
-
-def remove_snapshot(folder: Path) -> None:
-    """Remove a snapshot, if it is there, so that a kill leaves it whole or not at all. Raises OSError."""
-    temporary = folder.parent / f"{TEMPORARY}{folder.name}"
-    if folder.is_dir():
-        folder.rename(temporary)
-        fsync_dir(folder.parent)
-        remove_folder(temporary)
 
 
 def _link(file: Path, to: Path) -> None:

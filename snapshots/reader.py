@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -16,8 +18,11 @@ from ..engine.store.contract import Chunks
 from ..engine.store.durable import open_regular, read_record
 from .aligned import changed
 from .format import HEADER_BYTES, MANIFEST, Kind, Manifest, RowFile, bucket_of, dtype_of, is_deleted, npy_header
+from .threads import ahead
 
 _CHUNK_BYTES = 1 << 25
+
+Part = tuple[str, NDArray[np.void]]  # file, rows
 
 
 class Snapshot:
@@ -37,7 +42,7 @@ class Snapshot:
         try:
             return cls(folder, Manifest.decode(read_record(folder / MANIFEST)))
         except (OSError, ValueError) as error:
-            raise SnapshotError(f"{str(folder / MANIFEST)!r} cannot be read: {error}. {_remedy(folder)}") from error
+            raise SnapshotError(f"{str(folder / MANIFEST)!r} cannot be read: {error}. {remedy_of(folder)}") from error
 
     @property
     def name(self) -> str:
@@ -96,7 +101,7 @@ class Snapshot:
 
             verify_checkpoint(self.folder, self.manifest, progress)
             return
-        for _, rows in self._files(self.manifest.files):
+        for _, rows in self.read_files(self.manifest.files):
             if progress is not None:
                 progress(len(rows))
 
@@ -104,7 +109,7 @@ class Snapshot:
         """Every row of the table as (bucket, rows [n] of `row_dtype(width)`), ordered as by `Tier.scan`.
 
         n is at most `max_rows`, and a chunk at most about 32 MiB; where the snapshot goes over others, of each of them.
-        Every file's presence, size and header is checked before the first chunk, its checksum after its last chunk: a
+        Every file's presence, size and header is checked before the first chunk, its checksum before its last chunk: a
         consumer that must not be left with damaged rows calls `verify` first, or keeps what it builds aside until the
         end. Raises SnapshotError naming the file.
         """
@@ -121,22 +126,50 @@ class Snapshot:
         """
         rows = {name: file for name, file in self.manifest.files.items() if not is_deleted(name)}
         keys = {name: file for name, file in self.manifest.files.items() if is_deleted(name)}
-        return self._files(rows, max_rows), self._files(keys, max_rows)
+        return self.read_files(rows, max_rows), self.read_files(keys, max_rows)
 
     def _base_chunks(self, max_rows: int) -> Chunks:
         if self.manifest.rocksdb is not None:
             from .checkpoint import checkpoint_chunks
 
-            return checkpoint_chunks(self.folder, self.manifest)
-        return self._files(self.manifest.files, max_rows)
+            return checkpoint_chunks(self.folder, self.manifest, max_rows)
+        return self.read_files(self.manifest.files, max_rows)
 
-    def _files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
+    def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
+        """What some of the manifest's files hold, as `chunks`. Raises SnapshotError naming the file."""
         for name, entry in files.items():
             with self._open(name, entry):
                 pass
+        with ahead(self._read(files, max_rows)) as parts, ahead(self._sums(parts)) as chunks:
+            yield from chunks
+
+    def _sums(self, parts: Iterator[Part]) -> Generator[tuple[int, NDArray[np.void]], None, None]:
+        """The rows of files as (bucket, rows), each file's checksum looked at before its last chunk goes on."""
+        for name, group in groupby(parts, key=itemgetter(0)):
+            entry, count, checksum = self.manifest.files[name], 0, 0
+            for _, rows in group:
+                checksum = zlib.crc32(rows.view(np.uint8).data, checksum)
+                count += len(rows)
+                if count == entry.rows and checksum != entry.crc32:
+                    raise self._damaged(name, "its checksum does not match")
+                yield bucket_of(name), rows
+
+    def _read(self, files: dict[str, RowFile], max_rows: int) -> Generator[Part, None, None]:
+        # read, not mapped: a failing disk raises here, where a mapping would kill the process
         for name, entry in files.items():
+            dtype = dtype_of(name, self.manifest.width)
+            limit = max(1, min(max_rows, _CHUNK_BYTES // dtype.itemsize))
             with self._open(name, entry) as file:
-                yield from ((bucket_of(name), rows) for rows in self._rows(file, name, entry, max_rows))
+                for begin in range(0, entry.rows, limit):
+                    rows = np.empty(min(limit, entry.rows - begin), dtype)
+                    data = rows.view(np.uint8).data
+                    try:
+                        got = file.readinto(data)  # type: ignore[attr-defined]
+                    except OSError as error:
+                        raise self._damaged(name, str(error)) from error
+                    if got != data.nbytes:
+                        raise self._damaged(name, "it was truncated while being read")
+                    yield name, rows
 
     def _open(self, name: str, entry: RowFile) -> BinaryIO:
         """The file, its header read and checked."""
@@ -154,27 +187,8 @@ class Snapshot:
         file.close()
         raise self._damaged(name, problem)
 
-    def _rows(self, file: BinaryIO, name: str, entry: RowFile, max_rows: int) -> Iterator[NDArray[np.void]]:
-        # read, not mapped: a failing disk raises here, where a mapping would kill the process
-        dtype = dtype_of(name, self.manifest.width)
-        limit = max(1, min(max_rows, _CHUNK_BYTES // dtype.itemsize))
-        checksum = 0
-        for begin in range(0, entry.rows, limit):
-            rows = np.empty(min(limit, entry.rows - begin), dtype)
-            data = rows.view(np.uint8).data
-            try:
-                got = file.readinto(data)  # type: ignore[attr-defined]
-            except OSError as error:
-                raise self._damaged(name, str(error)) from error
-            if got != data.nbytes:
-                raise self._damaged(name, "it was truncated while being read")
-            checksum = zlib.crc32(data, checksum)
-            yield rows
-        if checksum != entry.crc32:
-            raise self._damaged(name, "its checksum does not match")
-
     def _damaged(self, name: str, problem: str) -> SnapshotError:
-        return SnapshotError(f"{str(self.folder / name)!r} is damaged: {problem}. {_remedy(self.folder)}")
+        return SnapshotError(f"{str(self.folder / name)!r} is damaged: {problem}. {remedy_of(self.folder)}")
 
 
 class Listing(NamedTuple):
@@ -220,5 +234,6 @@ def _names(folder: Path) -> list[str]:
         raise SnapshotError(f"the snapshots in {str(folder)!r} cannot be listed: {error}") from error
 
 
-def _remedy(folder: Path) -> str:
+def remedy_of(folder: Path) -> str:
+    """What to do about a damaged snapshot."""
     return f"Restore the folder {str(folder)!r} from a copy, or delete it and use another snapshot"

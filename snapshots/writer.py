@@ -7,7 +7,8 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from .format import (
     npy_header,
 )
 from .reader import Snapshot, list_snapshots
+from .threads import Behind
 
 Rows = NDArray[np.void]
 Progress = Callable[[int], None]
@@ -49,8 +51,8 @@ def write_snapshot(
     """Write the full snapshot `folder`, its last part the name; parents are created. One writer at a time in a parent.
 
     `chunks` are (bucket, rows [n] of `row_dtype(width)`): buckets ascending, within one (table, key) strictly
-    ascending, as `Tier.scan` yields them; each is written before the next is asked for. `progress` is told how many
-    rows each chunk added. When this returns, the snapshot is durable; when it raises, nothing of it is left.
+    ascending, as `Tier.scan` yields them; a few are held while they are written. `progress` is told how many rows each
+    chunk added. When this returns, the snapshot is durable; when it raises, nothing of it is left.
 
     Raises SnapshotError if the name cannot be used or is taken, the description or a chunk is not valid, or the device
     fails; what `chunks` raises passes through.
@@ -97,9 +99,7 @@ def new_snapshot(folder: Path, description: dict[str, Any]) -> Iterator[Path]:
     Raises SnapshotError, also for an OSError in the block.
     """
     folder = Path(folder)
-    check_name(folder.name)
-    if os.path.lexists(folder):
-        raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first")
+    check_free(folder)
     temporary = folder.parent / f"{TEMPORARY}{folder.name}"
     try:
         check_description(description)
@@ -114,7 +114,15 @@ def new_snapshot(folder: Path, description: dict[str, Any]) -> Iterator[Path]:
     except OSError as error:
         raise SnapshotError(f"snapshot {folder.name!r} was not written to {str(folder.parent)!r}: {error}") from error
     finally:
-        remove_folder(temporary)  # gone already where the rename was reached
+        with suppress(NotADirectoryError):  # a parent is a file, which was told
+            remove_folder(temporary)  # gone already where the rename was reached
+
+
+def check_free(folder: Path) -> None:
+    """Raises SnapshotError where the name of a snapshot cannot be used or is taken."""
+    check_name(folder.name)
+    if os.path.lexists(folder):
+        raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first")
 
 
 def finish(
@@ -165,41 +173,60 @@ def _write_files(
     chunks: Iterable[tuple[int, Rows]],
     progress: Progress | None,
 ) -> dict[str, RowFile]:
-    files: dict[str, RowFile] = {}
+    """Each bucket's rows to its file. Chunks are made while those before are written, and files before are synced."""
+    files: dict[str, _File] = {}
     previous = -1
-    for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
-        if not previous < bucket < BUCKETS:
-            raise SnapshotError(f"bucket {bucket} came after {previous}: buckets must ascend and be below {BUCKETS}")
-        previous, name = bucket, name_of(bucket)
-        dtype = dtype_of(name, width)
-        file = _write_file(folder / name, dtype, _checked(bucket, dtype, group), progress)
-        if file is not None:
-            files[name] = file
-    return files
+    with ExitStack() as opened, Behind() as syncing, Behind() as writing:
+        for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
+            if not previous < bucket < BUCKETS:
+                raise SnapshotError(
+                    f"bucket {bucket} came after {previous}: buckets must ascend and be below {BUCKETS}"
+                )
+            previous, name = bucket, name_of(bucket)
+            file = None
+            for rows in _checked(bucket, dtype_of(name, width), group):
+                if file is None:
+                    file = files[name] = opened.enter_context(closing(_File(folder / name, rows.dtype)))
+                writing.do(partial(file.write, rows))
+                if progress is not None:
+                    progress(len(rows))
+            if file is not None:
+                writing.do(partial(file.finish, syncing))
+    return {name: file.entry for name, file in files.items()}
 
 
-def _write_file(
-    path: Path, dtype: np.dtype[np.void], chunks: Iterator[Rows], progress: Progress | None
-) -> RowFile | None:
-    rows = next(chunks, None)
-    if rows is None:
-        return None
-    count = checksum = 0
-    with path.open("xb") as file:
-        file.write(bytes(HEADER_BYTES))  # the header needs the count
-        while rows is not None:
-            data = rows.view(np.uint8).data
-            file.write(data)
-            checksum = zlib.crc32(data, checksum)
-            count += len(rows)
-            if progress is not None:
-                progress(len(rows))
-            rows = next(chunks, None)
-        file.seek(0)
-        file.write(npy_header(dtype, count))
-        file.flush()
-        os.fsync(file.fileno())
-    return RowFile(count, HEADER_BYTES + count * dtype.itemsize, checksum)
+class _File:
+    """A file of rows that is being written: `write` each part, then `finish`."""
+
+    def __init__(self, path: Path, dtype: np.dtype[np.void]) -> None:
+        self._dtype = dtype
+        self._file = path.open("xb")
+        self._file.write(bytes(HEADER_BYTES))  # the header needs the count
+        self._count = self._checksum = 0
+
+    def write(self, rows: Rows) -> None:
+        data = rows.view(np.uint8).data
+        self._file.write(data)
+        self._checksum = zlib.crc32(data, self._checksum)
+        self._count += len(rows)
+
+    def finish(self, syncing: Behind) -> None:
+        """Write the header, and let `syncing` make the file durable."""
+        self._file.seek(0)
+        self._file.write(npy_header(self._dtype, self._count))
+        self._file.flush()
+        syncing.do(self._sync)
+
+    def _sync(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def entry(self) -> RowFile:
+        return RowFile(self._count, HEADER_BYTES + self._count * self._dtype.itemsize, self._checksum)
 
 
 def _checked(bucket: int, dtype: np.dtype[np.void], group: Iterable[tuple[int, Rows]]) -> Iterator[Rows]:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["embeddings", "graphs", "pytest", "torch.optim.adagrad"])
+CONTEXT = multiprocessing.get_context("forkserver")
+# installed packages alone: it does not look where the tests are; the first optimizer imports torch._dynamo
+CONTEXT.set_forkserver_preload(["hypothesis", "pytest", "tierbed.graph", "torch._dynamo", "torch.optim.adagrad"])
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 1 << 14, 1 << 18
@@ -23,8 +24,8 @@ MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 1 << 14, 1 << 18
 
 def in_process(task: Callable[..., Any], *arguments: Any, timeout: float = 60) -> Any:
     """What `task(*arguments)` returns in a new process. One that fails or hangs fails here."""
-    ours, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=_run, args=(theirs, task, arguments))
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_run, args=(theirs, task, arguments))
     process.start()
     theirs.close()
     try:

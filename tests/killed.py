@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -124,43 +125,61 @@ def run(path: str, store: str, count: int, saves: list[int], end: str, ahead: in
     sys.exit(0)
 
 
-def serve() -> None:
-    """Fork a child for each plan on standard input, kill it where `after` asks for that, and print its events."""
+def serve(run: Callable[..., None] = run) -> None:
+    """Fork a child to `run` each plan on standard input, send it a signal `after` some events, and print its events."""
     embedding_at(None, "device")  # the first optimizer imports half of torch
     for line in sys.stdin:
-        plan = json.loads(line)
-        after = plan.pop("after")
+        order = json.loads(line)
         ours, theirs = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(ours)
             sys.stdin.close()
-            run(**plan, events=theirs)
+            run(**order["plan"], events=theirs)
         os.close(theirs)
         with os.fdopen(ours) as events:
             happened = []
-            if after is not None:
-                happened = [events.readline() for _ in range(after[0])]
-                for wait in after[1:]:
+            if order["after"] is not None:
+                count, *waits = order["after"]
+                happened = [events.readline() for _ in range(count)]
+                for wait in waits:
                     time.sleep(wait)
-                    os.kill(child, SENT[plan["end"]])
+                    os.kill(child, order["signal"])
             happened = "".join([*happened, events.read()]).splitlines()
         _, status = os.waitpid(child, 0)
         print(json.dumps({"events": happened, "signal": status & 0x7F, "code": status >> 8}), flush=True)
 
 
-class Trainer:
-    """The warm process."""
+class Warm:
+    """A process that has imported torch and tierbed, and forks a child for each plan."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: str, **environment: str) -> None:
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", "import killed; killed.serve()"],
-            env=os.environ | {"PYTHONPATH": path},
+            [sys.executable, "-W", "ignore", "-c", script],
+            env=os.environ | {"PYTHONPATH": path} | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    def order(self, plan: dict[str, Any], after: Any = None, number: int = signal.SIGKILL) -> dict[str, Any]:
+        """`events`, `signal` and `code` of a child. `after`: events and waits in s until it is sent a signal."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps({"plan": plan, "after": after, "signal": number}), file=self._process.stdin, flush=True)
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+class Trainer(Warm):
+    """The warm process of `run`."""
+
+    def __init__(self) -> None:
+        super().__init__("import killed; killed.serve()")
 
     def train(
         self,
@@ -178,13 +197,7 @@ class Trainer:
         each of some waits in seconds, is sent a signal: "any" saves every fourth step until it is killed, "close"
         closes and opens every third, "interrupt" is sent SIGINT, "thread" exits by SIGTERM while a thread trains.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        plan = {"path": str(path), "store": store, "count": count, "saves": list(saves)}
-        print(json.dumps({**plan, "end": end, "after": after, "ahead": ahead}), file=self._process.stdin, flush=True)
-        answer = json.loads(self._process.stdout.readline())
+        plan = {"path": str(path), "store": store, "count": count, "saves": list(saves), "end": end, "ahead": ahead}
+        answer = self.order(plan, after, SENT.get(end, signal.SIGKILL))
         assert (answer["signal"], answer["code"]) in ENDS.get(end, [(0, 0)]), answer
         return answer["events"]
-
-    def close(self) -> None:
-        self._process.communicate()

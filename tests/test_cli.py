@@ -5,44 +5,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
-from stored import chunked, description, joined, make_buckets, run_python, save
+from shell import Cli
+from stored import chunked, description, joined, make_buckets, make_rows, run_python, save
 
+from tierbed.cli import main
 from tierbed.engine.store.folder import StoreFolder
-from tierbed.snapshots import Snapshot, write_snapshot
-from tierbed.snapshots.cli import main
+from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
+from tierbed.snapshots.summary import NORM_EDGES, summarise
 
 COUNTS = {0: 20, 5: 1, 63: 9}
-
-
-class Cli:
-    """Runs `tierbed snapshot COMMAND STORE ...` in this process."""
-
-    def __init__(self, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.store = store
-        self._capsys = capsys
-
-    def run(self, command: str, *arguments: str) -> tuple[int, str, str]:
-        """The exit code, stdout and stderr."""
-        with pytest.raises(SystemExit) as exit:
-            main(["snapshot", command, str(self.store), *arguments])
-        out, err = self._capsys.readouterr()
-        return int(exit.value.code or 0), out, err
-
-    def json(self, command: str, *arguments: str) -> Any:
-        """The document of a run that finds no problem."""
-        code, out, err = self.run(command, *arguments, "--json")
-        assert (code, err) == (0, "")
-        return json.loads(out)
-
-    def fails(self, command: str, *arguments: str) -> str:
-        """The message of a run that finds a problem and prints no result."""
-        code, out, err = self.run(command, *arguments)
-        assert (code, out) == (1, "")
-        assert "Traceback" not in err
-        return err
+MARKED = {"live": "rows", "rows": 30}
 
 
 @pytest.fixture
@@ -51,7 +26,7 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
     path = tmp_path / "users"
     with StoreFolder(path) as store:
         write_snapshot(store.live, description(), chunked(make_buckets(6, COUNTS)))
-        store.set_mark(description() | {"live": "rows"})
+        store.set_mark(description() | MARKED)
     return Cli(path, capsys)
 
 
@@ -62,7 +37,7 @@ def test_saved_rows_are_the_live_rows(cli: Cli) -> None:
     assert joined(snapshot.chunks()) == joined(Snapshot.open(cli.store / "live").chunks())
     assert snapshot.description == description()
     with StoreFolder(cli.store) as store:
-        assert store.read_mark() == description() | {"live": "rows"}
+        assert store.read_mark() == description() | MARKED
 
 
 def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli: Cli) -> None:
@@ -105,8 +80,11 @@ def test_damaged_or_foreign_snapshot_leaves_the_live_rows(cli: Cli) -> None:
 
 def test_store_in_use_is_refused(cli: Cli) -> None:
     with StoreFolder(cli.store):
-        for command in ("save", "load"):
-            assert "in use by process" in cli.fails(command, "a")
+        for command, *more in (["save"], ["load"], ["merge", "b"], ["store get"]):
+            assert f"in use by process {os.getpid()}" in cli.fails(command, "1", *more, code=3)
+        assert "in use by process" in cli.fails("prune", "--keep-last", "1", code=3)
+        assert "in use by process" in cli.fails("store compact", code=3)
+        assert "in use" in cli.json("load", "a", code=3)["error"]
 
 
 def test_name_that_exists_or_leads_elsewhere_is_refused(cli: Cli) -> None:
@@ -134,8 +112,8 @@ def test_list_shows_sound_and_damaged_snapshots(cli: Cli) -> None:
     code, out, _ = cli.run("list")
     lines = [line.split() for line in out.splitlines()]
     assert code == 0
-    assert lines[0] == ["name", "rows", "bytes", "step", "created"]
-    assert [line[:4] for line in lines[1:]] == [[e["name"], "30", str(e["bytes"]), str(e["step"])] for e in entries]
+    assert lines[0] == ["name", "kind", "over", "rows", "size", "step", "age"]
+    assert [line[:3] for line in lines[1:]] == [["[red]b", "full", "30"], ["a", "full", "30"]]
     (cli.store / "snapshots" / "a" / "manifest.msgpack").unlink()
     code, out, err = cli.run("list")
     assert code == 1
@@ -154,7 +132,9 @@ def test_inspect_counts_rows_and_updates(cli: Cli) -> None:
     assert summary["description"] == description()
     code, out, _ = cli.run("inspect", "a")
     assert code == 0
-    assert {line.split()[0] for line in out.splitlines()} >= {"rows_by_table", "updates", "optimizer", "step"}
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert (lines["name"], lines["embedding"], lines["optimizer"], lines["step"]) == ("a", "users", "adagrad", "12")
+    assert lines["updates"] == f"min: {updates[0]}, median: {summary['updates']['median']}, max: {updates[-1]}"
 
 
 def test_inspect_of_an_empty_snapshot(cli: Cli) -> None:
@@ -187,7 +167,59 @@ def test_verify_names_every_damaged_snapshot(cli: Cli) -> None:
     assert cli.run("verify", "c")[0] == 0
 
 
-def test_wrong_usage_exits_with_2_and_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_of_some_names_tells_what_they_go_over(cli: Cli) -> None:
+    snapshots = cli.store / "snapshots"
+    save(snapshots / "base")
+    save(snapshots / "other")
+    parent = Snapshot.open(snapshots / "base")
+    write_incremental(snapshots / "next", parent, description(), 30, iter([]))
+    assert cli.json("verify", "next", "other", "next") == {"sound": ["next", "other"], "damaged": {}}
+    os.truncate(snapshots / "base" / "bucket-05.npy", 10)
+    code, out, err = cli.run("verify", "next", "other")
+    assert (code, out) == (1, "sound: other\n")
+    assert "damaged: base: " in err
+    assert "damaged: next: it goes over 'base', which is damaged" in err
+    (snapshots / "base").rename(snapshots / "elsewhere")
+    code, _, err = cli.run("verify", "next")
+    assert code == 1
+    assert "goes over another: there is no snapshot 'base'" in err
+    assert "no snapshot 'missing'" in cli.fails("verify", "missing")
+
+
+def test_inspect_shows_rows_and_draws_them(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cli.json("save", "a")
+    first = cli.json("inspect", "a", "--rows", "3")["first_rows"]
+    rows = make_buckets(6, COUNTS)[0][:3]
+    assert [(row["table"], row["key"] % 2**64) for row in first] == [(row["table"], row["key"]) for row in rows]
+    assert first[0].keys() == {"table", "key", "embedding", "states", "updates", "step"}
+    assert (len(first[0]["embedding"]), len(first[0]["states"]["sum"])) == (3, 3)
+    save(cli.store / "snapshots" / "none", {})
+    for name in ("a", "none"):
+        cli.says("inspect", name, "--plot", str(tmp_path / f"{name}.png"))
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "names no picture" in cli.fails("inspect", "a", "--plot", str(tmp_path / "a.picture"))
+    assert "make it first" in cli.fails("inspect", "a", "--plot", str(tmp_path / "no" / "a.png"))
+
+
+def test_norms_are_of_the_embeddings_that_are_finite(cli: Cli) -> None:
+    rows = make_rows(6, 40, 3)
+    rows["values"] = np.random.default_rng(0).normal(size=(40, 6)) * np.geomspace(1e-12, 1e12, 40)[:, None]
+    rows["values"][4, 1], rows["values"][5, 2], rows["values"][6, 5] = np.nan, np.inf, np.nan  # the last of the state
+    write_snapshot(cli.store / "snapshots" / "a", description(), [(0, rows)])
+    norms = np.linalg.norm(np.delete(rows, [4, 5])["values"][:, :3].astype(np.float64), axis=1)
+    found = cli.json("inspect", "a")
+    assert found["not_finite"] == 2
+    assert found["norm"] == pytest.approx({"min": norms.min(), "mean": norms.mean(), "max": norms.max()})
+    summary = summarise(Snapshot.open(cli.store / "snapshots" / "a"))
+    assert summary.norms.sum() == 38
+    for norm in norms:
+        place = np.searchsorted(NORM_EDGES, norm, side="right") - 1
+        assert summary.norms[place] > 0
+        assert NORM_EDGES[place + 1] < 1.002 * NORM_EDGES[place]
+
+
+def test_wrong_usage_exits_with_2() -> None:
     for arguments in (
         ["snapshot", "save"],
         ["snapshot", "nothing"],
@@ -197,11 +229,6 @@ def test_wrong_usage_exits_with_2_and_help_has_an_example(capsys: pytest.Capture
         with pytest.raises(SystemExit) as exit:
             main(arguments)
         assert exit.value.code == 2
-    for command in ("save", "load", "list", "inspect", "verify"):
-        with pytest.raises(SystemExit) as exit:
-            main(["snapshot", command, "--help"])
-        assert exit.value.code == 0
-        assert f"Example: tierbed snapshot {command} " in capsys.readouterr().out
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +248,7 @@ def test_installed_command_reports_a_problem_without_a_traceback(tmp_path: Path)
 
 
 def test_importing_snapshots_does_not_import_the_command_line_tool() -> None:
-    script = "import sys, tierbed.snapshots; print('typer' in sys.modules, 'tierbed.snapshots.cli' in sys.modules)"
+    script = "import sys, tierbed.snapshots; print('typer' in sys.modules, 'tierbed.cli' in sys.modules)"
     assert run_python(script) == "False False\n"
 
 

@@ -11,8 +11,8 @@ from forked import in_process
 from stored import flip_bit
 from test_faults_disk import ON_DISK
 
+from tierbed.cli import main
 from tierbed.engine import StoreError, TierbedError
-from tierbed.snapshots.cli import main
 
 KEYS = torch.arange(6000)
 

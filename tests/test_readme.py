@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tierbed.snapshots.cli import app
+from tierbed.cli import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -81,7 +81,7 @@ def test_writing_and_reading_hold_a_chunk_and_not_the_table(tmp_path: Path) -> N
     def growing() -> Iterator[Chunk]:
         rows["table"], rows["key"] = 0, np.arange(200)
         for _ in range(300):
-            yield 8, rows
+            yield 8, rows.copy()
             rows["key"] += step
 
     tracemalloc.start()
@@ -263,12 +263,14 @@ def test_kill_at_any_instant_leaves_whole_snapshots_alone(tmp_path: Path) -> Non
         "import os, random, signal, sys, time; from pathlib import Path; from stored import save\n"
         "folder, number = Path(sys.argv[1]), 0\n"
         "for round in range(10):\n"
+        "    before = set(os.listdir(folder))\n"
         "    saver = os.fork()\n"
         "    while saver == 0:\n"
         "        name = f'{round}-{number}'; number += 1\n"
         "        save(folder / name, dict.fromkeys(range(0, 64, 9), 200), step=number)\n"
         "        os.write(1, f'saved {name}\\n'.encode())\n"
-        "    time.sleep(random.uniform(0.02, 0.15))\n"
+        "    while set(os.listdir(folder)) <= before: time.sleep(0.001)\n"
+        "    time.sleep(random.uniform(0, 0.15))\n"
         "    os.kill(saver, signal.SIGKILL); os.waitpid(saver, 0)\n"
         "    leftovers = sum(name.startswith('.tmp-') for name in os.listdir(folder))\n"
         "    os.write(1, f'killed {leftovers}\\n'.encode())\n"

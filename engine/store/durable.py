@@ -44,9 +44,9 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with all that is in it, if it is there."""
+    """Remove a folder with all that is in it, if it is there; of a link to a folder, the link alone."""
     with uninterrupted(), contextlib.suppress(FileNotFoundError):  # shutil loses track of its descriptors otherwise
-        shutil.rmtree(path)
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def _fsync(path: Path, flags: int) -> None:

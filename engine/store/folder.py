@@ -36,6 +36,7 @@ class StoreFolder:
     `path` is created, parents included. The folder holds:
 
     - `LOCK`: locked by the holder, with its process id inside;
+    - `SOCKET`: where other processes ask the holder for snapshots while it trains; dead where it was killed;
     - `MARK`: the mark, which describes the live rows while they are all of one step, and once a run has begun to write
       them names the snapshot to go back to;
     - `STEP`: how far the live rows came, while they carry no mark;

@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,10 +88,25 @@ def _value(name: object, value: Any) -> str:
     return str(value)
 
 
+class LiveFile(NamedTuple):
+    """A file of the databases at one moment: `name`, shard-N/<file>, in their folder.
+
+    `size`: in bytes; one that is still written to may have more. `crc32c`: of a file of rows, as RocksDB took
+    it while writing; None for other files, and where a version of tierbed wrote it that kept none. `content`: what a
+    copy must hold instead of what is in the file now.
+    """
+
+    name: str
+    size: int
+    crc32c: int | None
+    content: bytes | None
+
+
 class RocksDB:
     """Rows of `width` floats in `folder`, one database a shard.
 
     `shards`: how many the folder has, all of which must be there; None makes a new one with `new_shards`.
+    `read_only`: nothing is written to the folder, and a write of rows raises StoreError.
     `options`: as `options_text` gives them; they go over tierbed's own.
     """
 
@@ -107,19 +122,22 @@ class RocksDB:
         read_mode: str = "buffered",
         async_io: bool = True,
         options: str = "",
+        read_only: bool = False,
     ) -> None:
         require_rocksdb()
         self.shards = shards or new_shards
-        self._folder = folder
+        self.folder = folder
         self._width = width
         self._scans: list[_core.RocksTier.Scan] = []
         with self._errors():
-            make_folder(folder)
+            if not read_only:
+                make_folder(folder)
             try:
                 self._db: _core.RocksTier | None = _core.RocksTier(
                     str(folder),
                     width,
                     create=shards is None,
+                    read_only=read_only,
                     shards=self.shards,
                     block_bytes=block_bytes,
                     cache_bytes=int(cache_mb * MB),
@@ -133,7 +151,8 @@ class RocksDB:
                     raise
                 reason = str(error).rpartition("; ")[0]
                 raise OptionError(f"read_mode={read_mode!r}: {reason}; give 'buffered'") from error
-            fsync_dir(folder)  # RocksDB makes what is in a shard durable, not the shard's name
+            if not read_only:
+                fsync_dir(folder)  # RocksDB makes what is in a shard durable, not the shard's name
 
     @property
     def native(self) -> _core.RocksTier:
@@ -187,6 +206,20 @@ class RocksDB:
         with self._errors():
             self._open().compact()
 
+    @contextlib.contextmanager
+    def live_files(self) -> Iterator[list[LiveFile]]:
+        """The files that hold all rows written so far; within the block none of them is removed. StoreError.
+
+        One block at a time.
+        """
+        database = self._open()
+        with self._errors():
+            files = [LiveFile(*file) for file in database.hold_files()]
+        try:
+            yield files
+        finally:
+            database.release_files()
+
     def close(self) -> None:
         for scan in self._scans:
             scan.close()
@@ -209,7 +242,7 @@ class RocksDB:
 
     def _open(self) -> _core.RocksTier:
         if self._db is None:
-            raise StoreError(f"RocksDB in {self._folder} was closed")
+            raise StoreError(f"RocksDB in {self.folder} was closed")
         return self._db
 
     @contextlib.contextmanager
@@ -218,7 +251,7 @@ class RocksDB:
             yield
         except OSError as error:
             raise StoreError(
-                f"RocksDB in {self._folder}: {error}; check the disk and the folder's permissions"
+                f"RocksDB in {self.folder}: {error}; check the disk and the folder's permissions"
             ) from error
         except RuntimeError as error:
             if isinstance(error, StoreError):

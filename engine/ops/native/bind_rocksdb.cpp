@@ -5,6 +5,7 @@
 
 #ifdef TIERBED_ROCKSDB
 #include "packed_row.h"
+#include "rocksdb_checksum.h"
 #include "rocksdb_tier.h"
 #endif
 
@@ -39,6 +40,20 @@ nb::dict info_of(const RocksTier& tier) {
     return all;
 }
 
+nb::list held_files(RocksTier& tier) {
+    const std::vector<LiveFile> files = [&] {
+        nb::gil_scoped_release unlocked;
+        return tier.hold_files();
+    }();
+    nb::list all;
+    for (const LiveFile& file : files) {
+        nb::object content = nb::none();
+        if (file.content) content = nb::bytes(file.content->data(), file.content->size());
+        all.append(nb::make_tuple(file.name, file.bytes, file.crc32c, content));
+    }
+    return all;
+}
+
 nb::tuple next_of(RocksTier::Scan& scan, OutVector<u8> rows, std::size_t max_rows) {
     u32 bucket = 0;
     std::size_t n;
@@ -61,23 +76,36 @@ void bind_rocksdb(nb::module_& m) {
     m.def("rocksdb_has_async_io", &has_async_io);
     m.attr("rocksdb_version") = library_version();
     const nb::call_guard<nb::gil_scoped_release> unlocked;
+    nb::class_<Crc32c>(m, "Crc32c")
+        .def(nb::init<>())
+        .def(
+            "update",
+            [](Crc32c& self, InVector<u8> bytes) {
+                nb::gil_scoped_release unlocked;
+                self.update(bytes.data(), bytes.size());
+            },
+            nb::arg("bytes"))
+        .def("finish", &Crc32c::finish);
     nb::class_<RocksTier, Tier> tier(m, "RocksTier");
     tier.def(
             "__init__",
-            [](RocksTier* self, const std::string& folder, u32 width, bool create, u32 shards, std::size_t block_bytes,
-               std::size_t cache_bytes, std::size_t buffer_bytes, const std::string& read_mode, bool async_io,
-               const NamedOptions& options) {
+            [](RocksTier* self, const std::string& folder, u32 width, bool create, bool read_only, u32 shards,
+               std::size_t block_bytes, std::size_t cache_bytes, std::size_t buffer_bytes, const std::string& read_mode,
+               bool async_io, const NamedOptions& options) {
                 const RocksOptions all{
-                    create, shards, block_bytes, cache_bytes, buffer_bytes, read_mode_of(read_mode), async_io, options};
+                    create,   read_only, shards, block_bytes, cache_bytes, buffer_bytes, read_mode_of(read_mode),
+                    async_io, options};
                 nb::gil_scoped_release unlocked;
                 new (self) RocksTier(folder, width, all);
             },
-            nb::arg("folder"), nb::arg("width"), nb::kw_only(), nb::arg("create"), nb::arg("shards"),
-            nb::arg("block_bytes"), nb::arg("cache_bytes"), nb::arg("buffer_bytes"), nb::arg("read_mode"),
-            nb::arg("async_io"), nb::arg("options"))
+            nb::arg("folder"), nb::arg("width"), nb::kw_only(), nb::arg("create"), nb::arg("read_only"),
+            nb::arg("shards"), nb::arg("block_bytes"), nb::arg("cache_bytes"), nb::arg("buffer_bytes"),
+            nb::arg("read_mode"), nb::arg("async_io"), nb::arg("options"))
         .def("flush", &RocksTier::flush, unlocked)
         .def("compact", &RocksTier::compact, unlocked)
         .def("close", &RocksTier::close, unlocked)
+        .def("hold_files", &held_files)
+        .def("release_files", &RocksTier::release_files, unlocked)
         .def("where",
              [](const RocksTier& tier, u32 table, u64 key) -> nb::object {
                  const auto record = [&] {

@@ -194,22 +194,32 @@ std::optional<FullTable::Place> FullTable::where(u32 table, u64 key) const {
     return Place{row - 1, *record(line_of(bucket_of(hash), row), shape_)};
 }
 
-std::vector<u8> FullTable::scan(u32 bucket) const {
-    struct Row {
-        u32 table;
-        u64 key, line;
-    };
-    const std::lock_guard lock(mutex_);
-    std::vector<Row> held;
+std::vector<HeldRow> FullTable::list(u32 bucket) const {
+    std::vector<HeldRow> rows;
+    rows.reserve(lines_[bucket].used());
     index_.for_each(bucket, [&](const Slot& slot) {
-        const u64 line = line_of(bucket, slot.row);
-        if (record(line, shape_)->updates > 0) held.push_back({slot.table, key_of(slot.table, slot.hash), line});
+        rows.push_back({key_of(slot.table, slot.hash), line_of(bucket, slot.row), slot.table});
     });
-    std::sort(held.begin(), held.end(),
-              [](const Row& a, const Row& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
-    std::vector<u8> packed(held.size() * packed_bytes_of(shape_.width));
+    return rows;
+}
+
+std::vector<HeldRow> FullTable::held(u32 bucket) const {
+    const std::lock_guard lock(mutex_);
+    return list(bucket);
+}
+
+std::vector<u8> FullTable::scan(u32 bucket) const {
+    const std::lock_guard lock(mutex_);
+    std::vector<HeldRow> rows = list(bucket);
+    std::sort(rows.begin(), rows.end());
+    std::vector<u8> packed(rows.size() * packed_bytes_of(shape_.width));
     u8* out = packed.data();
-    for (const Row& row : held) out = pack_row(out, row.table, row.key, floats(row.line), shape_);
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+        if (i + AHEAD < rows.size()) prefetch_bytes(rows[i + AHEAD].line, shape_.line_bytes);
+        if (record(rows[i].line, shape_)->updates > 0)
+            out = pack_row(out, rows[i].table, rows[i].key, floats(rows[i].line), shape_);
+    }
+    packed.resize(static_cast<std::size_t>(out - packed.data()));
     return packed;
 }
 

@@ -43,6 +43,13 @@ struct FullTableCounts {
     Histogram fetch, write;           // a call of that tier each
 };
 
+// A row and its line, which is its own until it is erased.
+struct HeldRow {
+    u64 key, line;
+    u32 table;
+    bool operator<(const HeldRow& other) const { return table != other.table ? table < other.table : key < other.key; }
+};
+
 class FullTable : public Tier {
 public:
     explicit FullTable(const Layout& layout);
@@ -63,7 +70,9 @@ public:
     };
     std::optional<Place> where(u32 table, u64 key) const;
 
-    // Rows of a bucket with updates > 0, packed (row_dtype) in (table, key) order.
+    // The rows of a bucket, those with updates = 0 included, in no order.
+    std::vector<HeldRow> held(u32 bucket) const;
+    // Those with updates > 0, packed (row_dtype) in (table, key) order.
     std::vector<u8> scan(u32 bucket) const;
     std::size_t rows() const;
     const FullTableCounts& counts() const { return counts_; }
@@ -73,6 +82,7 @@ public:
 private:
     u64 line_of(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
     u64 insert(u32 bucket, u64 hash, u32 table);
+    std::vector<HeldRow> list(u32 bucket) const;
     // Rows of the fullest bucket, with more[bucket] new ones in each.
     std::size_t fullest(const std::array<std::size_t, BUCKETS>& more) const;
     std::size_t used() const;  // lines

@@ -287,4 +287,5 @@ NB_MODULE(_core, m) {
     bind_cache(m);
     bind_rocksdb(m);
     bind_ledger(m);
+    bind_changes(m);
 }

@@ -18,6 +18,7 @@
 #include <rocksdb/table.h>
 #include <rocksdb/version.h>
 
+#include "rocksdb_checksum.h"
 #include "rocksdb_values.h"
 
 // RocksDB reads by io_uring only in a process that says so by this name.
@@ -95,6 +96,7 @@ rocksdb::Options own_options(const RocksOptions& options) {
     database.allow_mmap_reads = options.read_mode == ReadMode::MMAP;
     database.use_direct_reads = options.read_mode == ReadMode::DIRECT;
     database.use_direct_io_for_flush_and_compaction = options.read_mode == ReadMode::DIRECT;
+    database.file_checksum_gen_factory = file_checksums();  // so that a checkpoint of the files need not read them
     database.listeners.push_back(std::make_shared<Recoverable>());
     return database;
 }
@@ -175,7 +177,7 @@ rocksdb::Options shard_options(const RocksOptions& options) {
 }
 
 void check_options(const NamedOptions& more) {
-    shard_options({false, 1, 4096, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, more});
+    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, more});
 }
 
 std::string library_version() { return rocksdb::GetRocksVersionAsString(); }

@@ -18,7 +18,8 @@ using NamedOptions = std::vector<std::pair<std::string, std::string>>;
 enum class ReadMode { BUFFERED, MMAP, DIRECT };
 
 struct RocksOptions {
-    bool create;  // an existing shard that is missing is an error
+    bool create;     // an existing shard that is missing is an error
+    bool read_only;  // nothing is written to the folder
     u32 shards;
     std::size_t block_bytes;
     std::size_t cache_bytes;   // of blocks, for direct reads: the page cache has them otherwise

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -22,6 +21,7 @@
 #include "../kernels/hash.h"
 #include "packed_row.h"
 #include "pool.h"
+#include "rocksdb_status.h"
 
 namespace tierbed {
 namespace {
@@ -43,29 +43,10 @@ struct Key {
     rocksdb::Slice slice() const { return {bytes, KEY_BYTES}; }
 };
 
-const char* remedy_of(const rocksdb::Status& status) {
-    // a write that waited for a failed compaction is incomplete, for the compaction's reason
-    const bool waited = status.IsIncomplete() && status.ToString().find(std::strerror(ENOSPC)) != std::string::npos;
-    if (status.IsNoSpace() || waited)
-        return "free space on its disk and go on: unwritten rows are kept, the next call tries again";
-    if (status.IsCorruption())
-        return "a file is damaged; load the last snapshot (rows of other files can still be read)";
-    if (status.IsInvalidArgument() || status.IsNotSupported())
-        return "open it with the rocksdb_options that it was made with, or load the last snapshot";
-    return "check the disk and the folder's permissions, then try again or load the last snapshot";
-}
-
-void check(const rocksdb::Status& status, const std::string& folder, const char* what) {
-    if (!status.ok())
-        throw std::runtime_error("RocksDB in " + folder + ": " + what + ": " + status.ToString() + "; " +
-                                 remedy_of(status));
-}
-
-void check_size(std::size_t stored, const LineShape& shape, const std::string& folder) {
-    if (stored != stored_bytes_of(shape.width))
-        throw std::runtime_error("RocksDB in " + folder + ": a stored row of " + std::to_string(stored) +
-                                 " bytes where " + std::to_string(stored_bytes_of(shape.width)) +
-                                 " are expected; load the last snapshot");
+void check_size(const char* what, std::size_t bytes, std::size_t expected, const std::string& folder) {
+    if (bytes != expected)
+        throw std::runtime_error("RocksDB in " + folder + ": a stored " + what + " of " + std::to_string(bytes) +
+                                 " bytes where " + std::to_string(expected) + " are expected; load the last snapshot");
 }
 
 u64 property_of(rocksdb::DB& db, const std::string& name) {
@@ -137,7 +118,9 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     for (u32 i = 0; i < options.shards; ++i) {
         const std::string place = folder + "/shard-" + std::to_string(i);
         rocksdb::DB* db = nullptr;
-        check(rocksdb::DB::Open(database, place, &db), place, "open");
+        check(options.read_only ? rocksdb::DB::OpenForReadOnly(database, place, &db)
+                                : rocksdb::DB::Open(database, place, &db),
+              place, "open");
         shards_.push_back(std::make_unique<Shard>());
         shards_.back()->db.reset(db);
         shards_.back()->until_flush = static_cast<i64>(cycle * i / options.shards);
@@ -198,7 +181,7 @@ std::size_t RocksTier::read_bucket(u32 bucket, const Rows& rows, std::size_t beg
             found[row] = !statuses[i].IsNotFound();
             if (found[row]) {
                 check(statuses[i], folder_, "read");
-                check_size(values[i].size(), shape_, folder_);
+                check_size("row", values[i].size(), stored_bytes_of(shape_.width), folder_);
                 std::memcpy(floats(rows.lines[row]), values[i].data(), values[i].size());
                 ++hits;
             }
@@ -218,7 +201,7 @@ std::optional<Record> RocksTier::where(u32 table, u64 key) const {
     const rocksdb::Status status = db.Get(options, db.DefaultColumnFamily(), Key(bucket, table, key).slice(), &value);
     if (status.IsNotFound()) return std::nullopt;
     check(status, folder_, "read");
-    check_size(value.size(), shape_, folder_);
+    check_size("row", value.size(), stored_bytes_of(shape_.width), folder_);
     Record record;
     std::memcpy(&record, value.data() + shape_.width * sizeof(float), sizeof record);
     return record;
@@ -354,11 +337,12 @@ std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
         rocksdb::Iterator& it = *iterators_[bucket_ % iterators_.size()];
         std::size_t rows = 0;
         for (; rows < max_rows && it.Valid() && static_cast<u8>(it.key()[0]) == bucket_; it.Next(), ++rows) {
+            check_size("key", it.key().size(), KEY_BYTES, folder_);
+            check_size("row", it.value().size(), stored_bytes_of(shape_.width), folder_);
             u32 table;
             u64 key;
             std::memcpy(&table, it.key().data() + 1, sizeof table);
             std::memcpy(&key, it.key().data() + 5, sizeof key);
-            check_size(it.value().size(), shape_, folder_);
             out = pack_row(out, __builtin_bswap32(table), __builtin_bswap64(key), it.value().data(), shape_);
         }
         check(it.status(), folder_, "scan");

@@ -13,6 +13,7 @@
 #include <sys/types.h>
 
 #include "layout.h"
+#include "rocksdb_checkpoint.h"
 #include "rocksdb_metrics.h"
 #include "rocksdb_options.h"
 #include "tier.h"
@@ -46,6 +47,10 @@ public:
     void flush();
     // Merges all files of a shard, which drops every replaced version of a row.
     void compact();
+    // Flushes, and tells the files that hold all rows written so far; RocksDB deletes none until they are released.
+    // One caller at a time.
+    std::vector<LiveFile> hold_files();
+    void release_files();
     void close();  // nothing may be read or written after it; scans must be closed before
     RocksMetrics metrics() const;
     RocksInfo info() const { return info_; }

@@ -1,0 +1,78 @@
+"""The command line tool `tierbed`. Commands import what they need when they run, so that `--help` waits for nothing."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from . import compare, doctor, exchange, keep, snapshot, store, verify, watch
+from .output import PROBLEM, complain, print_json
+
+app = typer.Typer(
+    help="Tiered embedding tables for PyTorch.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+snapshot_app = typer.Typer(help="The snapshots of a store folder.", no_args_is_help=True)
+store_app = typer.Typer(help="The rows of a store folder.", no_args_is_help=True)
+app.add_typer(snapshot_app, name="snapshot")
+app.add_typer(store_app, name="store")
+
+for name, command in (
+    ("save", snapshot.save),
+    ("load", snapshot.load),
+    ("list", snapshot.list_),
+    ("inspect", snapshot.inspect),
+    ("verify", verify.verify),
+    ("diff", compare.diff),
+    ("export", exchange.export),
+    ("import", exchange.import_),
+    ("merge", keep.merge),
+    ("prune", keep.prune),
+    ("watch", watch.watch),
+):
+    snapshot_app.command(name)(command)
+store_app.command("stat")(store.stat)
+store_app.command("compact")(store.compact)
+store_app.command("get", context_settings={"ignore_unknown_options": True})(store.get)  # a key may be negative
+app.command("doctor")(doctor.doctor)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run `tierbed`. Exits as docs/cli.md says: 0 if all is well, 1 if a problem was found, 2 for wrong usage."""
+    try:
+        app(arguments, prog_name="tierbed")
+    except Exception as error:
+        message = _message(error)
+        if message is None:
+            raise
+        complain(f"tierbed: {message}")
+        if "--json" in (sys.argv if arguments is None else arguments):
+            print_json({"error": message})
+        raise SystemExit(PROBLEM) from None
+
+
+def _message(error: Exception) -> str | None:
+    """What to say of an error that is no fault of tierbed."""
+    if isinstance(error, ImportError):
+        return f"{error}; `tierbed doctor` tells what this installation lacks"
+    from ..engine.errors import TierbedError
+
+    return str(error) if isinstance(error, TierbedError) else None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"tierbed {version('tierbed')}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
+
+
+@app.callback()
+def _root(version: Version = False) -> None:
+    pass

@@ -1,0 +1,91 @@
+"""The arguments that commands share, what shells complete of them, and how stores and snapshots are opened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .output import IN_USE, fail
+
+if TYPE_CHECKING:  # commands import the engine when they run: --help and completion do not wait for torch
+    from ..engine.store.folder import StoreFolder
+    from ..snapshots.reader import Snapshot
+
+
+def names_in(store: Path, incomplete: str) -> list[str]:
+    """The snapshots of a store that begin so, for completion."""
+    try:
+        entries = os.scandir(store / "snapshots")
+    except OSError:
+        return []
+    names = (entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(name for name in names if name.startswith(incomplete) and name.isprintable())
+
+
+def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """For an argument or the value of an option that comes after the store."""
+    store = ctx.params.get("store") or next(iter(ctx.args), ".")  # behind an option, words are not arguments yet
+    return names_in(Path(store), incomplete)
+
+
+Store = Annotated[
+    Path,
+    typer.Argument(metavar="STORE", help="A store folder: <persistent_path>/<embedding name>.", show_default=False),
+]
+Name = Annotated[str, typer.Argument(help="The name of a snapshot.", show_default=False, autocompletion=complete_names)]
+NewName = Annotated[str, typer.Argument(help="The name of the new snapshot.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Tables = Annotated[
+    list[int] | None,
+    typer.Option("--table", help="Rows of this table id alone; may be given again.", min=0, show_default=False),
+]
+
+
+@contextmanager
+def told_in_use(store: Path, as_json: bool) -> Iterator[None]:
+    """Around what takes a store folder. Ends with `IN_USE` where another process has it."""
+    from ..engine.errors import StoreError
+    from ..snapshots.status import holder
+
+    try:
+        yield
+    except StoreError as error:
+        if holder(store) is None:
+            raise
+        fail(str(error), IN_USE, as_json)
+
+
+@contextmanager
+def hold(store: Path, as_json: bool) -> Iterator[StoreFolder]:
+    """The store folder, held by this process. Ends with `IN_USE` where another one has it."""
+    from ..engine.store.folder import StoreFolder
+    from ..snapshots.status import existing_store
+
+    with told_in_use(store, as_json):
+        folder = StoreFolder(existing_store(store))
+    with folder:
+        yield folder
+
+
+def check_tables(tables: list[int] | None, snapshot: Snapshot) -> list[int] | None:
+    """Those of --table, None where it was not given. Wrong usage for one that there is not."""
+    number = len(snapshot.description["tables"])
+    for table in tables or ():
+        if table >= number:
+            raise typer.BadParameter(f"--table {table}: snapshot {snapshot.name!r} has tables 0 to {number - 1}")
+    return tables or None
+
+
+def open_snapshot(store: Path, name: str) -> Snapshot:
+    """Raises SnapshotError, StoreError."""
+    from ..snapshots.format import check_name
+    from ..snapshots.reader import Snapshot
+    from ..snapshots.status import existing_store
+
+    check_name(name)
+    return Snapshot.open(existing_store(store) / "snapshots" / name)

@@ -1,0 +1,86 @@
+"""`tierbed snapshot diff`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .arguments import Json, Name, Store, open_snapshot
+from .output import PROBLEM, USAGE, fail, print_fields, print_json, print_table, progress, text
+
+if TYPE_CHECKING:
+    from ..snapshots.comparison import Comparison
+
+
+def diff(
+    store: Store,
+    before: Name,
+    after: Name,
+    rows: Annotated[int, typer.Option(help="Show this many of the rows that differ.", min=0)] = 10,
+    as_json: Json = False,
+) -> None:
+    """Tell how a snapshot differs from an earlier one. Exits with 0 if it does not, 1 if so, 2 where neither is known.
+
+    Example: tierbed snapshot diff store/users monday tuesday
+    """
+    from ..engine.errors import TierbedError
+    from ..snapshots.comparison import compare
+
+    try:
+        old, new = open_snapshot(store, before), open_snapshot(store, after)
+        with progress("comparing", old.manifest.rows + new.manifest.rows) as told:
+            found = compare(old, new, told, first=rows)
+    except TierbedError as error:
+        fail(str(error), USAGE, as_json)
+    if as_json:
+        print_json({"before": before, "after": after, **_plain(found)})
+    else:
+        _print(found)
+    if found.differs:
+        raise typer.Exit(PROBLEM)
+
+
+def _plain(found: Comparison) -> dict[str, Any]:
+    counts = {sort: dict(sorted(getattr(found, sort).items())) for sort in ("added", "changed", "gone")}
+    return {
+        "differs": found.differs,
+        **{sort: sum(tables.values()) for sort, tables in counts.items()},
+        "same": found.same,
+        "by_table": counts,
+        "largest": {name: _number(value) for name, value in found.largest.items()},
+        "fields": {name: list(pair) for name, pair in found.fields.items()},
+        "rows": [
+            {"sort": row.sort, "table": row.table, "key": row.key, "largest": _number(row.largest)}
+            for row in found.first
+        ],
+    }
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _print(found: Comparison) -> None:
+    if not found.differs:
+        print(f"the same: {found.same:,} rows")
+        return
+    tables = sorted({*found.added, *found.changed, *found.gone})
+    lines = [["table", "added", "changed", "gone"]]
+    lines += [[str(t), *(f"{c[t]:,}" for c in (found.added, found.changed, found.gone))] for t in tables]
+    sums = [c.total() for c in (found.added, found.changed, found.gone)]
+    print_table([*lines, ["all", *(f"{count:,}" for count in sums)]], right={1, 2, 3})
+    print(f"{found.same:,} rows are the same")
+    if found.changed:
+        print("greatest absolute difference: " + ", ".join(f"{n} {v:.6g}" for n, v in found.largest.items()))
+    if found.fields:
+        print()
+        print_fields({name: f"{text(old)} -> {text(new)}" for name, (old, new) in found.fields.items()})
+    if found.first:
+        print()
+        apart = ["" if row.largest is None else f"{row.largest:.6g}" for row in found.first]
+        shown = [[r.sort, str(r.table), str(r.key), far] for r, far in zip(found.first, apart, strict=True)]
+        print_table([["row", "table", "key", "difference"], *shown], right={1, 2, 3})
+        if sum(sums) > len(found.first):
+            print(f"and {sum(sums) - len(found.first):,} more")

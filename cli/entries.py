@@ -1,0 +1,61 @@
+"""Snapshots as commands print them: an entry of JSON, a line of a table, a report of what was done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from .output import PROBLEM, age, complain, print_json, size, span, text, when
+
+if TYPE_CHECKING:
+    from ..snapshots.format import Manifest
+    from ..snapshots.reader import Snapshot
+
+HEADER = ["name", "kind", "over", "rows", "size", "step", "age"]
+RIGHT = {3, 4, 5, 6}
+
+
+def entry(name: str, manifest: Manifest) -> dict[str, Any]:
+    """Of a snapshot; `bytes` are those of its own files."""
+    return {
+        "name": name,
+        "kind": manifest.kind,
+        "parent": None if manifest.parent is None else manifest.parent.name,
+        "rows": manifest.rows,
+        "bytes": manifest.total_bytes,
+        "step": manifest.description["step"],
+        "created": when(manifest.created),
+    }
+
+
+def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
+    """Of a table, without its header."""
+    return [_line(s.name, s.manifest) for s in snapshots]
+
+
+def _line(name: str, manifest: Manifest) -> list[str]:
+    over = "" if manifest.parent is None else manifest.parent.name
+    figures = f"{manifest.rows:,}", size(manifest.total_bytes), f"{manifest.description['step']:,}"
+    return [name, manifest.kind, over, *figures, age(manifest.created)]
+
+
+def report(done: str, name: str, manifest: Manifest, begin: float, as_json: bool, **more: Any) -> None:
+    """What a command did since `begin`, of time.monotonic."""
+    seconds = time.monotonic() - begin
+    if as_json:
+        print_json({**entry(name, manifest), **more, "seconds": round(seconds, 3)})
+        return
+    kind = "" if manifest.kind == "full" else f"{manifest.kind}, "
+    held = f"{kind}{manifest.rows:,} rows, {size(manifest.total_bytes)}, step {manifest.description['step']:,}"
+    print(f"{done} {text(name)}: {held}, in {span(seconds)}")
+
+
+def complain_of(damaged: Mapping[str, Exception]) -> None:
+    """Name what is damaged on stderr, and then end with `PROBLEM`."""
+    for name, error in damaged.items():
+        complain(f"damaged: {text(name)}: {error}")
+    if damaged:
+        raise typer.Exit(PROBLEM)

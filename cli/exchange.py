@@ -1,0 +1,104 @@
+"""`tierbed snapshot export | import`."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .arguments import Json, Name, NewName, Store, Tables, check_tables, open_snapshot, told_in_use
+from .entries import report
+from .output import print_json, progress, size, span, text
+
+
+class Format(StrEnum):
+    """Of an export, as `snapshots.export.FORMATS`."""
+
+    parquet = "parquet"
+    npz = "npz"
+    safetensors = "safetensors"
+    snapshot = "snapshot"
+
+
+def export(
+    store: Store,
+    name: Name,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The file or folder to write.", show_default=False)],
+    format: Annotated[Format | None, typer.Option(help="By default the one that PATH ends with.")] = None,
+    table: Tables = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave optimizer state out.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the rows of a snapshot for other programs, or as a full snapshot of its own.
+
+    Example: tierbed snapshot export store/users monday users.parquet
+    """
+    from ..snapshots.exchange.export import export_snapshot
+
+    chosen = format or _format_of(path)
+    begin = time.monotonic()
+    snapshot = open_snapshot(store, name)
+    tables = check_tables(table, snapshot)
+    with progress("exporting", snapshot.manifest.rows) as told:
+        rows = export_snapshot(snapshot, path, chosen.value, told, tables=tables, state=not weights_only)
+    seconds, written = time.monotonic() - begin, _bytes_of(path)
+    if as_json:
+        print_json({"path": str(path), "format": chosen.value, "rows": rows, "bytes": written, "seconds": seconds})
+    else:
+        print(f"exported {text(name)} to {text(str(path))}: {rows:,} rows, {size(written)}, in {span(seconds)}")
+
+
+def import_(
+    store: Store,
+    name: NewName,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="An export, a snapshot's folder, or a dense table: .npy, .npz, .safetensors, or a torch file.",
+            show_default=False,
+        ),
+    ],
+    tensor: Annotated[
+        list[str] | None,
+        typer.Option(help="The tensor of SOURCE that is a table; again for each further table.", show_default=False),
+    ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="A .npy file with the key of each row; by default its number.", show_default=False),
+    ] = None,
+    table_ids: Annotated[
+        str | None, typer.Option(help="The table id of all rows, or a .npy file with one each.", show_default=False)
+    ] = None,
+    create: Annotated[bool, typer.Option("--create", help="Make the store folder where it is not there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a snapshot of rows that an export or another program wrote; `load` then makes them the live rows.
+
+    Example: tierbed snapshot import store/users pretrained model.pt --tensor emb.weight
+    """
+    from ..snapshots.exchange.importing import import_snapshot
+    from ..snapshots.status import existing_store
+
+    if not create:
+        existing_store(store)
+    begin = time.monotonic()
+    names: str | list[str] | None = tensor[0] if tensor and len(tensor) == 1 else tensor or None
+    ids = int(table_ids) if table_ids is not None and table_ids.isdigit() else table_ids
+    with told_in_use(store, as_json), progress("importing") as told:
+        manifest = import_snapshot(store, name, source, keys=keys, table_ids=ids, tensor=names, progress=told)
+    report("imported", name, manifest, begin, as_json)
+
+
+def _format_of(path: Path) -> Format:
+    try:
+        return Format(path.suffix[1:].lower())
+    except ValueError:
+        raise typer.BadParameter(f"--format: {str(path)!r} does not tell; give one of {', '.join(Format)}") from None
+
+
+def _bytes_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size

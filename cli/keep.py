@@ -1,0 +1,64 @@
+"""`tierbed snapshot merge | prune`."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from .arguments import Json, Name, NewName, Store, hold, open_snapshot
+from .entries import report
+from .output import print_json, progress, size, text
+
+
+def merge(store: Store, name: Name, new: NewName, as_json: Json = False) -> None:
+    """Make one full snapshot of an incremental one and all that it goes over, which stay.
+
+    Example: tierbed snapshot merge store/users tuesday tuesday-full
+    """
+    from ..snapshots.writer import write_snapshot
+
+    begin = time.monotonic()
+    with hold(store, as_json) as folder:
+        snapshot = open_snapshot(store, name)
+        with progress("merging", snapshot.manifest.rows) as told:
+            manifest = write_snapshot(folder.snapshots / new, snapshot.description, snapshot.chunks(), told)
+    report("merged", new, manifest, begin, as_json)
+
+
+def prune(
+    store: Store,
+    keep_last: Annotated[int, typer.Option(help="How many of the latest to keep.", min=1, show_default=False)],
+    keep_every: Annotated[
+        int | None, typer.Option(help="Keep the first that reached each multiple of so many steps as well.", min=1)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; tell what would be.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove old snapshots, but none that a kept one or the live rows go over or back to.
+
+    Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
+    """
+    from ..snapshots.reader import list_snapshots
+    from ..snapshots.retention import plan_prune
+    from ..snapshots.retention import prune as prune_store
+    from ..snapshots.status import store_status
+
+    if dry_run:
+        base = store_status(store).base
+        listing = list_snapshots(store / "snapshots")
+        for error in listing.damaged.values():
+            raise error
+        plan = plan_prune(listing.snapshots, keep_last, keep_every, base)
+    else:
+        with hold(store, as_json) as folder:
+            plan = prune_store(folder, keep_last, keep_every)
+    freed = sum(s.manifest.total_bytes for s in plan.removed)
+    if as_json:
+        names = {"removed": [s.name for s in plan.removed], "kept": [s.name for s in plan.kept]}
+        print_json({**names, "removed_bytes": freed, "dry_run": dry_run})
+        return
+    for snapshot in plan.removed:
+        print(f"{'would remove' if dry_run else 'removed'} {text(snapshot.name)}")
+    print(f"{len(plan.removed)} of {len(plan.removed) + len(plan.kept)} snapshots, {size(freed)}")

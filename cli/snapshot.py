@@ -1,0 +1,148 @@
+"""`tierbed snapshot save | load | list | inspect`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .arguments import Json, Name, NewName, Store, Tables, check_tables, hold, open_snapshot
+from .entries import HEADER, RIGHT, complain_of, entry, lines, report
+from .output import Progress, print_fields, print_json, print_table, progress
+
+
+class Kind(StrEnum):
+    """Of a snapshot, as `snapshots.format.KINDS`."""
+
+    full = "full"
+    incremental = "incremental"
+    checkpoint = "checkpoint"
+
+
+def save(
+    store: Store,
+    name: NewName,
+    kind: Annotated[Kind, typer.Option(help="What it holds: see docs/snapshots.md.")] = Kind.full,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that a process which has the store may take without telling more.", min=0)
+    ] = 60,
+    as_json: Json = False,
+) -> None:
+    """Save the live rows: of a closed store by itself, of one that is in use by the process that has it.
+
+    That process saves between two steps, and trains on.
+
+    Example: tierbed snapshot save store/users before-retraining
+    """
+    from ..snapshots.asking import ask_save
+    from ..snapshots.live import save_live
+    from ..snapshots.status import existing_store, holder
+
+    begin = time.monotonic()
+    manifest = None
+    with progress("saving") as told:
+        if holder(existing_store(store)) is not None:
+            manifest = ask_save(store, name, kind.value, _since(told), timeout)
+    if manifest is None:
+        with hold(store, as_json) as folder:
+            mark = folder.read_mark() or {}
+            with progress("saving", mark.get("rows")) as told:
+                manifest = save_live(folder, name, told, kind.value)
+    report("saved", name, manifest, begin, as_json)
+
+
+def load(
+    store: Store,
+    name: Name,
+    table: Tables = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave optimizer state out, to train on with another optimizer.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a snapshot the live rows, in place of those there: the next training run resumes from it.
+
+    It is checked while it is copied: where it is damaged or of another table, the live rows stay as they were.
+
+    Example: tierbed snapshot load store/users before-retraining
+    """
+    from ..snapshots.live import load_live
+    from ..snapshots.selection import Selection
+
+    begin = time.monotonic()
+    with hold(store, as_json) as folder:
+        snapshot = open_snapshot(store, name)
+        selection = Selection(tables=check_tables(table, snapshot), state=not weights_only)
+        with progress("loading", snapshot.manifest.rows) as told:
+            live, taken = load_live(folder, snapshot, told, selection)
+    report("loaded", name, live, begin, as_json, left_out=taken.left_out)
+
+
+def list_(store: Store, as_json: Json = False) -> None:
+    """List the snapshots from the oldest to the latest. Exits with 1 if a manifest is damaged.
+
+    Example: tierbed snapshot list store/users
+    """
+    from ..snapshots.reader import list_snapshots
+    from ..snapshots.status import existing_store
+
+    listing = list_snapshots(existing_store(store) / "snapshots")
+    if as_json:
+        damaged = {name: str(error) for name, error in listing.damaged.items()}
+        print_json({"snapshots": [entry(s.name, s.manifest) for s in listing.snapshots], "damaged": damaged})
+    else:
+        print_table([HEADER, *lines(listing.snapshots)], RIGHT)
+    complain_of(listing.damaged)
+
+
+def inspect(
+    store: Store,
+    name: Name,
+    rows: Annotated[int, typer.Option(help="Show this many rows, the first.", min=0)] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw row norms, update counts and rows of each table to this file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print what a snapshot holds: its table, rows for each table id, how often they were updated, how large they are.
+
+    Example: tierbed snapshot inspect store/users before-retraining --plot users.png
+    """
+    from ..snapshots.row import plain_row
+    from ..snapshots.summary import summarise
+
+    if plot is not None:
+        from ..snapshots.plots import check_plot, draw
+
+        check_plot(plot)
+    snapshot = open_snapshot(store, name)
+    with progress("reading", snapshot.manifest.rows) as told:
+        summary = summarise(snapshot, told, first=rows)
+    if plot is not None:
+        draw(summary, f"{name}, step {snapshot.description['step']:,}", plot)
+    figures = {**entry(name, snapshot.manifest), **summary.figures}
+    first = [plain_row(row, snapshot.description) for row in summary.first]
+    if as_json:
+        print_json({**figures, "description": snapshot.description, "first_rows": first})
+        return
+    described = {"embedding" if field == "name" else field: of for field, of in snapshot.description.items()}
+    print_fields({**figures, **described})
+    for row in first:
+        print()
+        print_fields(row)
+
+
+def _since(told: Progress) -> Callable[[int, int | None], None]:
+    """What is told how many rows are done in all, for what takes how many came."""
+    done = 0
+
+    def all_told(rows: int, of: int | None) -> None:
+        nonlocal done
+        told(rows - done)
+        done = rows
+
+    return all_told

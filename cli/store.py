@@ -1,0 +1,166 @@
+"""`tierbed store stat | compact | get`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .arguments import Json, Store, complete_names, hold, open_snapshot
+from .output import NO_ROW, fail, print_fields, print_json, progress, size, span, text
+
+if TYPE_CHECKING:
+    from ..snapshots.status import Restart, StoreStatus
+
+
+def stat(store: Store, as_json: Json = False) -> None:
+    """Print what a store folder holds, who has it open, and what the next training run would do.
+
+    Example: tierbed store stat store/users
+    """
+    from ..snapshots.status import store_status
+
+    status = store_status(store)
+    if as_json:
+        print_json(plain(status))
+        return
+    sizes = ", ".join(f"{size(count)} {part}" for part, count in status.bytes.items())
+    held = f"open in process {status.holder or 'unknown'}"
+    print_fields(
+        {
+            "state": {"open": held, "closed": "closed cleanly", "unclean": "not closed", "new": "new"}[status.state],
+            "live rows": {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live, status.live),
+            "rows": "unknown" if status.rows is None else f"{status.rows:,}",
+            "step": "unknown" if status.step is None else f"{status.step:,}",
+            "on disk": sizes,
+            "base": text(status.base or "none"),
+            "a restart": _said(status),
+        }
+    )
+
+
+def compact(
+    store: Store,
+    rocksdb_options: Annotated[
+        str,
+        typer.Option(help="The store's `rocksdb_options`, where it has any: files are written by them."),
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Merge the files of a store on SSD that was closed cleanly, so that replaced rows take no space.
+
+    Example: tierbed store compact store/users
+    """
+    from ..snapshots.live import compact_live
+
+    begin = time.monotonic()
+    try:
+        with hold(store, as_json) as folder, progress("merging") as told:
+            sizes = _watched(lambda: compact_live(folder, rocksdb_options), told)
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)  # RocksDB's threads are at work, and its files good at any instant
+    seconds = time.monotonic() - begin
+    if as_json:
+        before, after = sizes or (None, None)
+        print_json({"merged": sizes is not None, "bytes_before": before, "bytes_after": after, "seconds": seconds})
+    elif sizes is None:
+        print("nothing to merge: the live rows are row files, which each close writes anew")
+    else:
+        print(f"merged: {size(sizes[0])} before, {size(sizes[1])} after, in {span(seconds)}")
+
+
+def get(
+    store: Store,
+    key: Annotated[int, typer.Argument(metavar="KEY", help="The id.", show_default=False)],
+    table: Annotated[int, typer.Option(help="The table id.", min=0)] = 0,
+    snapshot: Annotated[
+        str | None,
+        typer.Option(help="Of this snapshot, not of the live rows.", show_default=False, autocompletion=complete_names),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print a row of a store that was closed cleanly, or of a snapshot. Exits with 4 where it was never written.
+
+    Example: tierbed store get store/users 42 --table 1
+    """
+    from ..snapshots.row import live_row, plain_row, snapshot_row
+
+    if snapshot is not None:
+        opened = open_snapshot(store, snapshot)
+        row, description = snapshot_row(opened, table, key), opened.description
+    else:
+        with hold(store, as_json) as folder:
+            row, description = live_row(folder, table, key)
+    if row is None:
+        fail(f"there is no row of table {table}, key {key}: lookups see its initial value", NO_ROW, as_json)
+    found = plain_row(row[0], description)
+    if as_json:
+        print_json(found)
+    else:
+        states = found.pop("states")
+        print_fields({**found, **states})
+
+
+def plain(status: StoreStatus) -> dict[str, Any]:
+    """As JSON has it."""
+    restart = {"from": status.restart.source, **vars(status.restart)}
+    del restart["source"]
+    return {
+        "state": status.state,
+        "holder": status.holder,
+        "live": status.live,
+        "rows": status.rows,
+        "step": status.step,
+        "base": status.base,
+        "bytes": status.bytes,
+        "restart": restart,
+    }
+
+
+def _said(status: StoreStatus) -> str:
+    said = _said_of(status.restart)
+    if status.holder is None:
+        return said
+    return f"once it is closed, resumes from the live rows; after a kill, {said}"
+
+
+def _said_of(restart: Restart) -> str:
+    match restart.source:
+        case "live":
+            return f"resumes from the live rows, of step {restart.step:,}"
+        case "snapshot":
+            kept = f"goes back to snapshot {text(restart.snapshot)}, of step {restart.step:,}"
+        case "empty":
+            kept = "starts empty"
+        case _:
+            return f"cannot start: {restart.problem}"
+    if restart.lost_steps is None:
+        return f"{kept}, and loses what was written since"
+    steps = "1 step" if restart.lost_steps == 1 else f"{restart.lost_steps:,} steps"
+    return f"{kept}, and loses {steps}" if restart.lost_steps else kept
+
+
+def _watched(work: Callable[[], Any], told: Callable[[int], None]) -> Any:
+    """The result of work in a thread, so that the bar lives and Ctrl-C is heard."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.extend((work(), None))
+        except BaseException as error:
+            outcome.extend((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+        told(0)
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result

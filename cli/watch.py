@@ -1,0 +1,118 @@
+"""`tierbed snapshot watch`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from .arguments import Json, Store
+from .entries import HEADER, RIGHT, entry, lines
+from .output import aligned, print_json, text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..snapshots.reader import Listing, Snapshot
+    from ..snapshots.status import StoreStatus
+
+
+class View(NamedTuple):
+    """A store at one instant."""
+
+    status: StoreStatus
+    snapshots: dict[str, Snapshot]
+    damaged: dict[str, str]
+
+
+def watch(
+    store: Store,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.05)] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Show the snapshots of a store as they come and go, who has it open, and the step; ends on Ctrl-C.
+
+    With --json, or where stdout is no terminal, a line for each change.
+
+    Example: tierbed snapshot watch store/users
+    """
+    views = _views(store, interval)
+    try:
+        if as_json or not sys.stdout.isatty():
+            _print_changes(views, as_json)
+        else:
+            _show(views)
+    except KeyboardInterrupt:
+        pass
+
+
+def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
+    """What to tell of a look after another one: dicts whose `event` is one of
+
+    - "store": `state`, `holder` and `step`, where one of them is another;
+    - "saved", with the entry of a snapshot, and "removed", with its `name`;
+    - "damaged", with `name` and `error`.
+    """
+    status = now.status
+    state = {"state": status.state, "holder": status.holder, "step": status.step}
+    if before is None or state != {
+        "state": before.status.state,
+        "holder": before.status.holder,
+        "step": before.status.step,
+    }:
+        yield {"event": "store", **state}
+    old = {} if before is None else before.snapshots
+    for name in old:
+        if name not in now.snapshots and name not in now.damaged:
+            yield {"event": "removed", "name": name}
+    for name, snapshot in now.snapshots.items():
+        if name not in old or old[name].manifest.id != snapshot.manifest.id:
+            yield {"event": "saved", **entry(name, snapshot.manifest)}
+    for name, error in now.damaged.items():
+        if before is None or name not in before.damaged:
+            yield {"event": "damaged", "name": name, "error": error}
+
+
+def look(store: Path) -> View:
+    """Raises StoreError, SnapshotError."""
+    from ..snapshots.reader import list_snapshots
+    from ..snapshots.status import store_status
+
+    listing: Listing = list_snapshots(store / "snapshots")
+    snapshots = {s.name: s for s in listing.snapshots}
+    there = {name: str(e) for name, e in listing.damaged.items() if (store / "snapshots" / name).is_dir()}
+    return View(store_status(store), snapshots, there)
+
+
+def _views(store: Path, interval: float) -> Iterator[View]:
+    while True:
+        yield look(store)
+        time.sleep(interval)
+
+
+def _print_changes(views: Iterator[View], as_json: bool) -> None:
+    before = None
+    for now in views:
+        for change in changes(before, now):
+            if as_json:
+                print_json(change, indent=None)
+            else:
+                print(", ".join(f"{field} {text(value)}" for field, value in change.items()), flush=True)
+        before = now
+
+
+def _show(views: Iterator[View]) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
+        for view in views:
+            status = view.status
+            held = status.state if status.holder is None else f"open in process {status.holder or 'unknown'}"
+            step = "" if status.step is None else f", step {status.step:,}"
+            table = aligned([HEADER, *lines(view.snapshots.values())], RIGHT)
+            damaged = [f"damaged: {text(name)}: {error}" for name, error in view.damaged.items()]
+            live.update(Text("\n".join([f"{status.path}: {held}{step}", *table, *damaged])), refresh=True)

@@ -1,0 +1,82 @@
+"""A snapshot that is saved by a thread of its own, while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Condition, Thread, current_thread, get_native_id
+from typing import Any
+
+from . import _core
+from .errors import StoreError
+from .store.contract import Chunks
+from .store.image import Image
+
+NICER = 10  # than the threads that train
+
+log = logging.getLogger("tierbed")
+
+
+class BackgroundSave:
+    """Hands the rows of an image to `write` in a thread of its own, and closes the image after it.
+
+    `what` names the snapshot in messages, `lock` is the table's: what waits lets go of it. Raises RuntimeError where
+    the system gives no thread.
+    """
+
+    def __init__(self, what: str, image: Image, write: Callable[[Chunks], object], lock: Any) -> None:
+        self.what = what
+        self._process = os.getpid()
+        self._over = Condition(lock)
+        self._done = False
+        self._error: BaseException | None = None
+        self._told = False
+        self._thread = Thread(target=self._run, args=(image, write), name="tierbed-save")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended, well or not."""
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it ends, for `timeout` seconds at most; False where it goes on. Ctrl-C ends the wait alone.
+
+        Raises what went wrong with it: then there is no snapshot. StoreError in a forked process, which lacks the
+        thread.
+        """
+        if not self._done and self._process != os.getpid():
+            raise StoreError(f"{self.what} is being saved by process {self._process}; wait for it there")
+        with self._over:
+            self._over.wait_for(lambda: self._done, timeout)
+        if self._error is not None:
+            self._told = True
+            raise self._error
+        return self._done
+
+    def finish(self) -> BaseException | None:
+        """Wait until it ends, unless in its own thread. Returns what went wrong, once, where `wait` did not say it."""
+        if self._process == os.getpid() and current_thread() is not self._thread:
+            with self._over:
+                self._over.wait_for(lambda: self._done)
+        if not self._done or self._told:
+            return None
+        self._told = True
+        return self._error
+
+    def _run(self, image: Image, write: Callable[[Chunks], object]) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
+        _core.use_own_pool(1)
+        try:
+            write(image.chunks())
+        except BaseException as error:
+            self._error = error
+            log.error("%s was not saved: %s", self.what, error)
+        finally:
+            image.close()
+            with self._over:
+                self._done = True
+                self._over.notify_all()

@@ -1,0 +1,138 @@
+"""The snapshots of a table: in its store folder, by name, and in other folders, which checkpoints of a graph have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..snapshots.format import Manifest, check_name
+from ..snapshots.linked import check_linked, link_snapshot, linked
+from ..snapshots.reader import Snapshot
+from ..snapshots.retention import prune, remove_snapshot
+from ..snapshots.saving import Held, begin_save, save_held
+from ..snapshots.selection import LoadReport, Selection
+from ..snapshots.writer import write_snapshot
+from .background import BackgroundSave
+from .errors import OptionError, SnapshotError
+from .home import TableHome
+from .store.contract import Chunks
+from .store.folder import StoreFolder
+from .store.rocksdb import RocksDB
+from .stored import check_stored, fitting
+from .table import OpenTable
+
+
+class HomeSnapshots:
+    """Of the table that `home` opens."""
+
+    def __init__(self, home: TableHome) -> None:
+        self._home = home
+
+    @property
+    def base(self) -> str | None:
+        """The snapshot that was saved or loaded last, if any."""
+        folder = self._home.folder
+        return (folder.base or None) if folder is not None else None
+
+    def save(
+        self, table: OpenTable, name: str, kind: str = "full", progress: Callable[[int], None] | None = None
+    ) -> Manifest:
+        """The rows as snapshot `name` of the store folder. Raises SnapshotError, StoreError, OptionError."""
+        folder = self._folder_of(name)
+        with table.lock:  # rows of one step
+            table.check()
+            table.check_not_saving()
+            if kind == "checkpoint":
+                table.flush()
+            manifest = save_held(folder, name, kind, self._held(table), progress)
+            if kind == "incremental" or table.is_tracking:
+                table.track_changes(manifest.id)
+            return manifest
+
+    def save_in_background(self, table: OpenTable, name: str, kind: str = "full") -> BackgroundSave:
+        """`save` by a thread of its own, of the rows as they are now. Only for the kind that takes its time."""
+        folder = self._folder_of(name)
+        if kind == "incremental" or kind == "checkpoint":
+            raise OptionError(
+                f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
+                "background out"
+            )
+        with table.lock:
+            table.check()
+            table.check_not_saving()
+            held = self._held(table)
+            place = begin_save(folder, name, kind, held)
+
+            def write(chunks: Chunks) -> None:
+                table.changes_saved(write_snapshot(place, held.description, chunks).id)
+
+            return table.save_in_background(f"snapshot {name!r}", write)
+
+    def load(self, table: OpenTable, name: str, selection: Selection, strict: bool) -> tuple[OpenTable, LoadReport]:
+        """The table with the rows of a snapshot. Until they are verified, `table` and its rows stay as they were."""
+        snapshot = Snapshot.open(self._folder_of(name).snapshots / name)
+        what = f"snapshot {name!r}"
+        selection, remarks = fitting(self._home.spec, snapshot.description, table.optimizer, selection, strict, what)
+        loaded, report = self._home.load(table.optimizer, snapshot, table, selection)
+        report.remarks += remarks
+        return loaded, report
+
+    def prune(self, table: OpenTable, keep_last: int, keep_every: int | None) -> list[str]:
+        """Remove all but some snapshots. Returns the names of those removed. OptionError, SnapshotError."""
+        folder = self._folder()
+        with table.lock:  # none is being written
+            return [snapshot.name for snapshot in prune(folder, keep_last, keep_every).removed]
+
+    def save_rows(self, table: OpenTable, place: Path) -> None:
+        """The rows as the snapshot `place`, and in a store folder by its name too. Raises SnapshotError, StoreError."""
+        folder = self._home.folder
+        if folder is not None:
+            self.save(table, place.name)
+            link_snapshot(Snapshot.open(folder.snapshots / place.name), place)
+            return
+        with table.lock:
+            table.check()
+            write_snapshot(place, table.describe(), table.scan())
+
+    def load_rows(self, table: OpenTable, place: Path) -> OpenTable:
+        """The table with the rows of the snapshot `place`, checked before; a store folder gets it as one of its own."""
+        snapshot = Snapshot.open(place)
+        if self._home.folder is None:
+            return self._home.load(table.optimizer, snapshot, table)[0]
+        with table.lock, linked(snapshot, self._folder_of(place.name).snapshots / place.name) as own:
+            return self._home.load(table.optimizer, own, table)[0]
+
+    def check_rows(self, table: OpenTable, place: Path) -> None:
+        """Read all that `load_rows` needs. SnapshotError where it is damaged or does not fit, OptimizerError."""
+        snapshot = Snapshot.open(place)
+        what = f"snapshot {place.name!r}"
+        check_stored(self._home.spec, snapshot.description, table.optimizer, SnapshotError, what)
+        snapshot.verify()
+        if self._home.folder is not None:
+            check_linked(snapshot, self._folder_of(place.name).snapshots / place.name)
+
+    def discard_rows(self, name: str) -> None:
+        """Take back what `save_rows` put into the store folder: live rows go back to the snapshot before it."""
+        if self._home.folder is not None:
+            remove_snapshot(self._home.folder.snapshots / name)
+
+    def _held(self, table: OpenTable) -> Held:
+        assert table.stack is not None
+        bottom = table.stack.bottom
+        rocksdb = bottom if isinstance(bottom, RocksDB) else None
+        return Held(table.describe(), table.rows, table.scan, rocksdb, table.changed)
+
+    def _folder_of(self, name: str) -> StoreFolder:
+        folder = self._folder()
+        check_name(name)
+        return folder
+
+    def _folder(self) -> StoreFolder:
+        folder = self._home.folder
+        if folder is None:
+            raise SnapshotError(
+                f"embedding {self._home.spec.name!r} has no persistent_path, so no place for snapshots; give one in "
+                "its store options"
+            )
+        folder.check()
+        return folder

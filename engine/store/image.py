@@ -1,0 +1,150 @@
+"""The rows of a table as they were at one instant, for a thread that reads them while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Condition, RLock
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from .. import _core
+from ..errors import ClosedError
+from .contract import BUCKETS, Chunks, Keys, Tables, row_dtype
+
+if TYPE_CHECKING:
+    from ..cache.cached import CachedStore
+    from .full import FullTable
+
+KEPT_BYTES = 256 << 20
+CHUNK_BYTES = 1 << 20  # what is read while steps wait
+
+
+class Image(Protocol):
+    """Made under the table's lock, which whoever calls the last three holds."""
+
+    def chunks(self) -> Chunks:
+        """Every row, as `Tier.scan`, once, from one thread. Raises ClosedError once the image or its table is closed,
+        StoreError."""
+
+    def close(self) -> None:
+        """Let the rows change freely. May be called again."""
+
+    def wait_for_room(self) -> None:
+        """Before anything is changed: waits while the rows kept aside take too much memory, without the lock."""
+
+    def before_write(self, batch: Any) -> None:
+        """The lines of a pinned batch will be written."""
+
+    def before_erase(self, tables: Tables, keys: Keys) -> None:
+        """Rows, given once each, will be erased."""
+
+
+class DiskImage:
+    """A scan of RocksDB, which is a view of one instant. `closed` is told when it was closed, with the table's lock."""
+
+    def __init__(self, rows: Chunks, lock: Any, closed: Callable[[Image], None]) -> None:
+        self._rows = rows
+        self._reading = RLock()
+        self._lock, self._tell = lock, closed
+        self._closed = False
+        self._first = next(rows, None)  # opens the scan
+
+    def chunks(self) -> Chunks:
+        chunk = self._first
+        while chunk is not None:
+            yield chunk
+            with self._reading:
+                if self._closed:
+                    raise _closed_error()
+                chunk = next(self._rows, None)
+
+    def close(self) -> None:
+        with self._lock, self._reading:
+            if not self._closed:
+                self._closed = True
+                with suppress(ValueError):  # garbage is collected in the midst of it: RocksDB closes its scans itself
+                    self._rows.close()  # type: ignore[attr-defined]
+                self._tell(self)
+
+    def wait_for_room(self) -> None:
+        """Nothing is kept."""
+
+    def before_write(self, batch: Any) -> None:
+        """Nothing to keep."""
+
+    def before_erase(self, tables: Tables, keys: Keys) -> None:
+        """Nothing to keep."""
+
+
+class MemoryImage:
+    """The rows of a full table, or of a cache `top` over one, which was flushed.
+
+    What a row was is kept aside when it changes for the first time before it was read; `kept_bytes` bounds that but for
+    the rows of one step. `closed` is told when it was closed, with the lock.
+    """
+
+    def __init__(
+        self,
+        table: FullTable,
+        top: FullTable | CachedStore,
+        layout: _core.Layout,
+        kept_bytes: int,
+        lock: Any,
+        closed: Callable[[Image], None],
+    ) -> None:
+        self._native: _core.TableImage | None = _core.TableImage(table.native, layout)
+        self._top = top.native
+        self._dtype = row_dtype(layout.width)
+        self._kept_bytes = kept_bytes
+        self._tell = closed
+        self._changed = Condition(lock)
+        self.waits = 0  # of steps, for room
+
+    def chunks(self) -> Chunks:
+        most = max(1, CHUNK_BYTES // self._dtype.itemsize)
+        for bucket in range(BUCKETS):
+            with self._changed:
+                self._open().list(bucket)
+            native = self._native
+            if native is not None:
+                native.sort()  # may take long, and needs no lock
+            while True:
+                rows = np.empty(most, self._dtype)
+                with self._changed:
+                    count = self._open().next(rows.view(np.uint8))
+                    self._changed.notify_all()
+                if count == 0:
+                    break
+                yield bucket, rows[:count]
+
+    def close(self) -> None:
+        with self._changed:
+            if self._native is not None:
+                self._native = None
+                self._tell(self)
+            self._changed.notify_all()
+
+    def wait_for_room(self) -> None:
+        if not self._has_room():
+            self.waits += 1
+            self._changed.wait_for(self._has_room)
+
+    def before_write(self, batch: _core.Batch) -> None:
+        self._open().keep(batch)
+
+    def before_erase(self, tables: Tables, keys: Keys) -> None:
+        self._open().keep_rows(tables, keys, self._top)
+
+    def _has_room(self) -> bool:
+        return self._native is None or self._native.kept_bytes < self._kept_bytes
+
+    def _open(self) -> _core.TableImage:
+        if self._native is None:
+            raise _closed_error()
+        return self._native
+
+
+def _closed_error() -> ClosedError:
+    return ClosedError("the table was closed, or its rows were replaced, before all of them were saved")

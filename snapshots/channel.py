@@ -1,0 +1,113 @@
+"""The socket in the folder of an open store, by which other processes of its user ask the trainer that holds it.
+
+A message is one JSON document in one packet of a Unix socket (SOCK_SEQPACKET), so it is bounded and comes whole or not
+at all. The first one, of the client, is the request:
+
+- `{"do": "status"}`, answered by `{"status": {...}}`;
+- `{"do": "save", "name": ..., "kind": ...}`, answered by `{"waiting": ...}` at once, `{"rows": n, "of": m or null}`
+  several times, and `{"done": {...}}`.
+
+Instead of an answer, or in the middle of one, `{"error": text, "type": name}` may come, and ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SOCKET = "SOCKET"
+LIMIT = 1 << 16  # bytes of a message
+
+_WAITING = 64  # clients that wait to be accepted
+
+Message = dict[str, Any]
+
+
+class Peer(NamedTuple):
+    """The process at the other end of a connection, and its user."""
+
+    pid: int
+    uid: int
+
+
+def open_folder(path: Path) -> int:
+    """A descriptor that names a folder, to be closed. Raises OSError."""
+    return os.open(path, os.O_PATH | os.O_DIRECTORY)
+
+
+def listen(folder: int) -> socket.socket:
+    """A listening socket in the folder, in place of a dead one: the caller holds the store. Raises OSError."""
+    remove(folder)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # what bind makes has this mode from the first instant
+        listener.bind(_address(folder))
+        listener.listen(_WAITING)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def remove(folder: int) -> None:
+    """Take the socket out of the folder, if it is there. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(SOCKET, dir_fd=folder)
+
+
+def connect(path: Path, timeout: float) -> socket.socket | None:
+    """A connection to who listens in the folder `path`; None where nobody does. Raises OSError.
+
+    `timeout`: seconds that any later call on it may take.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout)
+        folder = open_folder(path)
+        try:
+            connection.connect(_address(folder))
+        finally:
+            os.close(folder)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):  # the latter: of a process that was killed
+            return None
+        raise
+    return connection
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Who is at the other end. Raises OSError."""
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return Peer(pid, uid)
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """Raises OSError where it cannot be sent."""
+    connection.send(json.dumps(message).encode())
+
+
+def receive(connection: socket.socket) -> Message | None:
+    """The next message; None at the end of the connection. Raises OSError, TimeoutError, ValueError for no message."""
+    data, _, flags, _ = connection.recvmsg(LIMIT)
+    if not data:
+        return None
+    if flags & socket.MSG_TRUNC:
+        raise ValueError(f"a message of more than {LIMIT} bytes")
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON: {error or type(error).__name__}") from None
+    if not isinstance(message, dict):
+        raise ValueError("no JSON object")
+    return message
+
+
+def _address(folder: int) -> str:
+    # a path of the folder itself could be longer than an address, which has 108 bytes
+    return f"/proc/self/fd/{folder}/{SOCKET}"

@@ -1,0 +1,229 @@
+"""Checkpoints: snapshots of an SSD store that share RocksDB's files with it by hard links."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engine import _core
+from ..engine.errors import SnapshotError, StoreError
+from ..engine.store.contract import Chunks
+from ..engine.store.durable import fsync_dir, open_regular
+from ..engine.store.rocksdb import LiveFile, RocksDB, require_rocksdb
+from .format import ROCKSDB, Manifest, RocksDBFiles
+from .reader import remedy_of
+from .writer import finish, new_snapshot
+
+log = logging.getLogger("tierbed")
+
+Progress = Callable[[int], None]
+
+_PIECE_BYTES = 4 << 20
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
+
+
+def write_checkpoint(
+    folder: Path, description: dict[str, Any], rows: int, tier: RocksDB, progress: Progress | None = None
+) -> Manifest:
+    """Write the rows that `tier` holds, `rows` of them, as the snapshot `folder`, in the way of `write_snapshot`.
+
+    Files of rows are linked, so the time does not grow with them; their checksums are those that RocksDB kept when it
+    wrote them. Where the file system cannot link, they are copied, and a warning says so. A file that RocksDB has no
+    checksum of, from a tierbed that kept none, is read once. Raises SnapshotError, StoreError.
+    """
+    folder = Path(folder)
+    with new_snapshot(folder, description) as place, tier.live_files() as files:
+        told = _in_rows(progress, rows, sum(file.size for file in files))
+        entries, refusal = _place(files, tier.folder, place / ROCKSDB, told)
+        if refusal is not None:
+            other = refusal.errno == errno.EXDEV
+            reason = f"is on another filesystem than {tier.folder}" if other else f"cannot have links: {refusal}"
+            log.warning("snapshot %r: copied, not linked, as %s %s", folder.name, folder.parent, reason)
+        return finish(place, folder, "checkpoint", description, rows, rocksdb=RocksDBFiles(tier.shards, entries))
+
+
+def verify_checkpoint(folder: Path, manifest: Manifest, progress: Progress | None = None) -> None:
+    """Compare every file with its size and checksum, and open the databases, without writing into the folder.
+
+    A link shares the bytes: damage to a file of the running store is found here as well. Raises SnapshotError naming a
+    file that is missing, changed, or foreign.
+    """
+    with _opened(folder, manifest, progress):
+        pass
+
+
+def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
+    """The rows of a checkpoint as `Snapshot.chunks` yields them, verified before the first chunk.
+
+    RocksDB would end the process where some bits of a file are damaged. Raises SnapshotError.
+    """
+    count = 0
+    with _opened(folder, manifest) as tier:
+        for bucket, rows in tier.scan():
+            count += len(rows)
+            yield from ((bucket, rows[begin : begin + max_rows]) for begin in range(0, len(rows), max_rows))
+    if count != manifest.rows:
+        raise _damaged(folder, folder / ROCKSDB, f"it has {count} rows instead of {manifest.rows}")
+
+
+@contextmanager
+def _opened(folder: Path, manifest: Manifest, progress: Progress | None = None) -> Iterator[RocksDB]:
+    """The databases, verified."""
+    assert manifest.rocksdb is not None
+    _require_rocksdb(folder)
+    files, shards = manifest.rocksdb.files, manifest.rocksdb.shards
+    _check_names(folder, files)
+    told = _in_rows(progress, manifest.rows, sum(file["bytes"] for file in files.values()))
+    for name, entry in files.items():
+        _check_file(folder, name, entry, told)
+    try:
+        with closing(RocksDB(folder / ROCKSDB, manifest.width, shards, read_only=True)) as tier:
+            yield tier
+    except StoreError as error:
+        cause = str(error).rpartition("; ")[0]  # RocksDB's own advice is for a store
+        raise _damaged(folder, folder / ROCKSDB, cause) from error
+
+
+def _place(
+    files: list[LiveFile], source: Path, place: Path, told: Progress
+) -> tuple[dict[str, dict[str, int]], OSError | None]:
+    """Put the files into the new folder `place`, durably. Their entries, and why files of rows could not be linked."""
+    entries: dict[str, dict[str, int]] = {}
+    refusal = None
+    for file in files:
+        target = place / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not file.name.endswith(".sst"):
+            crc32c = _copy(source / file.name, target, file)
+        elif (refused := _link(source / file.name, target, file)) is None:
+            crc32c = _checksum_of(target, file.size) if file.crc32c is None else file.crc32c
+        else:
+            refusal, crc32c = refused, _copy(source / file.name, target, file)
+        entries[file.name] = {"bytes": file.size, "crc32c": crc32c}
+        told(file.size)
+    for folder in (*place.iterdir(), place):
+        fsync_dir(folder)
+    return entries, refusal
+
+
+def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
+    """Link a file of rows, which RocksDB made durable. Why the file system cannot, where it cannot."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return error
+    if (size := target.stat().st_size) != file.size:
+        raise _damaged_store(source, f"it has {size} bytes instead of {file.size}")
+    return None
+
+
+def _copy(source: Path, target: Path, file: LiveFile) -> int:
+    """Copy a file durably, or what it is to hold. Its checksum, which is the one that RocksDB has of it."""
+    checksum = _core.Crc32c()
+    with open_regular(source) as from_, target.open("xb") as to:
+        content = file.content
+        pieces = _pieces(from_, file.size) if content is None else [np.frombuffer(content, np.uint8)]
+        for piece in pieces:
+            checksum.update(piece)
+            to.write(piece.data)
+        to.flush()
+        os.fsync(to.fileno())
+    crc32c = checksum.finish()
+    if file.crc32c not in (None, crc32c):
+        raise _damaged_store(source, "its checksum does not match")
+    return crc32c
+
+
+def _checksum_of(path: Path, size: int, told: Progress | None = None) -> int:
+    checksum = _core.Crc32c()
+    with open_regular(path) as file:
+        for piece in _pieces(file, size):
+            checksum.update(piece)
+            if told is not None:
+                told(len(piece))
+    return checksum.finish()
+
+
+def _pieces(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
+    """The first `size` bytes, each piece in the memory of the one before. Raises OSError where there are fewer."""
+    memory = np.empty(min(size, _PIECE_BYTES), np.uint8)
+    while size:
+        piece = memory[: min(size, len(memory))]
+        if file.readinto(piece.data) != len(piece):  # type: ignore[attr-defined]
+            raise OSError(errno.EIO, "it ended while it was read", str(file.name))
+        size -= len(piece)
+        yield piece
+
+
+def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
+    """That the files in the folder are these, with their sizes."""
+    place = folder / ROCKSDB
+    try:
+        found = {str(path.relative_to(place)): path.stat().st_size for path in _files_in(place)}
+    except OSError as error:
+        raise _damaged(folder, place, str(error)) from error
+    for name in sorted(found.keys() - files.keys()):
+        raise SnapshotError(f"{str(place / name)!r} is a foreign file in snapshot {folder.name!r}: remove it")
+    for name, entry in files.items():
+        if name not in found:
+            raise _damaged(folder, place / name, "it is missing")
+        if found[name] != entry["bytes"]:
+            raise _damaged(folder, place / name, f"it has {found[name]} bytes instead of {entry['bytes']}")
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files_in(folder / entry.name)
+        else:
+            yield folder / entry.name
+
+
+def _check_file(folder: Path, name: str, entry: dict[str, int], told: Progress) -> None:
+    path = folder / ROCKSDB / name
+    try:
+        crc32c = _checksum_of(path, entry["bytes"], told)
+    except OSError as error:
+        raise _damaged(folder, path, str(error)) from error
+    if crc32c != entry["crc32c"]:
+        raise _damaged(folder, path, "its checksum does not match")
+
+
+def _in_rows(progress: Progress | None, rows: int, size: int) -> Progress:
+    """Takes counts of bytes, `size` in all, and tells `progress` counts of rows, `rows` in all."""
+    read = told = 0
+
+    def take(count: int) -> None:
+        nonlocal read, told
+        read += count
+        if progress is not None and (due := rows * read // size) > told:
+            progress(due - told)
+            told = due
+
+    return take
+
+
+def _require_rocksdb(folder: Path) -> None:
+    try:
+        require_rocksdb()
+    except StoreError as error:
+        reason = str(error).partition(": ")[2]
+        raise SnapshotError(f"snapshot {folder.name!r} is a checkpoint of RocksDB's files: {reason}") from error
+
+
+def _damaged(folder: Path, path: Path, problem: str) -> SnapshotError:
+    return SnapshotError(f"{str(path)!r} is damaged: {problem}. {remedy_of(folder)}")
+
+
+def _damaged_store(path: Path, problem: str) -> SnapshotError:
+    return SnapshotError(f"{str(path)!r}, of the running store, is damaged: {problem}; load the last snapshot")

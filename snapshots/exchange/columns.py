@@ -1,0 +1,164 @@
+"""Rows as arrays with names: what exports hold and what imports take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.errors import InputError, SnapshotError
+from ...engine.store.contract import row_dtype
+
+TABLE, KEY, EMBEDDING, UPDATES, STEP = "table", "key", "embedding", "updates", "step"
+VALUES = "values"  # in place of the embedding and the states: all floats of a row in one array
+KEY_DTYPES: dict[str, np.dtype[Any]] = {
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "uint64": np.dtype(np.uint64),
+}
+
+_OTHERS = {TABLE, KEY, EMBEDDING, UPDATES, STEP, VALUES}
+_CHUNK_ROWS = 65536
+_CHUNK_BYTES = 1 << 25
+
+Arrays = Mapping[str, Any]  # NumPy arrays of n rows each; `table` may be one whole number for all of them
+
+
+def chunk_rows(width: int) -> int:
+    """How many rows of `width` floats are worked on at once: at most 65,536, and about 32 MiB."""
+    return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // row_dtype(width).itemsize))
+
+
+class Columns:
+    """The columns of the rows that a valid description describes.
+
+    They are `table` uint32 [n], `key` [n] of the key type, `embedding` float32 [n, dim], each optimizer state by its
+    own name, float32 [n, its width], `updates` uint32 [n], and `step` uint32 [n].
+    """
+
+    def __init__(self, description: Mapping[str, Any]) -> None:
+        """Raises SnapshotError for a key type that is not known here, or a state with the name of another column."""
+        if description["key_type"] not in KEY_DTYPES:
+            raise SnapshotError(f"key_type {description['key_type']!r} is unknown: use the tierbed that wrote it")
+        self.description = description
+        self.key_dtype: np.dtype[Any] = KEY_DTYPES[description["key_type"]]
+        self.dim = sum(description["columns"])
+        self.width = int(description["width"])
+        self.floats = {EMBEDDING: slice(0, self.dim)}  # where in a row's values
+        end = self.dim
+        for state, width in zip(description["states"], description["state_widths"], strict=True):
+            if state in _OTHERS or state in self.floats:
+                raise SnapshotError(f"optimizer state {state!r} has the name of another column: use state=False")
+            self.floats[state] = slice(end, end + width)
+            end += width
+
+    def shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """The dtype of each column and the shape of one row in it, in their order."""
+        integer, single = np.dtype(np.uint32), np.dtype(np.float32)
+        return {
+            KEY: (self.key_dtype, ()),
+            TABLE: (integer, ()),
+            **{name: (single, (place.stop - place.start,)) for name, place in self.floats.items()},
+            UPDATES: (integer, ()),
+            STEP: (integer, ()),
+        }
+
+    def split(self, rows: NDArray[np.void]) -> dict[str, NDArray[Any]]:
+        """The columns of rows [n] of `row_dtype(width)`, each contiguous."""
+        columns = {
+            KEY: self.user_keys(rows["key"]),
+            TABLE: rows["table"],
+            **{name: rows["values"][:, place] for name, place in self.floats.items()},
+            UPDATES: rows["updates"],
+            STEP: rows["step"],
+        }
+        return {name: np.ascontiguousarray(column) for name, column in columns.items()}
+
+    def user_keys(self, stored: NDArray[np.uint64]) -> NDArray[Any]:
+        """Stored keys [n] as users have them, of the key type."""
+        return stored.astype(np.int64).astype(self.key_dtype) if self.key_dtype.kind == "i" else stored.copy()
+
+    def rows(self, arrays: Arrays, where: str) -> Iterator[NDArray[np.void]]:
+        """Rows of `row_dtype(width)`, in chunks, of arrays by name; all are checked before this returns.
+
+        Without `table` they are of the only table; without `updates` and `step` they were written once, at the step of
+        the description. `where` is named in messages. Raises InputError.
+        """
+        keys = arrays[KEY]
+        _check(keys, self.key_dtype, (None,), f"{where}: {KEY}")
+        count = len(keys)
+        for name, place in self._parts(arrays).items():
+            _check(arrays[name], np.dtype(np.float32), (count, place.stop - place.start), f"{where}: {name}")
+        self._check_keys(keys, where)
+        self._check_tables(arrays.get(TABLE), count, where)
+        self._check_records(arrays, count, where)
+        return self._packed(arrays)
+
+    def _packed(self, arrays: Arrays) -> Iterator[NDArray[np.void]]:
+        given = {TABLE: 0, UPDATES: 1, STEP: self.description["step"], **arrays}
+        limit = chunk_rows(self.width)
+        for begin in range(0, len(given[KEY]), limit):
+            chosen = slice(begin, begin + limit)
+            keys = given[KEY][chosen]
+            rows = np.empty(len(keys), row_dtype(self.width))
+            rows["key"] = keys.astype(np.int64).view(np.uint64) if keys.dtype.kind == "i" else keys
+            for name, place in self._parts(arrays).items():
+                rows["values"][:, place] = given[name][chosen]
+            for name in (TABLE, UPDATES, STEP):
+                value = given[name]
+                rows[name] = value[chosen] if isinstance(value, np.ndarray) else value
+            yield rows
+
+    def _parts(self, arrays: Arrays) -> dict[str, slice]:
+        return {VALUES: slice(0, self.width)} if VALUES in arrays else self.floats
+
+    def _check_keys(self, keys: NDArray[Any], where: str) -> None:
+        padding = self.description["padding_idx"]
+        if padding is not None and (keys == padding).any():
+            raise InputError(f"{where}: keys hold padding_idx={padding}, which is no row; leave that key out")
+
+    def _check_tables(self, tables: Any, count: int, where: str) -> None:
+        number = len(self.description["tables"])
+        what = f"{where}: {TABLE}"
+        if tables is None:
+            if number != 1:
+                raise InputError(f"{what}: nothing tells which of {number} tables a row belongs to; give table_ids")
+            return
+        if isinstance(tables, np.ndarray):
+            if tables.dtype.kind not in "iu" or tables.shape != (count,):
+                raise InputError(f"{what} is {_kind(tables)}; give an array of whole numbers of shape ({count},)")
+            bad = tables[(tables < 0) | (tables >= number)][:1].tolist()
+        elif isinstance(tables, (int, np.integer)) and not isinstance(tables, bool):
+            bad = [] if 0 <= tables < number else [tables]
+        else:
+            raise InputError(f"{what} is {tables!r}; give one whole number, or a NumPy array with one for each key")
+        if bad:
+            raise InputError(f"{what} holds {bad[0]}; give table ids from 0 to {number - 1}")
+
+    def _check_records(self, arrays: Arrays, count: int, where: str) -> None:
+        for name in (UPDATES, STEP):
+            if name in arrays:
+                _check(arrays[name], np.dtype(np.uint32), (count,), f"{where}: {name}")
+        if UPDATES in arrays and not arrays[UPDATES].all():
+            raise InputError(f"{where}: {UPDATES} holds 0, and a stored row was written at least once; give 1 or more")
+        last = int(arrays[STEP].max(initial=0)) if STEP in arrays else 0
+        if last > self.description["step"]:
+            raise InputError(
+                f"{where}: {STEP} holds {last}, and the table is of step {self.description['step']}; give a "
+                f"description with step={last} or more"
+            )
+
+
+def _check(array: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], what: str) -> None:
+    """Raises InputError for anything but an array of that dtype and shape; None is any length."""
+    good = isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == len(shape)
+    if not good or any(wanted not in (None, got) for wanted, got in zip(shape, array.shape, strict=True)):
+        wanted = ", ".join("n" if length is None else str(length) for length in shape)
+        comma = "," if len(shape) == 1 else ""
+        raise InputError(f"{what} is {_kind(array)}; give a NumPy array of {dtype} ({wanted}{comma})")
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__

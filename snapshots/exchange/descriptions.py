@@ -1,0 +1,86 @@
+"""What a table is that rows are imported into: as told, as its store knows, or by the defaults of an embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...engine.errors import InputError
+from ...engine.initializers import make_normal_initializer, make_table_options
+from ...engine.optimizers import RowOptimizer
+from ...engine.row_state import RowState
+from ...engine.spec import TableSpec, check_columns, check_key_type, check_name, check_padding, check_seed
+from ...engine.store.folder import StoreFolder
+from ..format import check_description
+from ..live import OF_THE_MARK
+from ..reader import Snapshot, list_snapshots
+from ..selection import Selection
+
+
+def description_for(
+    name: str,
+    embedding_dim: int | Sequence[int],
+    key_type: torch.dtype = torch.int64,
+    tables: Sequence[Mapping[str, Any]] | None = None,
+    padding_idx: int | None = None,
+    seed: int = 0,
+    optimizer: RowOptimizer | None = None,
+    step: int = 0,
+) -> dict[str, Any]:
+    """The description of a table, as a snapshot of the embedding with the same arguments has it.
+
+    optimizer: by `engine.row_optimizer`, for rows that come with its state; None for embeddings alone, which any
+    optimizer trains on from. step: how many steps the rows were trained for. Raises OptionError, OptimizerError.
+    """
+    tables = [make_normal_initializer(0.0, 0.05)] if tables is None else tables
+    key_type = check_key_type(key_type)
+    spec = TableSpec(
+        check_name(name),
+        check_columns(embedding_dim),
+        key_type,
+        tuple(make_table_options(table) for table in tables),
+        check_padding(padding_idx, key_type),
+        check_seed(seed),
+    )
+    state = RowState() if optimizer is None else optimizer.row_state(spec.dim)
+    hyper = [] if optimizer is None or step == 0 else optimizer.hyper(step)
+    return spec.describe(state, hyper, step)
+
+
+def stored_description(store: StoreFolder) -> dict[str, Any] | None:
+    """Of the live rows of a store that was closed cleanly, else of the snapshot that they go back to; None if empty.
+
+    Where rows have no state, they are of no optimizer: any may train what is imported. Raises StoreError,
+    SnapshotError, and InputError where another version of tierbed wrote the mark.
+    """
+    found = _stored(store)
+    if found is None:
+        return None
+    description = checked_description(found, f"store folder {str(store.path)!r}")
+    return description if description["states"] else without_state(description)
+
+
+def _stored(store: StoreFolder) -> dict[str, Any] | None:
+    mark = store.read_mark()
+    if mark is not None:
+        return {field: value for field, value in mark.items() if field not in OF_THE_MARK}
+    if store.base:
+        return Snapshot.open(store.snapshots / store.base).description
+    snapshots = list_snapshots(store.snapshots).snapshots
+    return snapshots[-1].description if snapshots else None
+
+
+def without_state(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the same rows without optimizer state, at step 0: the optimizer that is attached begins anew."""
+    return Selection(state=False).description(dict(description))
+
+
+def checked_description(description: Any, where: str) -> dict[str, Any]:
+    """Raises InputError where it is not a valid one."""
+    try:
+        check_description(description)
+    except ValueError as error:
+        raise InputError(f"{where}: {error}; make one by description_for") from error
+    return dict(description)

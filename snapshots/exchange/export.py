@@ -1,0 +1,104 @@
+"""Exporting snapshots to formats that others read, streamed; whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...engine.errors import InputError, SnapshotError
+from ...engine.scanned import settled
+from ...engine.store.contract import Chunks
+from ...engine.store.durable import fsync_dir, fsync_file, make_folder
+from ..format import TEMPORARY
+from ..reader import Snapshot
+from ..selection import LoadReport, Selection
+from ..writer import write_snapshot
+from .aside import ColumnsAside
+from .columns import Columns
+from .npz import write_npz
+from .parquet import write_parquet
+from .tensors import write_safetensors
+
+FORMATS = ("parquet", "npz", "safetensors", "snapshot")
+
+Progress = Callable[[int], None]
+
+
+def export_snapshot(
+    snapshot: Snapshot,
+    path: str | Path,
+    format: str,
+    progress: Progress | None = None,
+    *,
+    tables: Sequence[int] | None = None,
+    state: bool = True,
+) -> int:
+    """Write the rows of a snapshot of any kind to `path`, in bounded memory; returns how many.
+
+    format: "parquet", "npz" or "safetensors", a file with the columns that `columns.Columns` lists and the description,
+    so that an import gives the same rows bit for bit; or "snapshot", a full snapshot. "npz" and "safetensors" hold one
+    column after the other: while they are written, the columns lie beside `path` as well.
+    tables: the table ids whose rows are written, None for all. state: whether optimizer state is; without it, rows are
+    as a lookup sees them, of a table at step 0 that no optimizer has trained.
+    progress: told how many rows of the snapshot each chunk added that was read.
+
+    The file is written aside and renamed when it is durable; where this raises, nothing of it is left. Raises
+    InputError for an argument, SnapshotError where `path` exists or cannot be written or the snapshot is damaged,
+    OptionError where pyarrow is missing.
+    """
+    if format not in FORMATS:
+        raise InputError(f"format={format!r}: give one of {', '.join(map(repr, FORMATS))}")
+    path = Path(path).absolute()
+    if tables is not None:
+        _check_tables(tables, len(snapshot.description["tables"]))
+    report = LoadReport()
+    selection = Selection(tables, state=state)
+    description = selection.description(snapshot.description)
+    chunks = selection.chunks(_rows_of(snapshot, state, progress), snapshot.description, report)
+    if format == "snapshot":
+        write_snapshot(path, description, chunks)
+        return report.rows
+    if os.path.lexists(path):
+        raise SnapshotError(f"{str(path)!r} exists: choose another path, or delete it first")
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    try:
+        make_folder(path.parent)
+        temporary.unlink(missing_ok=True)  # of a killed export
+        _write(temporary, format, description, chunks)
+        fsync_file(temporary)
+        temporary.rename(path)
+        fsync_dir(path.parent)
+    except OSError as error:
+        raise SnapshotError(f"snapshot {snapshot.name!r} was not exported to {str(path)!r}: {error}") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()  # gone already where the rename was reached
+    return report.rows
+
+
+def _write(path: Path, format: str, description: dict[str, Any], chunks: Chunks) -> None:
+    columns, metadata = Columns(description), json.dumps(description)
+    rows = (rows for _, rows in chunks)
+    if format == "parquet":
+        write_parquet(path, columns, rows, metadata)
+        return
+    with ColumnsAside(path.parent, columns, rows) as aside:
+        (write_npz if format == "npz" else write_safetensors)(path, aside, metadata)
+
+
+def _rows_of(snapshot: Snapshot, state: bool, progress: Progress | None) -> Chunks:
+    chunks = snapshot.chunks()
+    for bucket, rows in chunks if state else settled(snapshot.description, chunks):
+        yield bucket, rows
+        if progress is not None:
+            progress(len(rows))
+
+
+def _check_tables(tables: Any, number: int) -> None:
+    good = isinstance(tables, (list, tuple)) and all(type(table) is int and 0 <= table < number for table in tables)
+    if not good:
+        raise InputError(f"tables={tables!r}: give a list of table ids from 0 to {number - 1}, or None for all")

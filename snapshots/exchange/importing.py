@@ -1,0 +1,137 @@
+"""Importing rows as snapshots: of arrays, dense embeddings, other snapshots, and files that exports or others wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ...engine.errors import InputError, SnapshotError
+from ...engine.store.folder import StoreFolder
+from ..format import Manifest, check_name
+from ..writer import write_snapshot
+from .columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
+from .descriptions import checked_description, description_for, stored_description, without_state
+from .sorting import RowSorter
+from .sources import Source, open_source
+
+Progress = Callable[[int], None]
+
+
+def import_snapshot(
+    store: str | Path,
+    name: str,
+    source: Source | str | Path | NDArray[Any] | Tensor | nn.Embedding,
+    *,
+    keys: NDArray[Any] | Tensor | str | Path | None = None,
+    table_ids: int | NDArray[Any] | Tensor | str | Path | None = None,
+    tensor: str | Sequence[str] | None = None,
+    description: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Make snapshot `name` in a store folder, `<persistent_path>/<embedding name>`, which `load` then makes live.
+
+    source: one of
+    - a file that an export wrote (.parquet, .npz, .safetensors), or a snapshot's folder: the same rows bit for bit;
+      or one like it that others wrote: `key` and `embedding`, and as far as they are there `table`, states, `updates`
+      and `step`; other columns are ignored;
+    - float32 [n, dim] as an array, a tensor, an `nn.Embedding` or a .npy file, or `tensor` of a .npz, .safetensors or
+      torch file (.pt, .pth, .bin, .ckpt; inner dicts by "outer.inner"), or a list of them, one a table, in order.
+    keys: [n] of the key type, for the second kind; None where a row's number is its key; then the row of the table's
+    padding_idx, which must be zeros, is left out. table_ids: of the rows, one whole number or [n]. Both may be paths
+    of .npy files. Of a repeated (table, key) the last row stands.
+    description: of the table, by `description_for`; None for the source's own, else the store's, else for an empty
+    store that of an embedding with defaults. Where the source lacks the optimizer's states, rows are without state.
+    progress: told rows as they are read and again as they are written.
+
+    Nothing in a file is run. Memory: about 1/64 of the rows a few times, as `RowSorter` says. Creates and locks the
+    store folder. Raises InputError for what cannot be rows of the table, SnapshotError for a file that cannot be read
+    or a name that is taken or cannot be used, StoreError where the store is in use, OptionError without pyarrow.
+    """
+    check_name(name)
+    opened = open_source(source, keys, table_ids, tensor)
+    if description is not None:
+        description = checked_description(description, "description")
+    with StoreFolder(Path(store)) as folder:
+        described = _fitted(description or opened.description or _description_of(folder, opened), opened)
+        return write_rows(folder.snapshots / name, described, _rows(opened, described), progress)
+
+
+def write_rows(
+    folder: Path, description: Mapping[str, Any], batches: Iterable[NDArray[np.void]], progress: Progress | None = None
+) -> Manifest:
+    """`write_snapshot` of rows [n] of `row_dtype(width)` in any order; of a repeated (table, key) the last stands.
+
+    `progress` is told rows as they are read and again as they are written.
+    """
+    if os.path.lexists(folder):
+        raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first")
+    with RowSorter(folder.parent, description["width"]) as sorter:
+        for rows in batches:
+            sorter.add(rows)
+            if progress is not None:
+                progress(len(rows))
+        return write_snapshot(folder, dict(description), sorter.chunks(), progress)
+
+
+def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:
+    """Of a source that does not say: the store's, or that of an embedding with defaults."""
+    stored = stored_description(store)
+    if stored is not None:
+        return stored
+    if source.tables is None:
+        raise InputError(f"{source.what}: how many tables it is of is not known; give description=description_for(...)")
+    key_type = getattr(torch, source.key_type or "int64")
+    default = description_for(store.path.name, source.dim, key_type, padding_idx=source.padding_idx)
+    return {**default, "tables": default["tables"] * source.tables}
+
+
+def _fitted(description: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
+    """The description, without optimizer state where the source has none. Raises InputError where they disagree."""
+    dim = sum(description["columns"])
+    if source.dim != dim:
+        raise InputError(f"{source.what} has rows of {source.dim} floats, and the table of {dim}: not the same table")
+    if source.key_type not in (None, description["key_type"]):
+        raise InputError(
+            f"{source.what} has keys of {source.key_type}, and the table of {description['key_type']}: convert them, "
+            "or give a description"
+        )
+    missing = [state for state in description["states"] if state not in source.names]
+    if missing and len(missing) < len(description["states"]):
+        raise InputError(f"{source.what} lacks optimizer state {', '.join(missing)}: give all states, or none")
+    return without_state(description) if missing else description
+
+
+def _rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArray[np.void]]:
+    columns = Columns(description)
+    names = [KEY, TABLE, EMBEDDING, *description["states"], UPDATES, *([STEP] if description["step"] else [])]
+    for batch in source.batches(names):
+        arrays = batch if source.key_type is not None else _numbered(batch, columns, source)
+        yield from columns.rows(arrays, source.what)
+
+
+def _numbered(batch: dict[str, Any], columns: Columns, source: Source) -> dict[str, Any]:
+    """A batch of a dense table, whose keys are row numbers, of the key type and without the row that is padding."""
+    numbers, padding = batch[KEY], columns.description["padding_idx"]
+    if source.padding_idx is not None and source.padding_idx != padding:
+        raise InputError(
+            f"{source.what} has padding_idx={source.padding_idx}, and the table {padding}: give both the same"
+        )
+    if numbers[-1] > np.iinfo(columns.key_dtype).max:
+        raise InputError(f"{source.what} has {source.rows} rows, more than there are keys of {columns.key_dtype}")
+    kept = {**batch, KEY: numbers.astype(columns.key_dtype)}
+    if padding is None:
+        return kept
+    is_row = numbers != padding
+    if batch[EMBEDDING][~is_row].any():
+        raise InputError(
+            f"{source.what}: row {padding} is that of padding_idx, which is zeros in every lookup, and holds others: "
+            "give a description with padding_idx=None, or make the row zeros"
+        )
+    return {**kept, KEY: kept[KEY][is_row], EMBEDDING: batch[EMBEDDING][is_row]}

@@ -1,0 +1,68 @@
+"""Arrays by name, in memory or in a file, read together and in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+METADATA = "tierbed"  # the name under which a file keeps the description of its rows, as JSON
+
+
+class Column(Protocol):
+    """An array [n, ...] that is read by rows in ascending order, each asked for once."""
+
+    @property
+    def dtype_name(self) -> str:
+        """As NumPy names it, where it has a name for it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """Rows from `begin` to `end`, begin < end <= n."""
+
+
+class ArrayColumn:
+    """An array in memory, or one that is mapped."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array = array
+        self.dtype_name = str(array.dtype)
+        self.shape = array.shape
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        return np.asarray(self._array[begin:end])
+
+
+class TensorColumn:
+    """A tensor on any device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self.dtype_name = str(tensor.dtype).removeprefix("torch.")
+        self.shape = tuple(tensor.shape)
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        array: NDArray[Any] = self._tensor[begin:end].cpu().numpy()
+        return array
+
+
+class NamedArrays:
+    """What an open file of arrays holds. `metadata`: what it keeps under METADATA."""
+
+    def __init__(self, columns: Mapping[str, Column], metadata: str | None = None) -> None:
+        self.columns = columns
+        self.metadata = metadata
+        self.shapes = {name: (column.dtype_name, column.shape) for name, column in columns.items()}
+
+    def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
+        """The arrays of those names, all of one length, `max_rows` rows at a time."""
+        chosen = {name: self.columns[name] for name in names}
+        count = next(iter(chosen.values())).shape[0]
+        for begin in range(0, count, max_rows):
+            end = min(begin + max_rows, count)
+            yield {name: column.read(begin, end) for name, column in chosen.items()}

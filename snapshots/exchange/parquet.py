@@ -1,0 +1,111 @@
+"""Parquet files of rows, by pyarrow, which is imported when it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.errors import InputError, OptionError
+from .columns import Columns
+from .named_arrays import METADATA
+
+_GROUP_ROWS = 1 << 18
+_GROUP_BYTES = 1 << 25
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow.parquet  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise OptionError(f"Parquet needs pyarrow ({error}): pip install 'tierbed[parquet]'") from error
+    return pyarrow
+
+
+def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void]], metadata: str) -> None:
+    """Write rows in row groups of about 32 MiB, floats as fixed-size lists, the metadata in the file's own."""
+    pa = _pyarrow()
+    types = {name: _type(pa, dtype, shape) for name, (dtype, shape) in columns.shapes().items()}
+    schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in types.items()], {METADATA: metadata})
+    # a dictionary of floats would be compared by value, and they hardly repeat
+    with pa.parquet.ParquetWriter(path, schema, use_dictionary=False, write_page_checksum=True) as writer:
+        for rows in _grouped(chunks):
+            arrays = columns.split(rows)
+            writer.write_table(pa.table([_array(pa, arrays[name], kind) for name, kind in types.items()], schema))
+
+
+def _type(pa: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+    plain = pa.from_numpy_dtype(dtype)
+    return pa.list_(pa.field("element", plain, nullable=False), *shape) if shape else plain
+
+
+def _array(pa: Any, array: NDArray[Any], kind: Any) -> Any:
+    return pa.FixedSizeListArray.from_arrays(array.reshape(-1), type=kind) if array.ndim > 1 else pa.array(array)
+
+
+def _grouped(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
+    waiting: list[NDArray[np.void]] = []
+    count = 0
+    for rows in chunks:
+        waiting.append(rows.copy())  # a store may use its memory again
+        count += len(rows)
+        if count >= min(_GROUP_ROWS, _GROUP_BYTES // rows.itemsize):
+            yield np.concatenate(waiting)
+            waiting, count = [], 0
+    if waiting:
+        yield np.concatenate(waiting)
+
+
+class ParquetRows:
+    """An open file. `shapes`: name of the dtype and shape of each column that an import could take."""
+
+    def __init__(self, file: Any, pa: Any) -> None:
+        self._file = file
+        self._pa = pa
+        found = (file.schema_arrow.metadata or {}).get(METADATA.encode())
+        self.metadata = None if found is None else found.decode()
+        self.shapes = {field.name: self._shape(field) for field in file.schema_arrow}
+
+    def _shape(self, field: Any) -> tuple[str, tuple[int, ...]]:
+        types, count = self._pa.types, self._file.metadata.num_rows
+        if types.is_fixed_size_list(field.type):
+            return self._name(field.type.value_type), (count, field.type.list_size)
+        if types.is_list(field.type) or types.is_large_list(field.type):
+            first = next(self._file.iter_batches(1, columns=[field.name]), None)  # all must be as long
+            length = 0 if first is None or not first.column(0).is_valid()[0].as_py() else len(first.column(0)[0])
+            return self._name(field.type.value_type), (count, length)
+        return self._name(field.type), (count,)
+
+    def _name(self, kind: Any) -> str:
+        return {"float": "float32", "double": "float64"}.get(str(kind), str(kind))
+
+    def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
+        """The columns of those names, `max_rows` rows at a time. Raises InputError for rows that lack a value."""
+        names = list(names)
+        for batch in self._file.iter_batches(max_rows, columns=names):
+            yield {name: self._values(name, batch.column(name)) for name in names}
+
+    def _values(self, name: str, array: Any) -> NDArray[Any]:
+        pa, shape = self._pa, self.shapes[name][1]
+        if len(shape) > 1:
+            try:
+                array = array.cast(pa.list_(array.type.value_type, shape[1])) if array.null_count == 0 else array
+            except pa.ArrowInvalid as error:
+                raise InputError(f"column {name!r} has lists of several lengths, the first {shape[1]}") from error
+        flat = array.flatten() if len(shape) > 1 else array
+        if array.null_count or flat.null_count:
+            raise InputError(f"column {name!r} has rows without a value; leave them out")
+        values: NDArray[Any] = flat.to_numpy(zero_copy_only=False)
+        return values.reshape(-1, *shape[1:])
+
+
+@contextmanager
+def opened_parquet(path: Path) -> Iterator[ParquetRows]:
+    """The rows of a file. Raises OptionError without pyarrow, ValueError or OSError where it cannot be read."""
+    pa = _pyarrow()
+    with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        yield ParquetRows(file, pa)

@@ -1,0 +1,188 @@
+"""Rows of a snapshot as NumPy arrays of keys and values, read and written without an embedding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...engine.errors import ClosedError, InputError, SnapshotError
+from ...engine.scanned import settled
+from ...engine.spec import KEY_TYPES, check_dtype, check_key_type
+from ...engine.store.folder import StoreFolder
+from ..format import check_name
+from ..reader import Snapshot
+from ..writer import write_snapshot
+from .columns import KEY, TABLE, VALUES, Columns
+from .descriptions import checked_description, description_for, stored_description, without_state
+from .sorting import RowSorter
+
+Chunk = tuple[NDArray[Any], ...]
+
+
+class PersistentTableReader(Iterator[Chunk]):
+    """What `make_persistent_table_reader` makes: an iterator, and a context manager that closes its files."""
+
+    def __init__(self, snapshot: Snapshot, storage_dim: int, table_ids: bool) -> None:
+        self._columns = Columns(snapshot.description)
+        self._dim = storage_dim
+        self._table_ids = table_ids
+        chunks = snapshot.chunks()
+        self._chunks = chunks if storage_dim == self._columns.width else settled(snapshot.description, chunks)
+
+    def __next__(self) -> Chunk:
+        _, rows = next(self._chunks)
+        keys, values = self._columns.user_keys(rows["key"]), rows["values"][:, : self._dim].copy()
+        return (keys, values, rows["table"].copy()) if self._table_ids else (keys, values)
+
+    def close(self) -> None:
+        """End the iteration. May be called again."""
+        self._chunks.close()  # type: ignore[attr-defined]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class PersistentTableWriter:
+    """What `make_persistent_table_writer` makes: `write` any number of times, then `close`, or leave its `with`."""
+
+    def __init__(self, folder: StoreFolder, name: str, description: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._place = folder.snapshots / name
+        self._description = dict(description)
+        self._columns = Columns(description)
+        self._sorter = RowSorter(folder.snapshots, description["width"])
+        self._closed = False
+
+    def write(self, keys: NDArray[Any], values: NDArray[np.float32], table_ids: Any = None) -> None:
+        """Add rows, in any order; of a repeated (table, key) the last stands.
+
+        keys: [n] of the key type. values: float32 [n, storage_dim]. table_ids: whole numbers [n], or one for all of
+        them; None where there is one table. Raises InputError, and adds none of them; SnapshotError, ClosedError.
+        """
+        if self._closed:
+            raise ClosedError(f"the writer of snapshot {self._place.name!r} was closed: make another")
+        arrays = {KEY: keys, VALUES: values} | ({} if table_ids is None else {TABLE: table_ids})
+        for rows in self._columns.rows(arrays, f"snapshot {self._place.name!r}"):
+            self._sorter.add(rows)
+
+    def close(self) -> None:
+        """Make the snapshot, durable when this returns. May be called again. Raises SnapshotError."""
+        if not self._closed:
+            try:
+                write_snapshot(self._place, self._description, self._sorter.chunks())
+            finally:
+                self.discard()
+
+    def discard(self) -> None:
+        """Forget what was written; no snapshot is made. May be called again."""
+        self._closed = True
+        self._sorter.close()
+        self._folder.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def make_persistent_table_reader(
+    path: str | Path,
+    snapshot_name: str,
+    key_type: torch.dtype,
+    value_type: torch.dtype,
+    storage_dim: int,
+    physical_block_size: int = 4096,
+    *,
+    table_ids: bool = False,
+) -> PersistentTableReader:
+    """Read a snapshot of any kind as chunks of (keys [n] of the key type, values float32 [n, storage_dim]) in NumPy.
+
+    path: the store folder, `<persistent_path>/<embedding name>`; a running trainer may hold it.
+    value_type: torch.float32. storage_dim: the floats of a row that are read: the embedding's, or with those of the
+    optimizer's states behind them. physical_block_size: has no effect; for OneFlow's signature.
+    table_ids: whether chunks are (keys, values, table_ids uint32 [n]), which several tables need.
+
+    Without the states, values are what a lookup sees; with them, those of a row's latest write, whose step only
+    `export_snapshot` tells. Checksums are compared while a bucket is read, so that a damaged one raises SnapshotError
+    at its end. Raises InputError for an argument that is not the snapshot's, SnapshotError where it is missing.
+    """
+    check_dtype(value_type)
+    check_name(snapshot_name)
+    snapshot = Snapshot.open(Path(path) / "snapshots" / snapshot_name)
+    _check_kind(snapshot.description, key_type, storage_dim, f"snapshot {snapshot_name!r}")
+    if len(snapshot.description["tables"]) > 1 and not table_ids:
+        raise InputError(
+            f"snapshot {snapshot_name!r} has {len(snapshot.description['tables'])} tables, and a key may be in each: "
+            "give table_ids=True, for chunks of (keys, values, table_ids)"
+        )
+    return PersistentTableReader(snapshot, storage_dim, table_ids)
+
+
+def make_persistent_table_writer(
+    path: str | Path,
+    snapshot_name: str,
+    key_type: torch.dtype,
+    value_type: torch.dtype,
+    storage_dim: int,
+    physical_block_size: int = 4096,
+    *,
+    description: Mapping[str, Any] | None = None,
+) -> PersistentTableWriter:
+    """A writer that makes snapshot `snapshot_name` of rows given as NumPy arrays, which `load` then makes live.
+
+    path: the store folder, `<persistent_path>/<embedding name>`, created where it is missing, and locked until the
+    writer is closed. value_type: torch.float32. storage_dim: the floats of a row that are written: the embedding's, or
+    with those of the optimizer's states behind them. physical_block_size: has no effect; for OneFlow's signature.
+    description: of the table, by `description_for`; None for the store's, or in an empty store that of an embedding
+    of one table with defaults.
+
+    Rows count as written once, at the description's step. They wait on the disk in 64 parts, and one part is sorted at
+    a time in memory: about 1/64 of all rows, a few times. Leaving a `with` by an exception makes no snapshot. Raises
+    InputError for an argument that is not the table's, SnapshotError for a name that is taken or cannot be used,
+    StoreError where the store is in use.
+    """
+    check_dtype(value_type)
+    check_key_type(key_type)
+    check_name(snapshot_name)
+    if description is not None:
+        description = checked_description(description, "description")
+    folder = StoreFolder(Path(path))
+    try:
+        if os.path.lexists(folder.snapshots / snapshot_name):
+            raise SnapshotError(f"snapshot {snapshot_name!r} exists: choose another name, or delete it first")
+        description = description or stored_description(folder)
+        description = description or description_for(folder.path.name, storage_dim, key_type)
+        _check_kind(description, key_type, storage_dim, f"the table of {str(folder.path)!r}")
+        if storage_dim != description["width"]:
+            description = without_state(description)
+        return PersistentTableWriter(folder, snapshot_name, description)
+    except BaseException:
+        folder.release()
+        raise
+
+
+def _check_kind(description: Mapping[str, Any], key_type: torch.dtype, storage_dim: int, what: str) -> None:
+    if KEY_TYPES[check_key_type(key_type)] != description["key_type"]:
+        raise InputError(f"key_type={key_type}: {what} has keys of {description['key_type']}; give that")
+    dim, width = sum(description["columns"]), description["width"]
+    if type(storage_dim) is not int or storage_dim not in (dim, width):
+        states = f", or {width} with optimizer state {', '.join(description['states'])}" if width > dim else ""
+        raise InputError(f"storage_dim={storage_dim!r}: {what} has rows of {dim} floats{states}; give that")

@@ -1,0 +1,102 @@
+"""Rows that come in any order, brought into the order of a snapshot with bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine import _core
+from ...engine.errors import SnapshotError
+from ...engine.store.contract import BUCKETS, Chunks, row_dtype
+from ...engine.store.durable import make_folder
+from .columns import chunk_rows
+
+_BUFFER_BYTES = 1 << 16
+
+
+class RowSorter:
+    """Takes rows [n] of `row_dtype(width)` in any order, and gives them as `write_snapshot` wants them.
+
+    Of rows with the same (table, key), the last that was added stands. Rows wait in one file for each bucket, which
+    has no name and so is gone when the process ends, however it ends; it lies in the file system of `place`, where
+    there must be room for all rows. Memory: the rows of one bucket, about 1/64 of all, a few times while they are
+    sorted.
+    """
+
+    def __init__(self, place: Path, width: int) -> None:
+        """`place`: a folder, created where it is missing."""
+        self._place = place
+        self._dtype = row_dtype(width)
+        self._limit = chunk_rows(width)
+        self._files: dict[int, IO[bytes]] = {}
+
+    def add(self, rows: NDArray[np.void]) -> None:
+        """Raises SnapshotError where they cannot be written."""
+        buckets = _core.buckets(rows["table"].copy(), rows["key"].copy())
+        order = np.argsort(buckets, kind="stable")
+        ordered = rows[order]
+        bounds = np.searchsorted(buckets[order], np.arange(BUCKETS + 1))
+        with self._errors():
+            for bucket in np.flatnonzero(np.diff(bounds)).tolist():
+                part = ordered[bounds[bucket] : bounds[bucket + 1]]
+                self._file(bucket).write(part.view(np.uint8).data)
+
+    def chunks(self) -> Chunks:
+        """Every row, once: (bucket, rows), buckets ascending, within one (table, key) ascending."""
+        for bucket in sorted(self._files):
+            rows = self._read(self._files.pop(bucket))
+            order = np.lexsort((rows["key"], rows["table"]))  # stable: equal rows stay in the order they came in
+            tables, keys = rows["table"][order], rows["key"][order]
+            is_last = np.ones(len(order), np.bool_)
+            is_last[:-1] = (tables[1:] != tables[:-1]) | (keys[1:] != keys[:-1])
+            order = order[is_last]
+            for begin in range(0, len(order), self._limit):
+                yield bucket, rows[order[begin : begin + self._limit]]
+
+    def close(self) -> None:
+        """Forget what is left. May be called again."""
+        files, self._files = self._files, {}
+        for file in files.values():
+            with contextlib.suppress(OSError):  # of rows that nobody wants any more
+                file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _file(self, bucket: int) -> IO[bytes]:
+        file = self._files.get(bucket)
+        if file is None:
+            make_folder(self._place)
+            file = self._files[bucket] = tempfile.TemporaryFile(buffering=_BUFFER_BYTES, dir=self._place)  # noqa: SIM115
+        return file
+
+    def _read(self, file: IO[bytes]) -> NDArray[np.void]:
+        with self._errors(), file:
+            file.flush()
+            rows = np.empty(os.fstat(file.fileno()).st_size // self._dtype.itemsize, self._dtype)
+            file.seek(0)
+            file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
+            return rows
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SnapshotError(
+                f"rows cannot be sorted in {str(self._place)!r}: {error}. There must be room for all rows twice: as "
+                "they wait to be sorted, and in the snapshot"
+            ) from error

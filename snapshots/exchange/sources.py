@@ -1,0 +1,272 @@
+"""What rows can be imported from: arrays, dense embeddings, snapshots, and files, read in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ...engine.errors import InputError, SnapshotError, TierbedError
+from ..reader import Snapshot
+from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
+from .descriptions import checked_description
+from .named_arrays import ArrayColumn, Column, NamedArrays, TensorColumn
+from .npz import opened_npz
+from .parquet import opened_parquet
+from .tensors import opened_safetensors
+
+Shape = tuple[str, tuple[int, ...]]  # name of the dtype, shape
+
+
+class Opened(Protocol):
+    """An open file or its like. `metadata`: the description that an export keeps, as JSON."""
+
+    @property
+    def metadata(self) -> str | None: ...
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
+
+    def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
+        """The arrays of those names, all of one length, `max_rows` rows at a time."""
+
+
+Opener = Callable[[], AbstractContextManager[Opened]]
+
+
+class Part(NamedTuple):
+    """Rows of a source. `columns`: names of `columns.Columns` to the source's own; `table`: where no column tells."""
+
+    columns: dict[str, str]
+    table: int | None = None
+
+
+class Source:
+    """Rows to import; nothing is read but headers until `batches`.
+
+    Attributes: `what` names it in messages; `rows` and `dim`; `names` of the columns that are there; `key_type`, None
+    where keys are row numbers; `tables`, how many it tells apart by itself, None where a column does; `description`,
+    None but for exports and snapshots; `padding_idx` of an `nn.Embedding`.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        opener: Opener,
+        parts: Callable[[Mapping[str, Shape]], list[Part]],
+        padding_idx: int | None = None,
+    ) -> None:
+        """`parts`: what is taken of the arrays that are there. Raises InputError, SnapshotError, OptionError."""
+        self.what = what
+        self.padding_idx = padding_idx
+        self._opener = opener
+        with _reading(what), opener() as file:
+            shapes, metadata = file.shapes, file.metadata
+            self._parts = parts(shapes)
+        self.names = frozenset(self._parts[0].columns)
+        self.tables = None if TABLE in self.names else len(self._parts)
+        self.dim, self.rows = 0, 0
+        for part in self._parts:
+            self._add(part, shapes)
+        self.key_type = shapes[self._parts[0].columns[KEY]][0] if KEY in self.names else None
+        if self.key_type not in (None, *KEY_DTYPES):
+            raise InputError(f"{what}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
+        self.description = None if metadata is None else _parsed(metadata, what)
+
+    def _add(self, part: Part, shapes: Mapping[str, Shape]) -> None:
+        name = part.columns[EMBEDDING]
+        dtype, shape = shapes[name]
+        if dtype != "float32" or len(shape) != 2 or shape[1] < 1:
+            raise InputError(f"{self.what}: {name} is {dtype} {shape}; rows are float32 (n, dim): convert it")
+        if self.dim not in (0, shape[1]):
+            raise InputError(f"{self.what}: {name} has rows of {shape[1]} floats and another tensor of {self.dim}")
+        for other in part.columns.values():
+            if shapes[other][1][:1] != shape[:1]:
+                raise InputError(f"{self.what}: {other} has shape {shapes[other][1]} and {name} {shape}")
+        self.dim = shape[1]
+        self.rows += shape[0]
+
+    def batches(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """The columns of those names, in bounded chunks; with KEY the row number, int64, where there are no keys.
+
+        Raises SnapshotError where they cannot be read, InputError for what cannot be a row.
+        """
+        wanted = [name for name in names if name in self.names]
+        with _reading(self.what), self._opener() as file:
+            for part in self._parts:
+                begin = 0
+                for batch in file.batches([part.columns[name] for name in wanted], chunk_rows(self.dim)):
+                    columns: dict[str, Any] = {name: batch[part.columns[name]] for name in wanted}
+                    end = begin + len(columns[EMBEDDING])
+                    columns.setdefault(KEY, np.arange(begin, end))
+                    begin = end
+                    yield columns if part.table is None else {**columns, TABLE: part.table}
+
+
+def open_source(source: Any, keys: Any = None, table_ids: Any = None, tensor: Any = None) -> Source:
+    """The rows that `importing.import_snapshot` imports by these arguments."""
+    if isinstance(source, Source):
+        return source
+    extra = {name: _array(value, name) for name, value in ((KEY, keys), (TABLE, table_ids)) if _is_array(value)}
+    table = None if table_ids is None or TABLE in extra else table_ids
+    if TABLE in extra and KEY not in extra:
+        raise InputError("table_ids: an array of them goes with keys; give keys, or one table id")
+    if isinstance(source, nn.Embedding):
+        dense: Column = TensorColumn(source.weight)
+        return Source(
+            "nn.Embedding", _memory({"weight": dense}, extra), _dense("weight", extra, table), source.padding_idx
+        )
+    if isinstance(source, (Tensor, np.ndarray)):
+        dense = TensorColumn(source) if isinstance(source, Tensor) else ArrayColumn(source)
+        return Source(type(source).__name__, _memory({"values": dense}, extra), _dense("values", extra, table))
+    if not isinstance(source, (str, os.PathLike)):
+        raise InputError(
+            f"source: got {type(source).__name__}; give a path, a NumPy array, a tensor or an nn.Embedding"
+        )
+    path = Path(source)
+    if path.suffix == ".npy":
+        return Source(repr(str(path)), _memory({"values": _npy(path)}, extra), _dense("values", extra, table))
+    opener = _opener_of(path)
+    if tensor is not None:
+        return Source(repr(str(path)), partial(_with, opener, extra), _dense(tensor, extra, table))
+    if extra or table is not None:
+        raise InputError("keys and table_ids go with a dense tensor; name it by tensor=")
+    return Source(repr(str(path)), opener, _by_name)
+
+
+def _opener_of(path: Path) -> Opener:
+    if path.is_dir():
+        return lambda: nullcontext(_SnapshotRows(Snapshot.open(path)))
+    openers: dict[str, Callable[[Path], AbstractContextManager[Opened]]] = {
+        ".npz": opened_npz,
+        ".parquet": opened_parquet,
+        ".safetensors": opened_safetensors,
+        **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _opened_state_dict),
+    }
+    if path.suffix not in openers:
+        raise InputError(
+            f"source={str(path)!r}: its kind is not known by its name; give a snapshot's folder, or a file that ends "
+            f"in .npy, {', '.join(openers)}"
+        )
+    return partial(openers[path.suffix], path)
+
+
+def _by_name(shapes: Mapping[str, Shape]) -> list[Part]:
+    """The columns of an export."""
+    if not {KEY, EMBEDDING} <= shapes.keys():
+        raise InputError(
+            f"it holds {', '.join(sorted(shapes)) or 'nothing'}; {KEY!r} and {EMBEDDING!r} are needed, or the name of "
+            "a dense table by tensor="
+        )
+    return [Part({name: name for name, (_, shape) in shapes.items() if shape})]  # one number is no column
+
+
+def _dense(tensor: Any, extra: Mapping[str, Column], table: Any) -> Callable[[Mapping[str, Shape]], list[Part]]:
+    """One array, or a list of them, of which each is a table."""
+
+    def parts(shapes: Mapping[str, Shape]) -> list[Part]:
+        names = [tensor] if isinstance(tensor, str) else list(tensor)
+        for name in names:
+            if name not in shapes:
+                raise InputError(f"tensor={name!r} is not there; there are {', '.join(sorted(shapes))}")
+        own = {name: name for name in extra}
+        if isinstance(tensor, str):
+            return [Part({EMBEDDING: tensor, **own}, table)]
+        if extra or table is not None or not names:
+            raise InputError(f"tensor={tensor!r}: a list has one name a table, and no keys or table_ids")
+        return [Part({EMBEDDING: name}, index) for index, name in enumerate(names)]
+
+    return parts
+
+
+def _memory(columns: Mapping[str, Column], extra: Mapping[str, Column]) -> Opener:
+    return lambda: nullcontext(NamedArrays({**columns, **extra}))
+
+
+@contextmanager
+def _with(opener: Opener, extra: Mapping[str, Column]) -> Iterator[NamedArrays]:
+    """The arrays of a file and others."""
+    with opener() as file:
+        if not isinstance(file, NamedArrays):
+            raise InputError("tensor= is for .npz, .safetensors and torch files; leave it out")
+        yield NamedArrays({**file.columns, **extra})
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (np.ndarray, Tensor, str, os.PathLike))
+
+
+def _array(value: Any, what: str) -> Column:
+    if isinstance(value, Tensor):
+        return TensorColumn(value)
+    return ArrayColumn(value) if isinstance(value, np.ndarray) else _npy(Path(value))
+
+
+def _npy(path: Path) -> Column:
+    with _reading(repr(str(path))):
+        return ArrayColumn(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+@contextmanager
+def _opened_state_dict(path: Path) -> Iterator[NamedArrays]:
+    """The tensors of a `torch.save`, which stay on the disk; what is not plain data is refused, so no code runs."""
+    tensors = _tensors(torch.load(path, map_location="cpu", weights_only=True, mmap=True), "")
+    yield NamedArrays({name: TensorColumn(tensor) for name, tensor in tensors})
+
+
+def _tensors(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield prefix.removesuffix("."), value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _tensors(inner, f"{prefix}{name}.")
+
+
+class _SnapshotRows:
+    """The rows of a snapshot by columns."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._columns = Columns(snapshot.description)
+        self.metadata = json.dumps(snapshot.description)
+        rows = snapshot.manifest.rows
+        self.shapes = {name: (str(dtype), (rows, *shape)) for name, (dtype, shape) in self._columns.shapes().items()}
+
+    def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
+        for _, rows in self._snapshot.chunks(max_rows):
+            columns = self._columns.split(rows)
+            yield {name: columns[name] for name in names}
+
+
+def _parsed(metadata: str, what: str) -> dict[str, Any]:
+    try:
+        description = json.loads(metadata)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{what}: its description is not JSON: {error}; give a description") from error
+    return checked_description(description, f"{what}: its description")
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Turns what libraries raise for a damaged or foreign file into SnapshotError."""
+    try:
+        yield
+    except TierbedError as error:
+        raise type(error)(error if what in str(error) else f"{what}: {error}") from error
+    except (OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError, BadZipFile, zlib.error) as error:
+        raise SnapshotError(f"{what} cannot be read: {error}") from error
+    except SafetensorError as error:
+        raise SnapshotError(f"{what} cannot be read: {error}") from error

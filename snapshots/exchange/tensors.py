@@ -1,0 +1,59 @@
+"""safetensors files: written in bounded memory, which its own writer does not, and read by the library.
+
+Layout: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from .aside import ColumnsAside
+from .named_arrays import METADATA, Column, NamedArrays
+
+_NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "uint64": "U64"}
+_DTYPES = {name: numpy for numpy, name in _NAMES.items()} | {"F64": "float64", "F16": "float16", "I16": "int16"}
+
+
+def write_safetensors(path: Path, columns: ColumnsAside, metadata: str) -> None:
+    """Write columns as tensors, the metadata in the file's own."""
+    header: dict[str, Any] = {"__metadata__": {METADATA: metadata}}
+    end = 0
+    for name, column in columns.items():  # the key is the first, so that all tensors are aligned
+        begin, end = end, end + column.dtype.itemsize * int(np.prod(column.shape, dtype=np.int64))
+        header[name] = {"dtype": _NAMES[str(column.dtype)], "shape": column.shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for column in columns.values():
+            shutil.copyfileobj(column.file, file, 1 << 20)
+
+
+@contextmanager
+def opened_safetensors(path: Path) -> Iterator[NamedArrays]:
+    """The tensors of a file, which stays on the disk."""
+    with safe_open(path, "np") as file:
+        columns: dict[str, Column] = {name: _Slices(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+        yield NamedArrays(columns, (file.metadata() or {}).get(METADATA))
+
+
+class _Slices:
+    """A tensor in a file."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.dtype_name = _DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
+        self.shape = tuple(tensor.get_shape())
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        array: NDArray[Any] = self._tensor[begin:end]
+        return array

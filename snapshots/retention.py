@@ -1,0 +1,75 @@
+"""Which snapshots of a store are kept, and the removal of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ..engine.errors import OptionError, SnapshotError
+from ..engine.store.durable import fsync_dir, remove_folder
+from ..engine.store.folder import StoreFolder
+from .format import TEMPORARY
+from .reader import Snapshot, list_snapshots
+
+
+class Retained(NamedTuple):
+    """Snapshots by what becomes of them, each from the oldest to the latest."""
+
+    kept: list[Snapshot]
+    removed: list[Snapshot]
+
+
+def plan_prune(
+    snapshots: list[Snapshot], keep_last: int, keep_every: int | None = None, base: str | None = None
+) -> Retained:
+    """Which of `snapshots`, from the oldest to the latest, a prune keeps.
+
+    keep_last: so many of the latest, at least 1. keep_every: for each so many steps, the first snapshot that reached
+    them. `base`, which live rows go back to after a kill, and all that a kept snapshot goes over are kept as well.
+    Raises OptionError, and SnapshotError where a kept one lacks a parent.
+    """
+    _check_count("keep_last", keep_last)
+    if keep_every is not None:
+        _check_count("keep_every", keep_every)
+    wanted = {s.name for s in snapshots[-keep_last:]} | {base}
+    reached = -1
+    for snapshot in snapshots:
+        if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > reached:
+            reached = multiple
+            wanted.add(snapshot.name)
+    kept = {held.name for snapshot in snapshots if snapshot.name in wanted for held in snapshot.chain}
+    return Retained([s for s in snapshots if s.name in kept], [s for s in snapshots if s.name not in kept])
+
+
+def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> Retained:
+    """Remove the snapshots of a store that `plan_prune` does not keep. Returns what was kept and removed.
+
+    Each is removed whole before the next, the latest first, so that at any instant, a kill included, every snapshot
+    that is left has all it goes over. Raises SnapshotError, and removes nothing, where a manifest is damaged: it is
+    unknown then what that snapshot goes over.
+    """
+    listing = list_snapshots(store.snapshots)
+    for error in listing.damaged.values():
+        raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
+    plan = plan_prune(listing.snapshots, keep_last, keep_every, store.base)
+    for snapshot in reversed(plan.removed):
+        remove_snapshot(snapshot.folder)
+    return plan
+
+
+def remove_snapshot(folder: Path) -> None:
+    """Remove a snapshot, if it is there, so that a kill leaves it whole or not at all. Raises SnapshotError."""
+    temporary = folder.parent / f"{TEMPORARY}{folder.name}"
+    try:
+        remove_folder(temporary)
+        if folder.is_dir():
+            folder.rename(temporary)
+            fsync_dir(folder.parent)
+            remove_folder(temporary)
+    except OSError as error:
+        raise SnapshotError(f"snapshot {str(folder)!r} cannot be removed: {error}") from error
+
+
+def _check_count(argument: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{argument}={value!r}: give a whole number from 1")

@@ -1,0 +1,169 @@
+"""What a store folder holds and what the next run would do with it, read without disturbing the process that has it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..engine.errors import SnapshotError, StoreError
+from ..engine.store.durable import read_record, unseal
+from .reader import Snapshot, list_snapshots
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Where the next run's rows come from.
+
+    `source`: "live" rows, a "snapshot", "empty" for none, or "nowhere", where it cannot start: `problem` says why.
+    `step`: theirs. `lost_steps`: how many steps after it are lost, None where that is not known.
+    """
+
+    source: Literal["live", "snapshot", "empty", "nowhere"]
+    step: int = 0
+    snapshot: str | None = None
+    lost_steps: int | None = 0
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class StoreStatus:
+    """A store folder at one instant.
+
+    `holder`: the id of the process that has it open, 0 where that is not known, None for none. `mark`: what describes
+    the live rows, None while they are of different steps or absent. `live`: "rows", "rocksdb" or None. `rows` of the
+    live rows, None without a mark. `step`: how far they came, None where it is not known. `base`: the snapshot that
+    they go back to, if any. `bytes`: of the live rows, the snapshots and the rest; a file that two parts share counts
+    in the first. `restart`: what a run that starts now would do; with a holder, one that starts after its kill.
+    """
+
+    path: Path
+    holder: int | None
+    mark: dict[str, Any] | None
+    live: str | None
+    rows: int | None
+    step: int | None
+    base: str | None
+    bytes: dict[str, int]
+    restart: Restart
+
+    @property
+    def state(self) -> Literal["open", "closed", "unclean", "new"]:
+        """Open in a process, closed in good order, ended without being closed, or never written."""
+        if self.holder is not None:
+            return "open"
+        if self.mark is not None:
+            return "closed"
+        return "new" if self.restart.source == "empty" and self.live is None else "unclean"
+
+
+def store_status(path: Path) -> StoreStatus:
+    """Raises StoreError where there is no store or it cannot be read, SnapshotError where its snapshots cannot."""
+    path = existing_store(Path(path))
+    content = _mark(path)
+    mark = {field: value for field, value in content.items() if field not in ("base", "place")}
+    live_folder = path / str(content.get("place", "live"))
+    base, noted = _base(path, content), noted_step(path)
+    if "live" not in content:
+        mark = {}
+    live = mark.get("live") or _kind_of(live_folder)
+    return StoreStatus(
+        path,
+        holder(path),
+        mark or None,
+        live,
+        mark.get("rows"),
+        mark.get("step", noted),
+        base or None,
+        _sizes(path, live_folder),
+        Restart("live", mark["step"]) if mark else _after_kill(path, base, noted),
+    )
+
+
+def existing_store(path: Path) -> Path:
+    """The path, if there is a store. Raises StoreError otherwise: a mistyped path must not become one."""
+    if not (os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")):
+        raise StoreError(f"{str(path)!r} is no store folder: give <persistent_path>/<embedding name>")
+    return path
+
+
+def holder(path: Path) -> int | None:
+    """The id of the process that has a store folder open, 0 where it is not known; None for none. Raises StoreError."""
+    try:
+        with open(path / "LOCK", "rb") as lock:
+            # one that was let go is empty; one of a killed process is looked at for an instant, as a holder would
+            content = lock.read(20)
+            if not content:
+                return None
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(content) if content.strip().isdigit() else 0
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"cannot read store folder {str(path)!r}: {error}; run as a user that can") from error
+    return None
+
+
+def noted_step(path: Path) -> int | None:
+    """How far the live rows of a store folder came, while they carry no mark; None where that is not known."""
+    try:
+        return int((path / "STEP").read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _mark(path: Path) -> dict[str, Any]:
+    try:
+        content = unseal(read_record(path / "MARK"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    except OSError as error:
+        raise StoreError(f"cannot read the mark of {str(path)!r}: {error}; run as a user that can") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _base(path: Path, content: dict[str, Any]) -> str | None:
+    """As `StoreFolder.base`: "" for none, None where it is unknown."""
+    bases = content.get("base")
+    names = [name for name in bases if isinstance(name, str)] if isinstance(bases, list) else []
+    return next((name for name in names if not name or (path / "snapshots" / name).is_dir()), None)
+
+
+def _after_kill(path: Path, base: str | None, noted: int | None) -> Restart:
+    try:
+        if base:
+            snapshot = Snapshot.open(path / "snapshots" / base)
+        elif base == "" or not (listing := list_snapshots(path / "snapshots")).snapshots:
+            return Restart("empty", lost_steps=noted)
+        elif listing.damaged:
+            raise next(iter(listing.damaged.values()))
+        else:
+            snapshot = listing.snapshots[-1]
+    except SnapshotError as error:
+        return Restart("nowhere", problem=str(error), lost_steps=noted)
+    step = snapshot.description["step"]
+    return Restart("snapshot", step, snapshot.name, None if noted is None else max(0, noted - step))
+
+
+def _kind_of(live: Path) -> str | None:
+    if not live.is_dir():
+        return None
+    return "rocksdb" if any(live.glob("shard-*")) else "rows"
+
+
+def _sizes(path: Path, live: Path) -> dict[str, int]:
+    """Of files, each once: `live`, `snapshots`, `other`, which another process may be changing."""
+    sizes, seen = {"live": 0, "snapshots": 0, "other": 0}, set()
+    for part, top in (("live", live), ("snapshots", path / "snapshots"), ("other", path)):
+        for folder, _, files in os.walk(top):
+            for name in files:
+                with contextlib.suppress(FileNotFoundError):
+                    found = os.lstat(os.path.join(folder, name))
+                    if (found.st_dev, found.st_ino) not in seen:
+                        seen.add((found.st_dev, found.st_ino))
+                        sizes[part] += found.st_size
+    return sizes

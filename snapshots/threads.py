@@ -1,0 +1,113 @@
+"""Work beside the caller's: a source read ahead of whoever uses it, and tasks done behind whoever gives them.
+
+Reading, checksums and writing let other threads of Python run, so that disk, checksum and table work at one time. At
+the end of the interpreter, where no thread can be started any more, the caller does all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, Queue
+from threading import Thread
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+_END = object()
+
+
+@contextmanager
+def ahead(source: Generator[T, None, None], items: int = 2) -> Iterator[Iterator[T]]:
+    """The items of `source`, which a thread takes out of it, so many ahead. Ends the thread when the block ends.
+
+    What the source raises is raised where its item would have come.
+    """
+    taken: Queue[Any] = Queue(items)
+    wanted = True
+
+    def take() -> None:
+        error = None
+        try:
+            for item in source:
+                taken.put((item, None))
+                if not wanted:
+                    break
+            source.close()
+        except BaseException as raised:
+            error = raised
+        taken.put((_END, error))
+
+    def given() -> Iterator[T]:
+        while True:
+            item, error = taken.get()
+            if error is not None:
+                raise error
+            if item is _END:
+                return
+            yield item
+
+    thread = Thread(target=take, name="tierbed-ahead", daemon=True)
+    if not _starts(thread):
+        yield source
+        return
+    try:
+        yield given()
+    finally:
+        wanted = False
+        while thread.is_alive():
+            with suppress(Empty):
+                taken.get(timeout=0.01)
+        thread.join()
+
+
+class Behind:
+    """Does tasks in the order in which they are given, in a thread, with few of them waiting.
+
+    What a task raises is raised by a later `do` or by the end of the block, and no task after it is begun.
+    """
+
+    def __init__(self, waiting: int = 2) -> None:
+        self._tasks: Queue[Callable[[], None] | None] = Queue(waiting)
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._run, name="tierbed-behind", daemon=True)
+        self._has_thread = _starts(self._thread)
+
+    def do(self, task: Callable[[], None]) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._has_thread:
+            self._tasks.put(task)
+        else:
+            task()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if self._error is None:
+                try:
+                    task()
+                except BaseException as error:
+                    self._error = error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._error = error
+        if self._has_thread:
+            self._tasks.put(None)
+            self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
+
+
+def _starts(thread: Thread) -> bool:
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,530 @@
+"""Rows of one instant are read while they change, and saving them in the background changes no training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from cuda_tables import on_one_device, tables_on
+from embeddings import DIM, STORES, contents, make, options, train
+from forked import in_process
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_lifecycle_stores import POLICIES, batches
+
+from tierbed.engine import CapacityError, ClosedError, MultiTableEmbedding, StoreError
+from tierbed.engine.inputs import Lookup
+from tierbed.engine.open_rows import OpenRows
+from tierbed.engine.ops.cuda.device import Device
+from tierbed.engine.store import image as image_module
+from tierbed.engine.store import rocksdb
+from tierbed.engine.store.contract import Chunks, row_dtype
+from tierbed.engine.store.image import MemoryImage
+
+stores = pytest.mark.parametrize("store", STORES)
+in_memory = pytest.mark.parametrize("store", ["device", "host", "cached_host"])
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows of Adagrad at once, so that much happens within a bucket."""
+    size = 3 * row_dtype(2 * DIM).itemsize
+    monkeypatch.setattr(image_module, "CHUNK_BYTES", size)
+    monkeypatch.setattr(rocksdb, "SCAN_BYTES", size)
+
+
+def joined(chunks: Chunks) -> bytes:
+    last = (-1, -1, -1)
+    rows = []
+    for bucket, part in chunks:
+        for row in part:
+            name = bucket, int(row["table"]), int(row["key"])
+            assert last < name
+            last = name
+        rows.append(part.tobytes())
+    return b"".join(rows)
+
+
+def change(embedding: MultiTableEmbedding, number: int) -> None:
+    """A step, a put and a delete, which depend on the number alone."""
+    random = torch.Generator().manual_seed(number)
+    ids = (torch.rand(40, generator=random) ** 2 * 150).to(torch.int64)
+    tables = torch.randint(0, 3, (40,), generator=random)
+    with contextlib.suppress(CapacityError):
+        train(embedding, ids, tables)
+    with contextlib.suppress(CapacityError):
+        embedding.put(ids[:9] + 3, torch.rand(9, DIM, generator=random), tables[:9])
+    embedding.delete(ids[5:12] + 1, tables[5:12])
+
+
+def changed(how: Any, numbers: range) -> bytes:
+    with make(how, "adagrad") as embedding:
+        for number in numbers:
+            change(embedding, number)
+        return contents(embedding).tobytes()
+
+
+policies = pytest.mark.parametrize(
+    "policy", [{}, POLICIES["lru"], POLICIES["sweeps"], POLICIES["sights"]], ids=["none", "lru", "sweeps", "sights"]
+)
+
+
+@stores
+@policies
+@settings(max_examples=5)
+@given(gaps=st.lists(st.integers(0, 25), min_size=1, max_size=12), before=st.integers(0, 4))
+def test_an_image_is_of_one_instant_whatever_happens_while_it_is_read(
+    tmp_path_factory: pytest.TempPathFactory, store: str, policy: dict[str, Any], gaps: list[int], before: int
+) -> None:
+    path = tmp_path_factory.mktemp("store")
+    with make(options(store, path / "one", **policy), "adagrad") as embedding:
+        for number in range(before):
+            change(embedding, number)
+        expected = contents(embedding).tobytes()
+        image = embedding._table().image()
+        steps = iter(range(before, 20))
+
+        def read() -> Chunks:
+            """As many chunks as each gap says, then a change."""
+            chunks = image.chunks()
+            for gap in gaps:
+                for _ in range(gap):
+                    if (chunk := next(chunks, None)) is None:
+                        return
+                    yield chunk
+                change(embedding, next(steps))
+            yield from chunks
+
+        assert joined(read()) == expected
+        image.close()
+        last = next(steps)
+        change(embedding, last)
+        rows = contents(embedding).tobytes()
+    assert rows == changed(options(store, path / "other", **policy), range(last + 1))
+
+
+@stores
+def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        change(embedding, 0)
+        ids, tables = torch.arange(100), torch.zeros(100, dtype=torch.int64)
+        pinned = embedding.pin([Lookup(ids, tables)])  # some are new
+        expected = contents(embedding).tobytes()
+        image = embedding._table().image()
+        pinned.update([torch.ones(100, DIM)])
+        assert contents(embedding).tobytes() != expected
+        assert joined(image.chunks()) == expected
+
+
+@pytest.mark.parametrize("store", ["cached_host", "ssd", "ssd_host"])
+def test_an_image_while_batches_are_prefetched(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        change(embedding, 0)
+        lookups = [Lookup(ids, tables) for ids, tables in batches()]
+        for lookup in lookups:
+            embedding.prefetch(lookup.ids, lookup.table_ids)
+        expected = contents(embedding).tobytes()
+        chunks = embedding._table().image().chunks()
+        read = []
+        for lookup in lookups:
+            train(embedding, lookup.ids, lookup.table_ids)
+            read += [chunk for _, chunk in zip(range(20), chunks, strict=False)]
+        read += chunks
+        assert joined(iter(read)) == expected
+        assert embedding.metrics()["table"]["prefetch_hits"] > 0
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    for writer in Writer.all:
+        writer.let_go()
+    Writer.all.clear()
+
+
+class Writer:
+    """Keeps what it is given; waits before it reads on until it may."""
+
+    all: ClassVar[list[Writer]] = []
+
+    def __init__(self, allowed: int = 0) -> None:
+        self.all.append(self)
+        self.rows = b""
+        self.allowed = threading.Semaphore(allowed)
+        self.began = threading.Event()
+
+    def __call__(self, chunks: Chunks) -> None:
+        def slowly() -> Chunks:
+            while True:
+                self.began.set()
+                self.allowed.acquire()
+                if (chunk := next(chunks, None)) is None:
+                    return
+                yield chunk
+
+        self.rows = joined(slowly())
+
+    def let_go(self) -> None:
+        self.allowed.release(1 << 20)
+
+
+def table_of(embedding: MultiTableEmbedding) -> OpenRows:
+    return embedding._table()
+
+
+@stores
+@pytest.mark.parametrize("kept_bytes", [1, 40_000, 1 << 28])
+def test_training_goes_on_while_a_thread_saves(tmp_path: Path, store: str, kept_bytes: int) -> None:
+    with make(options(store, tmp_path / "one"), "adagrad") as embedding:
+        for number in range(4):
+            change(embedding, number)
+        expected, writer = contents(embedding).tobytes(), Writer(allowed=50)
+        save = table_of(embedding).save_in_background("'one'", writer, kept_bytes)
+        threading.Timer(0.05, writer.let_go).start()
+        for number in range(4, 12):
+            change(embedding, number)
+        assert save.wait()
+        assert save.done
+        assert writer.rows == expected
+        for number in range(12, 14):
+            change(embedding, number)
+        rows = contents(embedding).tobytes()
+    assert rows == changed(options(store, tmp_path / "other"), range(14))
+
+
+def waits_of(embedding: MultiTableEmbedding) -> int:
+    image = table_of(embedding)._image
+    assert isinstance(image, MemoryImage)
+    return image.waits
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+CALLS: dict[str, Callable[[MultiTableEmbedding], object]] = {
+    "step": lambda embedding: train(embedding, range(50)),
+    "put": lambda embedding: embedding.put([1, 2], torch.ones(2, DIM), 0),
+    "delete": lambda embedding: embedding.delete([1, 2], 0),
+}
+
+
+@in_memory
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_call_waits_where_too_much_is_kept(
+    tmp_path: Path, store: str, call: Callable[[MultiTableEmbedding], object]
+) -> None:
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        change(embedding, 0)
+        expected, writer = contents(embedding).tobytes(), Writer()
+        save = table_of(embedding).save_in_background("'one'", writer, kept_bytes=1)
+        train(embedding, range(50))  # nothing was kept yet
+        rows = contents(embedding).tobytes()
+        waiting = threading.Thread(target=call, args=(embedding,))
+        waiting.start()
+        until(lambda: waits_of(embedding) == 1)
+        assert embedding.get([1], 0).shape == (1, DIM)  # who only reads does not wait
+        assert contents(embedding).tobytes() == rows
+        writer.let_go()
+        waiting.join(60)
+        assert not waiting.is_alive()
+        assert save.wait(60)
+        assert writer.rows == expected
+        assert contents(embedding).tobytes() != rows
+
+
+@in_memory
+def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        train(embedding, range(3000))
+        image = table_of(embedding).image()
+        assert isinstance(image, MemoryImage)
+        chunks = image.chunks()
+        train(embedding, range(3000))
+        assert image._native is not None
+        kept = [image._native.kept_bytes]
+        for bucket, _ in chunks:
+            if bucket == 32:
+                break
+        kept.append(image._native.kept_bytes)
+        train(embedding, range(3000))  # kept already, or read already
+        kept.append(image._native.kept_bytes)
+        list(chunks)
+        kept.append(image._native.kept_bytes)
+        size = 3000 * row_dtype(2 * DIM).itemsize
+        assert size < kept[0] < 4 * size
+        assert 0 < kept[1] == kept[2] < 0.7 * kept[0]
+        assert kept[3] == 0
+
+
+@stores
+def test_an_error_of_the_writer_ends_the_save_alone(
+    tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(options(store, tmp_path / "one"), "adagrad") as embedding:
+        for number in range(3):
+            change(embedding, number)
+        going = threading.Event()
+
+        def write(chunks: Chunks) -> None:
+            next(chunks)
+            going.wait()
+            raise OSError("no room")
+
+        save = table_of(embedding).save_in_background("snapshot 'one'", write, kept_bytes=1)
+        if store in ("device", "host", "cached_host"):
+            train(embedding, [1, 2, 3])
+            stepping = threading.Thread(target=change, args=(embedding, 3))
+            stepping.start()
+            until(lambda: waits_of(embedding) == 1)
+            going.set()
+            stepping.join(60)
+            assert not stepping.is_alive()
+        going.set()
+        with pytest.raises(OSError, match="no room"):
+            save.wait()
+        assert save.done
+        assert "snapshot 'one' was not saved: no room" in caplog.text
+        assert table_of(embedding).finish_saving() is None  # it was told
+        again = Writer()
+        again.let_go()
+        expected = contents(embedding).tobytes()
+        assert table_of(embedding).save_in_background("snapshot 'two'", again).wait()
+        assert again.rows == expected
+
+
+def test_an_error_that_nobody_waited_for_is_told_in_the_end(tmp_path: Path) -> None:
+    with make(options("device"), "adagrad") as embedding:
+        change(embedding, 0)
+
+        def write(chunks: Chunks) -> None:
+            raise OSError("no room")
+
+        save = table_of(embedding).save_in_background("snapshot 'one'", write)
+        error = table_of(embedding).finish_saving()
+        assert isinstance(error, OSError)
+        assert save.done
+        assert table_of(embedding).finish_saving() is None
+
+
+def test_the_thread_that_saves_does_not_wait_for_itself() -> None:
+    """Garbage may be collected in it, and close the table."""
+    with make(options("device"), "adagrad") as embedding:
+        change(embedding, 0)
+        expected, writer = contents(embedding).tobytes(), Writer(allowed=1 << 20)
+
+        def write(chunks: Chunks) -> None:
+            assert table_of(embedding).finish_saving() is None
+            writer(chunks)
+
+        table_of(embedding).save_in_background("snapshot 'one'", write).wait()
+        assert writer.rows == expected
+
+
+@on_one_device
+@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
+def test_no_image_of_rows_on_a_gpu(tmp_path: Path, store: str, device: Device) -> None:
+    with tables_on(device) as place, make(options(store, tmp_path, budget_mb=1), "adagrad").to(place) as embedding:
+        table = table_of(embedding)
+        assert not table.tracks
+        table.track_changes("1" * 32)
+        assert table.changed("1" * 32) is None
+        with pytest.raises(StoreError, match="background=True: embedding 'rows' is on "):
+            table.image()
+
+
+@stores
+def test_a_table_that_closes_ends_the_save(tmp_path: Path, store: str) -> None:
+    embedding = make(options(store, tmp_path), "adagrad")
+    change(embedding, 0)
+    table, writer = table_of(embedding), Writer(allowed=3)
+    save = table.save_in_background("snapshot 'one'", writer, kept_bytes=1)
+    writer.began.wait()
+    table.close()
+    writer.let_go()
+    with pytest.raises(ClosedError, match="before all of them were saved"):
+        save.wait()
+    with contextlib.suppress(ClosedError):
+        embedding.close()
+
+
+@stores
+def test_a_close_beside_a_reader(tmp_path: Path, store: str) -> None:
+    """It meets the reader at any place."""
+    for delay in np.linspace(0, 0.02, 8):
+        embedding = make(options(store, tmp_path, open="fresh"), "adagrad")
+        train(embedding, range(2000))
+        table, writer = table_of(embedding), Writer(allowed=1 << 20)
+        save = table.save_in_background("snapshot 'one'", writer)
+        time.sleep(delay)
+        table.close()
+        with contextlib.suppress(ClosedError):
+            save.wait()
+        with contextlib.suppress(ClosedError):
+            embedding.close()
+
+
+@stores
+def test_a_wait_holding_the_lock_lets_the_save_go_on(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        change(embedding, 0)
+        table, writer = table_of(embedding), Writer()
+        with table.lock, table.lock:
+            table.save_in_background("snapshot 'one'", writer)
+            writer.let_go()
+            assert table.finish_saving() is None
+        assert writer.rows == contents(embedding).tobytes()
+
+
+def test_there_is_one_save_at_a_time() -> None:
+    with make(options("device"), "adagrad") as embedding:
+        change(embedding, 0)
+        table, writer = table_of(embedding), Writer()
+        table.track_changes("1" * 32)
+        save = table.save_in_background("snapshot 'one'", writer)
+        assert not save.done
+        assert not save.wait(0)
+        for other in (
+            table.image,
+            table.check_not_saving,
+            lambda: table.changed("1" * 32),
+            lambda: table.save_in_background("snapshot 'two'", writer),
+        ):
+            with pytest.raises(StoreError, match=r"snapshot 'one' is still being saved .*wait\(\)"):
+                other()
+        writer.let_go()
+        save.wait()
+        table.check_not_saving()
+        table.image().close()
+
+
+def test_there_is_one_image_at_a_time() -> None:
+    with make(options("device"), "adagrad") as embedding:
+        table = table_of(embedding)
+        image = table.image()
+        with pytest.raises(StoreError, match="has an image already"):
+            table.image()
+        image.close()
+        image.close()
+        with pytest.raises(ClosedError):
+            next(image.chunks())
+        table.image()
+
+
+@stores
+def test_changes_during_a_save_are_not_in_it(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        table, writer = table_of(embedding), Writer()
+        table.track_changes("1" * 32)
+        train(embedding, [1, 2])
+        save = table.save_in_background("snapshot 'one'", writer)
+        train(embedding, [2, 3])
+        writer.let_go()
+        save.wait()
+
+        def names(since: str) -> list[int]:
+            found = table.changed(since)
+            assert found is not None
+            return sorted(key for _, rows, _ in found for key in rows["key"].tolist())
+
+        if store == "host":  # it failed to become the one that changes are noted since
+            assert names("1" * 32) == [1, 2, 3]
+        table.changes_saved("2" * 32)
+        assert names("2" * 32) == ([] if store == "host" else [2, 3])
+
+
+def test_the_thread_that_saves_is_nicer_than_those_that_train() -> None:
+    found = []
+
+    def write(chunks: Chunks) -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    with make(options("device"), "adagrad") as embedding:
+        table_of(embedding).save_in_background("snapshot 'one'", write).wait()
+    ours = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert found == [min(19, ours + 10)]
+
+
+@contextlib.contextmanager
+def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
+    """Ctrl-C comes as soon as the condition holds."""
+
+    def interrupt() -> None:
+        until(condition)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        thread.join()
+
+
+def test_ctrl_c_while_waiting_ends_the_wait_alone() -> None:
+    with make(options("device"), "adagrad") as embedding:
+        change(embedding, 0)
+        expected, writer = contents(embedding).tobytes(), Writer()
+        save = table_of(embedding).save_in_background("snapshot 'one'", writer)
+        with interrupted_when(lambda: bool(save._over._waiters)):  # type: ignore[attr-defined]
+            save.wait()
+        assert not save.done
+        change(embedding, 1)
+        writer.let_go()
+        assert save.wait()
+        assert writer.rows == expected
+
+
+@in_memory
+def test_ctrl_c_while_a_step_waits_leaves_the_rows(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        change(embedding, 0)
+        expected, writer = contents(embedding).tobytes(), Writer()
+        save = table_of(embedding).save_in_background("snapshot 'one'", writer, kept_bytes=1)
+        train(embedding, range(20))
+        rows = contents(embedding).tobytes()
+        with interrupted_when(lambda: waits_of(embedding) > 0):
+            train(embedding, range(30))
+        assert contents(embedding).tobytes() == rows
+        writer.let_go()
+        assert save.wait()
+        assert writer.rows == expected
+        train(embedding, range(30))
+        assert table_of(embedding).step == 3
+
+
+def _wait_in_a_child(path: Path) -> str:
+    with make(options("device", path), "adagrad") as embedding:
+        change(embedding, 0)
+        writer = Writer()
+        save = table_of(embedding).save_in_background("snapshot 'one'", writer)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                save.wait()
+            except StoreError as error:
+                os.write(writing, str(error).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        writer.let_go()
+        save.wait()
+        return os.read(reading, 1000).decode().replace(str(os.getpid()), "ours")
+
+
+def test_a_forked_child_does_not_wait(tmp_path: Path) -> None:
+    said = in_process(_wait_in_a_child, tmp_path)
+    assert said == "snapshot 'one' is being saved by process ours; wait for it there"

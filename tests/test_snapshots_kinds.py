@@ -1,0 +1,253 @@
+"""Snapshots of each kind from every store: what they bring back, and what of them can be loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from embeddings import DIM, STORES, attach, contents, make, options, train
+
+from tierbed.engine import MultiTableEmbedding
+from tierbed.engine.errors import InputError, OptimizerError, OptionError, SnapshotError
+from tierbed.snapshots import Snapshot
+
+
+def kinds_of(store: str) -> list[str]:
+    return ["full", "incremental"] + ["checkpoint"] * store.startswith("ssd")
+
+
+def open_at(path: Path, store: str, optimizer: str | None = "adam", **more: Any) -> MultiTableEmbedding:
+    return make(options(store, path, **more), optimizer)
+
+
+def grow(embedding: MultiTableEmbedding, seed: int, steps: int = 3) -> None:
+    """Some rows are new, some change, some go."""
+    random = np.random.default_rng(seed)
+    for _ in range(steps):
+        train(embedding, random.integers(0, 200, 40), random.integers(0, 3, 40))
+    embedding.delete(random.integers(0, 200, 10), 1)
+    embedding.put([500 + seed], torch.full((1, DIM), float(seed)), 2)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_every_kind_brings_the_rows_back_on_every_store(tmp_path: Path, store: str) -> None:
+    states = []
+    with open_at(tmp_path, store) as embedding, open_at(tmp_path / "plain", store) as plain:
+        for number, kind in enumerate(["full", *kinds_of(store) * 3]):
+            grow(embedding, number)
+            grow(plain, number)
+            embedding.save_snapshot(f"s{number}", kind)
+            states.append(contents(embedding).tobytes())
+            assert contents(plain).tobytes() == states[-1]  # saving does not change training
+        for number, state in reversed(list(enumerate(states))):
+            embedding.load_snapshot(f"s{number}")
+            assert contents(embedding).tobytes() == state
+    snapshots = tmp_path / "rows" / "snapshots"
+    for other in STORES:
+        with open_at(tmp_path / "other" / other, other) as embedding:
+            embedding.save_snapshot("empty")
+            for number, state in enumerate(states):
+                folder = tmp_path / "other" / other / "rows" / "snapshots"
+                (folder / f"s{number}").symlink_to(snapshots / f"s{number}")
+                embedding.load_snapshot(f"s{number}")
+                assert contents(embedding).tobytes() == state
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_an_incremental_snapshot_costs_the_change(tmp_path: Path, store: str) -> None:
+    with open_at(tmp_path, store) as embedding:
+        train(embedding, torch.arange(1000))
+        embedding.save_snapshot("a")
+        for name in "bc":
+            train(embedding, [1, 2, 5000])
+            embedding.delete([7, 9], 0)
+            embedding.save_snapshot(name, "incremental")
+    whole, *later = (Snapshot.open(tmp_path / "rows" / "snapshots" / name) for name in "abc")
+    assert whole.manifest.own_rows == 1000
+    assert [s.manifest.own_rows for s in later] == [5, 3]
+    assert [s.manifest.deleted for s in later] == [2, 0]
+    assert [s.manifest.rows for s in later] == [999, 999]
+
+
+@pytest.mark.parametrize("store", ["device", "ssd"])
+def test_its_parent_is_what_was_saved_or_loaded_last(tmp_path: Path, store: str) -> None:
+    with open_at(tmp_path, store) as embedding:
+        with pytest.raises(SnapshotError, match=r"kind='incremental' goes over an earlier snapshot.*have none.*'full'"):
+            embedding.save_snapshot("none", "incremental")
+        grow(embedding, 0)
+        embedding.save_snapshot("a")
+        grow(embedding, 1)
+        embedding.save_snapshot("b", "incremental")
+        embedding.load_snapshot("a")
+        grow(embedding, 2)
+        embedding.save_snapshot("c", "incremental")
+        state = contents(embedding).tobytes()
+    with open_at(tmp_path, store) as embedding:  # another run, which has noted nothing
+        embedding.save_snapshot("d", "incremental")
+        assert contents(embedding).tobytes() == state
+        grow(embedding, 3)
+        embedding.save_snapshot("e", "incremental")
+        state = contents(embedding).tobytes()
+        embedding.load_snapshot("c")
+        embedding.load_snapshot("e")
+        assert contents(embedding).tobytes() == state
+    snapshots = tmp_path / "rows" / "snapshots"
+    parents = {name: Snapshot.open(snapshots / name).manifest.parent for name in "bcde"}
+    assert {name: parent and parent.name for name, parent in parents.items()} == {
+        "b": "a",
+        "c": "a",
+        "d": "c",
+        "e": "d",
+    }
+    assert Snapshot.open(snapshots / "d").manifest.own_rows == 0
+
+
+def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    with open_at(tmp_path, "host") as embedding:
+        grow(embedding, 0)
+        with pytest.raises(OptionError, match="kind='half': give one of 'full', 'incremental', 'checkpoint'"):
+            embedding.save_snapshot("a", "half")
+        with pytest.raises(OptionError, match="kind='checkpoint' is of RocksDB's files, for cached_ssd stores alone"):
+            embedding.save_snapshot("a", "checkpoint")
+        assert not (tmp_path / "rows" / "snapshots").exists()
+        assert embedding.last_snapshot is None
+
+
+def rows_by_key(embedding: MultiTableEmbedding) -> dict[tuple[int, int], bytes]:
+    return {(int(row["table"]), int(row["key"])): row.tobytes() for row in contents(embedding)}
+
+
+@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
+def test_a_part_of_a_snapshot_can_be_loaded(tmp_path: Path, store: str) -> None:
+    with open_at(tmp_path, store) as embedding:
+        grow(embedding, 0)
+        embedding.save_snapshot("a")
+        all_rows = rows_by_key(embedding)
+        report = embedding.load_snapshot("a", tables=[0, 2])
+        assert rows_by_key(embedding) == {row: data for row, data in all_rows.items() if row[0] != 1}
+        assert (report.rows, report.left_out) == (embedding.size(), len(all_rows) - embedding.size())
+        assert report.remarks == []
+        embedding.load_snapshot("a", tables=[1], where=lambda tables, keys: keys % 2 == 0)
+        assert rows_by_key(embedding) == {r: data for r, data in all_rows.items() if r[0] == 1 and r[1] % 2 == 0}
+        kept = rows_by_key(embedding)
+        with pytest.raises(InputError, match=r"tables=\[3\]: snapshot 'a' has tables 0 to 2; 3 is none"):
+            embedding.load_snapshot("a", tables=[3])
+        with pytest.raises(InputError, match=r"where gave float64 of shape \(\): give bool of shape \(\d+,\)"):
+            embedding.load_snapshot("a", where=lambda tables, keys: 0.5)
+        assert rows_by_key(embedding) == kept
+        grow(embedding, 1)
+        kept = rows_by_key(embedding)
+    with open_at(tmp_path, store) as embedding:
+        assert rows_by_key(embedding) == kept
+
+
+@pytest.mark.parametrize("store", ["device", "ssd"])
+@pytest.mark.parametrize("before", ["adam", "catch-up"])
+def test_weights_alone_go_on_with_another_optimizer(tmp_path: Path, store: str, before: str) -> None:
+    with open_at(tmp_path, store, before) as embedding:
+        grow(embedding, 0)
+        embedding.save_snapshot("a")
+        looked_up = embedding.get(torch.arange(200), 0)
+        size = embedding.size()
+    with open_at(tmp_path / "new", store, "adagrad") as embedding:
+        train(embedding, [1, 2, 3])
+        folder = tmp_path / "new" / "rows" / "snapshots"
+        folder.mkdir()
+        (folder / "a").symlink_to(tmp_path / "rows" / "snapshots" / "a")
+        with pytest.raises(OptimizerError, match="weights_only=True"):
+            embedding.load_snapshot("a")
+        report = embedding.load_snapshot("a", weights_only=True)
+        assert (report.rows, embedding.size()) == (size, size)
+        assert torch.equal(embedding.get(torch.arange(200), 0), looked_up)
+        assert embedding.metrics()["table"]["step"] == 0
+        first = contents(embedding).tobytes()
+        report = embedding.load_snapshot("a", strict=False)
+        assert "the optimizer's state is begun anew" in report.remarks[0]
+        assert contents(embedding).tobytes() == first
+        rows = contents(embedding)
+        np.testing.assert_array_equal(rows["values"][:, DIM:], np.float32(0.1))
+        assert (rows["step"] == 0).all()
+        grow(embedding, 1)
+
+
+def test_tables_that_the_embedding_lacks_are_left_out_and_told(tmp_path: Path) -> None:
+    with open_at(tmp_path, "host") as embedding:
+        grow(embedding, 0)
+        embedding.save_snapshot("a")
+        all_rows = rows_by_key(embedding)
+    with make(options("host", tmp_path / "new"), "adam", tables=2) as embedding:
+        train(embedding, [1, 2, 3])
+        folder = tmp_path / "new" / "rows" / "snapshots"
+        folder.mkdir()
+        (folder / "a").symlink_to(tmp_path / "rows" / "snapshots" / "a")
+        with pytest.raises(SnapshotError, match="holds 3 tables, not 2"):
+            embedding.load_snapshot("a")
+        report = embedding.load_snapshot("a", strict=False)
+        assert report.remarks == ["snapshot 'a' has 3 tables, and the embedding 2: the others are left out"]
+        assert rows_by_key(embedding) == {row: data for row, data in all_rows.items() if row[0] < 2}
+
+
+def test_rows_go_back_to_a_whole_snapshot_and_not_to_a_part(tmp_path: Path) -> None:
+    with open_at(tmp_path, "host") as embedding:
+        grow(embedding, 0)
+        embedding.save_snapshot("a")
+        grow(embedding, 1)
+        embedding.save_snapshot("b")
+        embedding.load_snapshot("a", tables=[0])
+        assert embedding.last_snapshot == "b"
+        embedding.load_snapshot("a")
+        assert embedding.last_snapshot == "a"
+
+
+def test_attach_changes_nothing_that_is_loaded(tmp_path: Path) -> None:
+    with open_at(tmp_path, "host", None) as embedding:
+        embedding.put([1, 2], torch.ones(2, DIM), 0)
+        embedding.save_snapshot("a")
+        attach(embedding, "adam")
+        embedding.load_snapshot("a")
+        train(embedding, [1])
+        assert embedding.size() == 2
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_training_goes_on_while_a_snapshot_is_saved_in_the_background(tmp_path: Path, store: str) -> None:
+    with open_at(tmp_path, store) as embedding, open_at(tmp_path / "plain", store) as plain:
+        for rows in (embedding, plain):
+            train(rows, torch.arange(3000))
+        embedding.save_snapshot("first")
+        embedding.save_snapshot("noted", "incremental")
+        state = contents(embedding).tobytes()
+        save = embedding.save_snapshot("behind", background=True)
+        assert save is not None
+        grow(embedding, 1, steps=10)
+        assert save.wait()
+        assert embedding.last_snapshot == "behind"
+        grow(plain, 1, steps=10)
+        assert contents(embedding).tobytes() == contents(plain).tobytes()
+        after = contents(embedding).tobytes()
+        embedding.save_snapshot("later", "incremental")
+        embedding.load_snapshot("behind")
+        assert contents(embedding).tobytes() == state
+        embedding.load_snapshot("later")
+        assert contents(embedding).tobytes() == after
+
+
+def test_background_is_for_what_takes_long_and_names_what_is_wrong(tmp_path: Path) -> None:
+    with open_at(tmp_path, "ssd") as embedding:
+        train(embedding, torch.arange(100))
+        for kind in ("incremental", "checkpoint"):
+            with pytest.raises(OptionError, match=f"background=True, kind='{kind}': only kind='full'"):
+                embedding.save_snapshot("a", kind, background=True)
+        with pytest.raises(OptionError, match="kind='half': give one of"):
+            embedding.save_snapshot("a", "half", background=True)
+        save = embedding.save_snapshot("a", background=True)
+        assert save is not None
+        save.wait()
+        with pytest.raises(SnapshotError, match=r"a' exists"):
+            embedding.save_snapshot("a", background=True)
+        (tmp_path / "rows" / "snapshots" / "b").symlink_to("/nowhere")
+        with pytest.raises(SnapshotError, match=r"b' exists"):
+            embedding.save_snapshot("b", background=True)

@@ -1,0 +1,96 @@
+"""Work ahead and behind: order, errors, and that no thread is left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Generator
+from functools import partial
+
+import pytest
+
+from tierbed.snapshots.threads import Behind, ahead
+
+
+def numbers(count: int, closed: list[int], fail: bool = False) -> Generator[int, None, None]:
+    try:
+        yield from range(count)
+        if fail:
+            raise OSError("as planned")
+    finally:
+        closed.append(1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 50])
+@pytest.mark.parametrize("wanted", [0, 1, 100])
+def test_items_come_in_order_and_the_source_is_closed(count: int, wanted: int) -> None:
+    closed: list[int] = []
+    with ahead(numbers(count, closed)) as items:
+        assert [item for item, _ in zip(items, range(wanted), strict=False)] == list(range(min(count, wanted)))
+    assert closed == [1]
+    assert threading.active_count() == 1
+
+
+def test_what_the_source_raises_comes_after_its_items() -> None:
+    with ahead(numbers(5, [], fail=True)) as items:
+        assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
+        with pytest.raises(OSError, match="as planned"):
+            next(items)
+
+
+def run_tasks(done: list[int], failing: int, fail_at_end: bool) -> None:
+    def task(number: int) -> None:
+        if number == failing:
+            raise OSError("as planned")
+        done.append(number)
+
+    with Behind() as behind:
+        for number in range(100):
+            behind.do(partial(task, number))
+        if fail_at_end:
+            raise KeyError
+
+
+def test_tasks_are_done_in_order_and_none_after_one_that_failed() -> None:
+    done: list[int] = []
+    with pytest.raises(OSError, match="as planned"):
+        run_tasks(done, failing=3, fail_at_end=False)
+    assert done == [0, 1, 2]
+    run_tasks(done, failing=-1, fail_at_end=False)
+    assert done == [0, 1, 2, *range(100)]
+    with pytest.raises(KeyError):
+        run_tasks(done, failing=-1, fail_at_end=True)
+    assert threading.active_count() == 1
+
+
+def take_one(closed: list[int]) -> None:
+    with ahead(numbers(50, closed)) as items:
+        next(items)
+        raise KeyError
+
+
+def test_a_block_that_fails_ends_the_thread_and_closes_the_source() -> None:
+    closed: list[int] = []
+    with pytest.raises(KeyError):
+        take_one(closed)
+    assert closed == [1]
+    assert threading.active_count() == 1
+
+
+def test_at_the_end_of_the_interpreter_the_caller_does_it() -> None:
+    script = """
+import atexit
+from tierbed.snapshots.threads import Behind, ahead
+
+def last():
+    done = []
+    with ahead(number for number in range(4)) as items, Behind() as behind:
+        for item in items:
+            behind.do(lambda item=item: done.append(item))
+    print(done)
+
+atexit.register(last)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[0, 1, 2, 3]\n", done.stderr
