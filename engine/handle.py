@@ -178,9 +178,9 @@ class TableHandle:
         May be called again; does nothing in a forked process. Raises, after that, what an earlier call did wrong.
         """
         if self._table is not None and self._process == os.getpid():
-            self._stop_serving()
             with _disable_current_modes():  # garbage may be collected during a trace, which would record this
                 unsaved = self._table.finish_saving()
+                self._stop_serving()
                 late = self._table.late_error(wait=True) or unsaved  # concerns no row: they are kept first
                 try:
                     self._home.close(self._table)

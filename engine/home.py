@@ -28,7 +28,7 @@ from .ops.processor import processor_of
 from .optimizers import RowOptimizer
 from .options import CachedSsdOptions, StoreOptions
 from .row_state import RowState
-from .scanned import load_rows, settled
+from .scanned import checked_rows, load_rows, settled
 from .spec import TableSpec
 from .store.contract import Chunks
 from .store.durable import remove_folder
@@ -217,12 +217,10 @@ class TableHome:
             chunks = settled(described, chunks)
         selected = selection.chunks(chunks, described, report)
         with contextlib.nullcontext() if running is None else running.lock:
-            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, report=report)
-            if self.folder is not None:
-                if selection.is_whole:
-                    self.folder.set_base(snapshot.name)
-                if self._scratch:
-                    self.folder.note_step(table.step)
+            base = snapshot.name if selection.is_whole else None
+            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, report, base)
+            if self.folder is not None and self._scratch:
+                self.folder.note_step(table.step)
         return table, report
 
     def _restore(
@@ -231,12 +229,14 @@ class TableHome:
         stored: dict[str, Any],
         source: contextlib.AbstractContextManager[Chunks],
         running: OpenTable | None = None,
-        same_rows: bool = False,
         report: LoadReport | None = None,
+        base: str | None = None,
+        same_rows: bool = False,
     ) -> OpenTable:
         """A table with the rows of `source`, built aside; closes `running` when all are read.
 
-        With `same_rows` they are the live rows, only kept in another way. `report` has counted them at the end.
+        With `same_rows` they are the live rows, only kept in another way. `report` has counted them at the end, and
+        they go back to the snapshot `base` after a kill.
         """
         folder = self.folder
         place = folder.incoming if folder is not None and self._on_disk else None
@@ -253,13 +253,17 @@ class TableHome:
             if self._on_disk:
                 table.flush()
         except BaseException:
-            table.close()
-            if place is not None:
-                remove_folder(place)
+            _drop(table, place)
             raise
         with uninterrupted():
-            if not same_rows:
-                self._begin_writing()
+            try:
+                if not same_rows:
+                    self._begin_writing()
+                if folder is not None and base is not None:
+                    folder.set_base(base)
+            except BaseException:
+                _drop(table, place)
+                raise
             if running is not None:
                 running.close()
             if place is None or folder is None:
@@ -275,7 +279,8 @@ class TableHome:
         assert table.stack is not None
         if table.state.names and not stored["states"]:
             chunks = table.state.added_to(chunks)
-        return load_rows(table.stack, table.lifecycle.remember(chunks), table.layout.width)
+        checked = checked_rows(chunks, self.spec.num_tables)
+        return load_rows(table.stack, table.lifecycle.remember(checked), table.layout.width)
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
         """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
@@ -322,6 +327,13 @@ class TableHome:
         bottom = table.stack.bottom
         live = {"live": "rocksdb", "shards": bottom.shards} if isinstance(bottom, RocksDB) else {"live": "rows"}
         return {**table.describe(), **live, "rows": table.rows}
+
+
+def _drop(table: OpenTable, place: Path | None) -> None:
+    """Undo a table that was built aside in `place`."""
+    table.close()
+    if place is not None:
+        remove_folder(place)
 
 
 def _lacks_space(error: TierbedError) -> bool:

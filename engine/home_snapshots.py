@@ -80,7 +80,8 @@ class HomeSnapshots:
     def prune(self, table: OpenTable, keep_last: int, keep_every: int | None) -> list[str]:
         """Remove all but some snapshots. Returns the names of those removed. OptionError, SnapshotError."""
         folder = self._folder()
-        with table.lock:  # none is being written
+        with table.lock:
+            table.check_not_saving()
             return [snapshot.name for snapshot in prune(folder, keep_last, keep_every).removed]
 
     def save_rows(self, table: OpenTable, place: Path) -> None:

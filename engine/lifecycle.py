@@ -6,12 +6,15 @@ left is like one that was never written.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from . import _core
 from .errors import CapacityError
 from .options import StoreOptions
 from .store.contract import Chunks, Keys, Tables
+
+log = logging.getLogger("tierbed")
 
 SWEEPS = 16  # in the life of a row, to find those past `ttl_steps`
 
@@ -29,8 +32,15 @@ class Lifecycle:
         self._admission = options.admission
         self.capacity = options.capacity
         self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
-        if self.capacity is not None and options.eviction in ("none", "ttl"):
-            self.capacity = max(self.capacity, stored_rows)
+        if self.capacity is not None and options.eviction in ("none", "ttl") and stored_rows > self.capacity:
+            log.warning(
+                "embedding %r: %d stored rows are more than capacity=%d; all of them stay, and no new row comes until "
+                "some are deleted, or capacity is raised",
+                name,
+                stored_rows,
+                self.capacity,
+            )
+            self.capacity = stored_rows
         if (options.eviction, options.admission, options.ttl_steps) != ("none", None, None):
             self._ledger = _core.Ledger(
                 eviction=options.eviction,

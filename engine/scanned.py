@@ -10,13 +10,23 @@ import torch
 from numpy.typing import NDArray
 
 from . import _core
-from .errors import StoreError
+from .errors import SnapshotError, StoreError
 from .initializers import make_constant_initializer, make_table_options
 from .optim.rule import catches_up
 from .row_state import RowState
 from .spec import TableSpec
 from .store.contract import Chunks, row_dtype
 from .store.stack import Stack
+
+
+def checked_rows(chunks: Chunks, tables: int) -> Chunks:
+    """Stored rows as they are. Raises SnapshotError for one that no table of so many can have."""
+    for bucket, rows in chunks:
+        if (rows["table"] >= tables).any():
+            raise SnapshotError(f"there are rows of table {rows['table'].max()}, and the embedding has {tables} tables")
+        if (rows["updates"] == 0).any():
+            raise SnapshotError("there are rows that count as never written, which no snapshot holds")
+        yield bucket, rows
 
 
 def load_rows(stack: Stack, chunks: Chunks, width: int) -> int:

@@ -64,6 +64,20 @@ def among(keys: NDArray[np.bytes_], others: NDArray[np.bytes_]) -> NDArray[np.bo
     return found
 
 
+class Order:
+    """Whether the rows of a bucket come in strictly ascending order of (table, key), part by part."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int] | None = None
+
+    def holds(self, rows: Rows) -> bool:
+        """Of rows [n], n > 0, that follow those before."""
+        tables, keys = rows["table"], rows["key"]
+        ascending = (tables[1:] > tables[:-1]) | ((tables[1:] == tables[:-1]) & (keys[1:] > keys[:-1]))
+        before, self._last = self._last, (int(tables[-1]), int(keys[-1]))
+        return bool(ascending.all()) and (before is None or before < (int(tables[0]), int(keys[0])))
+
+
 class _Stream:
     """Sorted chunks, of which one is held, less what was taken of it."""
 

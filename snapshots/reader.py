@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import Chunks
 from ..engine.store.durable import open_regular, read_record
-from .aligned import changed
+from .aligned import Order, changed
 from .format import HEADER_BYTES, MANIFEST, Kind, Manifest, RowFile, bucket_of, dtype_of, is_deleted, npy_header
 from .threads import ahead
 
@@ -146,12 +146,14 @@ class Snapshot:
     def _sums(self, parts: Iterator[Part]) -> Generator[tuple[int, NDArray[np.void]], None, None]:
         """The rows of files as (bucket, rows), each file's checksum looked at before its last chunk goes on."""
         for name, group in groupby(parts, key=itemgetter(0)):
-            entry, count, checksum = self.manifest.files[name], 0, 0
+            entry, count, checksum, order = self.manifest.files[name], 0, 0, Order()
             for _, rows in group:
                 checksum = zlib.crc32(rows.view(np.uint8).data, checksum)
                 count += len(rows)
                 if count == entry.rows and checksum != entry.crc32:
                     raise self._damaged(name, "its checksum does not match")
+                if not order.holds(rows):
+                    raise self._damaged(name, "its rows are not in strictly ascending order of (table, key)")
                 yield bucket_of(name), rows
 
     def _read(self, files: dict[str, RowFile], max_rows: int) -> Generator[Part, None, None]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import BUCKETS
 from ..engine.store.durable import fsync_dir, make_folder, remove_folder
+from .aligned import Order
 from .format import (
     HEADER_BYTES,
     MANIFEST,
@@ -231,16 +232,12 @@ class _File:
 
 def _checked(bucket: int, dtype: np.dtype[np.void], group: Iterable[tuple[int, Rows]]) -> Iterator[Rows]:
     """The non-empty chunks of a bucket, contiguous, their order checked."""
-    last: tuple[int, int] | None = None
+    order = Order()
     for _, rows in group:
         if rows.dtype != dtype or rows.ndim != 1:
             raise SnapshotError(f"bucket {bucket} came as {rows.dtype} {rows.shape}, not as {dtype}")
         if len(rows) == 0:
             continue
-        tables, keys = rows["table"], rows["key"]
-        ascending = (tables[1:] > tables[:-1]) | ((tables[1:] == tables[:-1]) & (keys[1:] > keys[:-1]))
-        begin = (int(tables[0]), int(keys[0]))
-        if not ascending.all() or (last is not None and begin <= last):
+        if not order.holds(rows):
             raise SnapshotError(f"the rows of bucket {bucket} are not in strictly ascending order of (table, key)")
-        last = (int(tables[-1]), int(keys[-1]))
         yield np.ascontiguousarray(rows)

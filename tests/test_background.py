@@ -1,4 +1,4 @@
-"""Rows of one instant are read while they change, and saving them in the background changes no training."""
+"""Saving rows in the background changes no training, and training no save."""
 
 from __future__ import annotations
 
@@ -9,138 +9,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from cuda_tables import on_one_device, tables_on
 from embeddings import DIM, STORES, contents, make, options, train
 from forked import in_process
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_lifecycle_stores import POLICIES, batches
+from images import change, changed, in_memory, joined, small_chunks, table_of
 
-from tierbed.engine import CapacityError, ClosedError, MultiTableEmbedding, StoreError
-from tierbed.engine.inputs import Lookup
-from tierbed.engine.open_rows import OpenRows
-from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.store import image as image_module
-from tierbed.engine.store import rocksdb
-from tierbed.engine.store.contract import Chunks, row_dtype
+from tierbed.engine import ClosedError, MultiTableEmbedding, StoreError
+from tierbed.engine.store.contract import Chunks
 from tierbed.engine.store.image import MemoryImage
 
+__all__ = ["small_chunks"]
+pytestmark = pytest.mark.usefixtures("small_chunks")
 stores = pytest.mark.parametrize("store", STORES)
-in_memory = pytest.mark.parametrize("store", ["device", "host", "cached_host"])
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rows of Adagrad at once, so that much happens within a bucket."""
-    size = 3 * row_dtype(2 * DIM).itemsize
-    monkeypatch.setattr(image_module, "CHUNK_BYTES", size)
-    monkeypatch.setattr(rocksdb, "SCAN_BYTES", size)
-
-
-def joined(chunks: Chunks) -> bytes:
-    last = (-1, -1, -1)
-    rows = []
-    for bucket, part in chunks:
-        for row in part:
-            name = bucket, int(row["table"]), int(row["key"])
-            assert last < name
-            last = name
-        rows.append(part.tobytes())
-    return b"".join(rows)
-
-
-def change(embedding: MultiTableEmbedding, number: int) -> None:
-    """A step, a put and a delete, which depend on the number alone."""
-    random = torch.Generator().manual_seed(number)
-    ids = (torch.rand(40, generator=random) ** 2 * 150).to(torch.int64)
-    tables = torch.randint(0, 3, (40,), generator=random)
-    with contextlib.suppress(CapacityError):
-        train(embedding, ids, tables)
-    with contextlib.suppress(CapacityError):
-        embedding.put(ids[:9] + 3, torch.rand(9, DIM, generator=random), tables[:9])
-    embedding.delete(ids[5:12] + 1, tables[5:12])
-
-
-def changed(how: Any, numbers: range) -> bytes:
-    with make(how, "adagrad") as embedding:
-        for number in numbers:
-            change(embedding, number)
-        return contents(embedding).tobytes()
-
-
-policies = pytest.mark.parametrize(
-    "policy", [{}, POLICIES["lru"], POLICIES["sweeps"], POLICIES["sights"]], ids=["none", "lru", "sweeps", "sights"]
-)
-
-
-@stores
-@policies
-@settings(max_examples=5)
-@given(gaps=st.lists(st.integers(0, 25), min_size=1, max_size=12), before=st.integers(0, 4))
-def test_an_image_is_of_one_instant_whatever_happens_while_it_is_read(
-    tmp_path_factory: pytest.TempPathFactory, store: str, policy: dict[str, Any], gaps: list[int], before: int
-) -> None:
-    path = tmp_path_factory.mktemp("store")
-    with make(options(store, path / "one", **policy), "adagrad") as embedding:
-        for number in range(before):
-            change(embedding, number)
-        expected = contents(embedding).tobytes()
-        image = embedding._table().image()
-        steps = iter(range(before, 20))
-
-        def read() -> Chunks:
-            """As many chunks as each gap says, then a change."""
-            chunks = image.chunks()
-            for gap in gaps:
-                for _ in range(gap):
-                    if (chunk := next(chunks, None)) is None:
-                        return
-                    yield chunk
-                change(embedding, next(steps))
-            yield from chunks
-
-        assert joined(read()) == expected
-        image.close()
-        last = next(steps)
-        change(embedding, last)
-        rows = contents(embedding).tobytes()
-    assert rows == changed(options(store, path / "other", **policy), range(last + 1))
-
-
-@stores
-def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, store: str) -> None:
-    with make(options(store, tmp_path), "adagrad") as embedding:
-        change(embedding, 0)
-        ids, tables = torch.arange(100), torch.zeros(100, dtype=torch.int64)
-        pinned = embedding.pin([Lookup(ids, tables)])  # some are new
-        expected = contents(embedding).tobytes()
-        image = embedding._table().image()
-        pinned.update([torch.ones(100, DIM)])
-        assert contents(embedding).tobytes() != expected
-        assert joined(image.chunks()) == expected
-
-
-@pytest.mark.parametrize("store", ["cached_host", "ssd", "ssd_host"])
-def test_an_image_while_batches_are_prefetched(tmp_path: Path, store: str) -> None:
-    with make(options(store, tmp_path), "adagrad") as embedding:
-        change(embedding, 0)
-        lookups = [Lookup(ids, tables) for ids, tables in batches()]
-        for lookup in lookups:
-            embedding.prefetch(lookup.ids, lookup.table_ids)
-        expected = contents(embedding).tobytes()
-        chunks = embedding._table().image().chunks()
-        read = []
-        for lookup in lookups:
-            train(embedding, lookup.ids, lookup.table_ids)
-            read += [chunk for _, chunk in zip(range(20), chunks, strict=False)]
-        read += chunks
-        assert joined(iter(read)) == expected
-        assert embedding.metrics()["table"]["prefetch_hits"] > 0
 
 
 @pytest.fixture(autouse=True)
@@ -175,10 +59,6 @@ class Writer:
 
     def let_go(self) -> None:
         self.allowed.release(1 << 20)
-
-
-def table_of(embedding: MultiTableEmbedding) -> OpenRows:
-    return embedding._table()
 
 
 @stores
@@ -245,30 +125,6 @@ def test_a_call_waits_where_too_much_is_kept(
         assert contents(embedding).tobytes() != rows
 
 
-@in_memory
-def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, store: str) -> None:
-    with make(options(store, tmp_path), "adagrad") as embedding:
-        train(embedding, range(3000))
-        image = table_of(embedding).image()
-        assert isinstance(image, MemoryImage)
-        chunks = image.chunks()
-        train(embedding, range(3000))
-        assert image._native is not None
-        kept = [image._native.kept_bytes]
-        for bucket, _ in chunks:
-            if bucket == 32:
-                break
-        kept.append(image._native.kept_bytes)
-        train(embedding, range(3000))  # kept already, or read already
-        kept.append(image._native.kept_bytes)
-        list(chunks)
-        kept.append(image._native.kept_bytes)
-        size = 3000 * row_dtype(2 * DIM).itemsize
-        assert size < kept[0] < 4 * size
-        assert 0 < kept[1] == kept[2] < 0.7 * kept[0]
-        assert kept[3] == 0
-
-
 @stores
 def test_an_error_of_the_writer_ends_the_save_alone(
     tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture
@@ -331,18 +187,6 @@ def test_the_thread_that_saves_does_not_wait_for_itself() -> None:
 
         table_of(embedding).save_in_background("snapshot 'one'", write).wait()
         assert writer.rows == expected
-
-
-@on_one_device
-@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
-def test_no_image_of_rows_on_a_gpu(tmp_path: Path, store: str, device: Device) -> None:
-    with tables_on(device) as place, make(options(store, tmp_path, budget_mb=1), "adagrad").to(place) as embedding:
-        table = table_of(embedding)
-        assert not table.tracks
-        table.track_changes("1" * 32)
-        assert table.changed("1" * 32) is None
-        with pytest.raises(StoreError, match="background=True: embedding 'rows' is on "):
-            table.image()
 
 
 @stores
@@ -408,19 +252,6 @@ def test_there_is_one_save_at_a_time() -> None:
         save.wait()
         table.check_not_saving()
         table.image().close()
-
-
-def test_there_is_one_image_at_a_time() -> None:
-    with make(options("device"), "adagrad") as embedding:
-        table = table_of(embedding)
-        image = table.image()
-        with pytest.raises(StoreError, match="has an image already"):
-            table.image()
-        image.close()
-        image.close()
-        with pytest.raises(ClosedError):
-            next(image.chunks())
-        table.image()
 
 
 @stores

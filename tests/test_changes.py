@@ -104,7 +104,7 @@ def test_a_set_of_names_grows() -> None:
         expected = np.union1d(expected, keys)
         assert rows.size == len(expected)
     assert noted(rows) == in_order((0, key) for key in expected.tolist())
-    assert 16 * rows.size < rows.bytes < 64 * rows.size
+    assert 16 * rows.size < rows.bytes < 128 * rows.size
 
 
 def test_a_set_of_names_refuses_what_is_no_list_of_rows() -> None:

@@ -147,6 +147,21 @@ def test_a_smaller_capacity_evicts_at_the_next_new_row(tmp_path: Path, store: st
         assert embedding.size() == 40
 
 
+@pytest.mark.parametrize("policy", [{}, {"eviction": "ttl", "ttl_steps": 5}, {"eviction": "lru"}])
+def test_stored_rows_above_the_capacity_are_told_where_none_leaves(
+    tmp_path: Path, policy: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(options("host", tmp_path), "sgd") as embedding:
+        train(embedding, range(40))
+    with make(options("host", tmp_path, capacity=40, **policy), "sgd") as embedding:
+        train(embedding, range(40))
+    assert caplog.messages == []
+    with make(options("host", tmp_path, capacity=20, **policy), "sgd") as embedding:
+        assert embedding.size() == 40
+    told = "embedding 'rows': 40 stored rows are more than capacity=20; all of them stay"
+    assert [message[: len(told)] for message in caplog.messages] == ([] if policy.get("eviction") == "lru" else [told])
+
+
 @stores
 def test_a_policy_that_begins_with_a_later_run_knows_the_rows(tmp_path: Path, store: str) -> None:
     with make(options(store, tmp_path), "sgd") as embedding:
@@ -263,7 +278,7 @@ def test_after_an_unclean_end_lost_puts_and_deletes_are_told(tmp_path: Path, cap
         embedding.save_snapshot("s")
         embedding.put([30], torch.ones(1, 5), [0])
         assert embedding.delete(range(5), 0) == 5
-        shutil.copytree(running, ended)  # what a kill would leave
+        shutil.copytree(running, ended, ignore=shutil.ignore_patterns("SOCKET"))  # what a kill would leave
     with make(options("ssd", ended), "sgd") as embedding:
         assert embedding.size() == 20
     assert "'s', of step 1; no later step; rows put or deleted since are lost" in caplog.text

@@ -14,15 +14,15 @@ constexpr u32 SMALLEST = 16;       // slots of a bucket
 }  // namespace
 
 // Keeps the load below 1/2 in the first bucket, 3/4 in the last.
-void ChangedRows::Bucket::reserve(std::size_t wanted, u32 bucket) {
+void ChangedRows::Bucket::reserve(std::size_t wanted, u32 bucket, Arena& arena) {
     const std::size_t share = 2 * BUCKETS + bucket, whole = 4 * BUCKETS;
     if (wanted * whole <= slots * share) return;
     std::size_t size = std::max(slots, SMALLEST);
     while (wanted * whole > size * share) size *= 2;
     if (size > std::size_t{1} << 31) throw std::length_error("a bucket of changed rows is full: 2^31 slots");
-    Bucket larger{Pages(size * sizeof(Slot)), static_cast<u32>(size), rows};
+    Bucket larger{arena.allocate(size * sizeof(Slot)), static_cast<u32>(size), rows};
     for_each([&](const Slot& slot) { insert_row(larger.view(), slot); });
-    *this = std::move(larger);
+    *this = larger;
 }
 
 void ChangedRows::Bucket::add(u64 hash, u32 table) {
@@ -35,7 +35,7 @@ void ChangedRows::Bucket::add(u64 hash, u32 table) {
 }
 
 ChangedRows::ChangedRows(std::size_t rows) {
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) buckets_[bucket].reserve(rows / BUCKETS, bucket);
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) buckets_[bucket].reserve(rows / BUCKETS, bucket, arena_);
 }
 
 void ChangedRows::add(const u64* hashes, const u32* tables, const u64* left_out, const std::size_t* begin) {
@@ -43,7 +43,7 @@ void ChangedRows::add(const u64* hashes, const u32* tables, const u64* left_out,
         Bucket& bucket = buckets_[b];
         const std::size_t first = begin[b], end = begin[b + 1];
         if (first == end) return;
-        bucket.reserve(bucket.rows + end - first, static_cast<u32>(b));
+        bucket.reserve(bucket.rows + end - first, static_cast<u32>(b), arena_);
         for (std::size_t i = first; i < std::min(first + AHEAD, end); ++i) bucket.fetch(hashes[i]);
         for (std::size_t i = first; i < end; ++i) {
             if (i + AHEAD < end) bucket.fetch(hashes[i + AHEAD]);
@@ -104,12 +104,6 @@ RowNames ChangedRows::rows(u32 bucket) const {
 std::size_t ChangedRows::size() const {
     std::size_t total = 0;
     for (const Bucket& bucket : buckets_) total += bucket.rows;
-    return total;
-}
-
-std::size_t ChangedRows::bytes() const {
-    std::size_t total = 0;
-    for (const Bucket& bucket : buckets_) total += bucket.pages.size();
     return total;
 }
 

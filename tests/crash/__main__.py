@@ -1,0 +1,79 @@
+"""`make crash N=200`: rounds of the crash harness, and a summary. A failing round is repeated alone by its seed."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Column, Table
+
+from .plan import Round, draw_round
+from .rounds import Result, Rounds
+
+console = Console(highlight=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make crash", description=__doc__)
+    parser.add_argument("-n", type=int, default=200, help="rounds")
+    parser.add_argument("--seed", type=int, default=1, help="of the first round; the next one's is one more")
+    parser.add_argument("--folder", type=Path, help="where stores are made; a temporary folder by default")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="crash-", dir=arguments.folder))
+    rounds, results, failed = Rounds(folder), list[Result](), list[int]()
+    for seed in track(range(arguments.seed, arguments.seed + arguments.n), "rounds", console=console):
+        plan = draw_round(seed)
+        try:
+            results.append(rounds.run(plan))
+        except Exception as error:
+            failed.append(seed)
+            report(plan, folder, error)
+        else:
+            shutil.rmtree(folder / f"round-{seed}")
+    rounds.close()
+    summary(results, failed)
+    if failed:
+        sys.exit(1)
+    shutil.rmtree(folder)
+
+
+def report(plan: Round, folder: Path, error: Exception) -> None:
+    console.print(f"[red]seed {plan.seed} failed[/]: {type(error).__name__}: {error}", markup=True)
+    for session in plan.sessions:
+        console.print(f"  {session.store['store']}, killed {session.kill}", markup=False)
+    console.print(f"  {'power cut, ' if plan.power else ''}life {plan.life}, folder {folder}/round-{plan.seed}")
+
+
+def summary(results: list[Result], failed: list[int]) -> None:
+    kills, saves = sum((r.kills for r in results), Counter()), sum((r.saves for r in results), Counter())
+    ways = sorted({way for _, way in kills})
+    table = Table("killed in", *(Column(way, justify="right") for way in ways), box=None)
+    for operation in sorted({operation for operation, _ in kills}):
+        table.add_row(operation, *(str(kills[operation, way] or "") for way in ways))
+    console.print(table)
+    seconds = [r.seconds for r in results] or [0.0]
+    figures = {
+        "rounds": len(results) + len(failed),
+        "failed": ", ".join(f"seed {seed}" for seed in failed) or 0,
+        "kills": kills.total(),
+        "saves that returned": ", ".join(f"{count} {kind}" for kind, count in sorted(saves.items())),
+        "snapshots compared": sum(r.snapshots_checked for r in results),
+        "restarts that went back to a snapshot": sum(r.recovered for r in results),
+        "changes lost in power cuts": sum(r.lost_in_cuts for r in results),
+        "median round": f"{statistics.median(seconds):.2f} s",
+    }
+    for name, figure in figures.items():
+        console.print(f"{name}: {figure}")
+
+
+if __name__ == "__main__":
+    main()

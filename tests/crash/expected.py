@@ -1,0 +1,178 @@
+"""What may be found in a store folder, from the log that its trainers wrote ahead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Saved(NamedTuple):
+    """A snapshot: the step of its rows, its kind, and what it goes over."""
+
+    step: int
+    kind: str
+    parent: str | None = None
+
+
+class Expected:
+    """The state after each line of the log.
+
+    `saved`: snapshots that must be there, in the order in which they were saved; of `begun` ones each may be there, and
+    `going` ones may be gone. Live rows are of a step of `clean`, if they are marked, or may be without a mark where
+    `dirty`, and then a run goes back to a snapshot of `bases`, "" for none.
+    """
+
+    def __init__(self) -> None:
+        self.saved: dict[str, Saved] = {}
+        self.begun: dict[str, Saved] = {}
+        self.aside: set[str] = set()  # of the begun ones those that will not be the base
+        self.loading: str | None = None
+        self.going: set[str] = set()
+        self.bases = {""}
+        self.clean = {0}
+        self.dirty = True
+        self.step: int | None = None  # of an open embedding
+        self.inside = ""  # the operation that has not returned
+        self._read = 0
+
+    def follow(self, log: Path) -> list[dict[str, Any]]:
+        """Read on in the log. Returns its new lines; the last may be torn."""
+        lines = log.read_text().split("\n")[:-1] if log.exists() else []
+        new = [json.loads(line) for line in lines[self._read :]]
+        self._read = len(lines)
+        for line in new:
+            line = dict(line)
+            at, operation = line.pop("at"), line.pop("op")
+            self.inside = operation if at == "begin" and operation != "background" else ""
+            getattr(self, f"{at}_{operation}")(**line)
+        return new
+
+    def found(self, names: Iterable[str]) -> None:
+        """After a kill the folder lists these snapshots. Those in flight are there or not from here on."""
+        names, self.step = set(names), None
+        missing = self.saved.keys() - self.going - names
+        foreign = names - self.saved.keys() - self.begun.keys()
+        assert not missing, f"lost: {missing}"
+        assert not foreign, f"never saved: {foreign}"
+        for name in list(self.begun):
+            if name in names:
+                self._add(name)
+                self.bases |= {self.loading} - {None}
+            else:
+                self.bases.discard(name)
+        self.saved = {name: saved for name, saved in self.saved.items() if name in names}
+        self.begun, self.aside, self.going, self.loading = {}, set(), set(), None
+
+    def opened(self, step: int, recovered: bool) -> None:
+        """A run began at this step; `recovered` where it found no mark."""
+        if recovered:
+            assert self.dirty, f"step {self.clean} was closed, and a run went back to {step}"
+            self.bases = {base for base in self.bases if self._step_of(base) == step}
+            assert self.bases, f"a run went back to step {step}, no base's"
+        else:
+            assert step in self.clean, f"live rows of step {step} were marked, not of {self.clean}"
+        self.clean, self.step = {step}, step
+        self.dirty = any(self._step_of(base) == step for base in self.bases)
+
+    def _step_of(self, base: str) -> int:
+        return (self.begun.get(base) or self.saved[base]).step if base else 0
+
+    def begin_open(self, store: str, fresh: bool) -> None:
+        if self.dirty:  # its rows may be marked before it returns
+            self.clean = self.clean | {self._step_of(base) for base in self.bases}
+        if fresh:
+            self.clean, self.bases, self.dirty = self.clean | {0}, self.bases | {""}, True
+
+    def end_open(self, store: str, fresh: bool, step: int, recovered: bool) -> None:
+        if fresh:
+            assert step == 0
+            self.clean, self.bases, self.dirty, self.step = {0}, {""}, True, 0
+        else:
+            self.opened(step, recovered)
+
+    def begin_step(self, step: int) -> None:
+        assert self.step == step - 1
+        self.dirty = True
+
+    def end_step(self, step: int) -> None:
+        self.clean, self.step = set(), step
+
+    def begin_close(self) -> None:
+        assert self.step is not None
+        self.clean = self.clean | {self.step}
+
+    def end_close(self) -> None:
+        assert self.step is not None
+        self.clean, self.dirty, self.step = {self.step}, False, None
+
+    def begin_save(self, name: str, kind: str, step: int, parent: str | None = None) -> None:
+        assert parent is None or parent in self.bases, f"{name} goes over {parent}, not {self.bases}"
+        self.begun[name] = Saved(step, kind, parent)
+
+    def end_save(self, name: str, **line: Any) -> None:
+        self._add(name)
+
+    def begin_background(self, name: str, step: int) -> None:
+        self.begin_save(name, "full", step)
+
+    def end_background(self, name: str, step: int) -> None:
+        self._add(name)
+
+    def begin_merge(self, name: str, new: str) -> None:
+        self.begun[new] = Saved(self._step_of(name), "full")
+        self.aside.add(new)
+
+    def end_merge(self, name: str, new: str) -> None:
+        self._add(new)
+
+    def _add(self, name: str) -> None:
+        self.saved[name] = self.begun.pop(name)
+        if name not in self.aside:
+            self.bases = {name}
+
+    def begin_load(self, name: str) -> None:
+        self.loading = name
+        self.clean, self.bases = self.clean | {self._step_of(name)}, self.bases | {name}
+        self.dirty |= self.step is not None
+
+    def end_load(self, name: str) -> None:
+        step = self._step_of(name)
+        self.loading, self.aside = None, self.aside | self.begun.keys()
+        self.clean, self.bases, self.dirty = {step}, {name}, True
+        if self.step is not None:
+            self.step = step
+
+    def begin_compact(self) -> None:
+        pass
+
+    def end_compact(self) -> None:
+        pass
+
+    def begin_prune(self, keep_last: int, keep_every: int | None) -> None:
+        self.going = set().union(*self._pruned(keep_last, keep_every))
+
+    def end_prune(self, keep_last: int, keep_every: int | None) -> None:
+        for name in set.intersection(*self._pruned(keep_last, keep_every)):
+            del self.saved[name]
+        self.going &= self.saved.keys()
+
+    def _pruned(self, keep_last: int, keep_every: int | None) -> list[set[str]]:
+        """What a prune removes, for each state that it may find: of the base, and of a snapshot that is begun."""
+        bases = self.bases | (self.begun.keys() - self.aside)
+        states = [self.saved, {**self.saved, **self.begun}]
+        return [_pruned(state, keep_last, keep_every, base) for base in bases for state in states]
+
+
+def _pruned(snapshots: dict[str, Saved], keep_last: int, keep_every: int | None, base: str) -> set[str]:
+    """Not the latest, nor the first to reach a multiple of steps, nor the base, nor what one of these goes over."""
+    kept, reached = {base, *list(snapshots)[-keep_last:]}, -1
+    for name, saved in snapshots.items():
+        if keep_every is not None and saved.step // keep_every > reached:
+            reached = saved.step // keep_every
+            kept.add(name)
+    for name, saved in reversed(snapshots.items()):
+        if name in kept and saved.parent is not None:
+            kept.add(saved.parent)
+    return snapshots.keys() - kept

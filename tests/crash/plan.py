@@ -1,0 +1,111 @@
+"""What a round does, drawn from its seed alone: stores, sizes, operations, and where each of its trainers is killed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from embeddings import ONE_SET_MB, STORES
+
+from .history import LIVES
+
+# how often a trainer does what; "reopen" opens with other options, "command" runs the command line while it is closed
+WEIGHTS = {"steps": 10, "save": 6, "background": 3, "load": 3, "prune": 2, "compact": 1, "reopen": 2, "fresh": 0.3}
+WEIGHTS |= {"command": 2}
+# what a kill at a named point is inside of
+INSIDE = {"step": 1, "save": 6, "background": 3, "load": 3, "prune": 2, "merge": 1, "compact": 1, "close": 2, "open": 2}
+# calls that it may be before or after, and how many of them an operation has at most
+MOST = {"any": 400, "open": 70, "write": 200, "sync": 70, "rename": 4, "mkdir": 3, "unlink": 80, "link": 4}
+CALLS = ["any", "open", "write", "sync", "rename", "mkdir", "unlink"]
+SMALL = {"write_buffer_size": 1 << 16, "min_write_buffer_number_to_merge": 1, "max_write_buffer_number": 2}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL after so many `events` and a `wait` in s; or, with `inside`, at a call that changes files.
+
+    That is the `number`th `call` since an operation `inside` began, before the call, after it, or with half of it done.
+    """
+
+    inside: str | None
+    events: int = 0
+    wait: float = 0.0
+    call: str = "any"
+    number: int = 0
+    when: str = "before"
+
+    def __str__(self) -> str:
+        if self.inside is None:
+            return f"after {self.events} events and {1000 * self.wait:.1f} ms"
+        return f"inside {self.inside}, {self.when} its {self.call} {self.number}"
+
+
+@dataclass(frozen=True)
+class Session:
+    """One trainer: the seed of its operations, how many at most, how it opens the store, and its kill."""
+
+    seed: int
+    operations: int
+    store: dict[str, Any]
+    ahead: int
+    kill: Kill
+
+
+@dataclass(frozen=True)
+class Round:
+    """Trainers one after the other in one folder, each killed. Checks open it too, by these options, where not None."""
+
+    seed: int
+    keys: int
+    life: str
+    power: bool  # whether the power is cut at each kill
+    sessions: list[Session]
+    checks: list[dict[str, Any] | None]
+
+
+def draw_round(seed: int) -> Round:
+    chance = random.Random(seed)
+    sessions = [_session(chance) for _ in range(chance.choice([1, 1, 2, 3]))]
+    return Round(
+        seed=seed,
+        keys=chance.choice([50, 150, 400]),
+        life=chance.choice(["for ever", *LIVES]),
+        power=chance.random() < 0.5,
+        sessions=sessions,
+        checks=[draw_store(chance) if number % 2 == 0 else None for number in reversed(range(len(sessions)))],
+    )
+
+
+def _session(chance: random.Random) -> Session:
+    return Session(
+        seed=chance.randrange(1 << 32),
+        operations=chance.randint(4, 16),
+        store=draw_store(chance),
+        ahead=chance.choice([0, 0, 1, 3]),
+        kill=_kill(chance),
+    )
+
+
+def _kill(chance: random.Random) -> Kill:
+    if chance.random() < 0.3:
+        return Kill(None, events=chance.randrange(24), wait=chance.uniform(0, 0.04))
+    inside = chance.choices(list(INSIDE), list(INSIDE.values()))[0]
+    call = chance.choice(
+        CALLS if inside in ("save", "background", "load", "close", "prune", "merge") else ["any", "write"]
+    )
+    number = round(MOST[call] ** chance.random())  # the first calls of an operation differ most
+    when = chance.choice(["before", "after", "torn"] if call in ("any", "write") else ["before", "after"])
+    return Kill(inside, call=call, number=number, when=when)
+
+
+def draw_store(chance: random.Random) -> dict[str, Any]:
+    """Keyword arguments of `History.embedding`."""
+    store = chance.choice(STORES)
+    if store in ("device", "host"):
+        return {"store": store}
+    made: dict[str, Any] = {"store": store, "budget_mb": chance.choice([1, 1, 50]) * ONE_SET_MB}
+    if store in ("ssd", "ssd_host"):
+        made |= {"shards": chance.choice([None, 1, 2, 7]), "io_threads": chance.choice([1, 2])}
+        made |= {"rocksdb_options": SMALL} if chance.random() < 0.3 else {}
+    return made

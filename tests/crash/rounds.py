@@ -1,0 +1,174 @@
+"""One round: trainers are killed in a folder, and what is left is compared with what their log allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import subprocess
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from embeddings import contents
+from killed import Warm
+
+from tierbed.engine import MultiTableEmbedding
+from tierbed.engine.store.contract import row_dtype
+from tierbed.snapshots import Snapshot, list_snapshots
+
+from .expected import Expected
+from .history import DIM, History, in_order
+from .plan import Round, Session
+from .power import Disk
+from .trainer import Recovered
+
+KILLED, HUNG = 9, 14
+
+
+@dataclass
+class Result:
+    """What happened in a round: kills by the operation and the way, finished saves by kind, and so on."""
+
+    kills: Counter[tuple[str, str]] = field(default_factory=Counter)
+    saves: Counter[str] = field(default_factory=Counter)
+    recovered: int = 0
+    lost_in_cuts: int = 0
+    snapshots_checked: int = 0
+    seconds: float = 0.0
+
+
+def build_shim(folder: Path) -> Path:
+    """The library to preload into trainers."""
+    library, source = folder / "crash_io.so", Path(__file__).with_name("crash_io.cpp")
+    subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+class Rounds:
+    """Runs rounds below a folder, by trainers that run a script first, for tests of the harness."""
+
+    def __init__(self, folder: Path, script: str = "") -> None:
+        self.folder = folder
+        shim = str(build_shim(folder))
+        self._warm = Warm(f"{script}\nfrom crash.trainer import main; main()", LD_PRELOAD=shim, OMP_NUM_THREADS="1")
+        self._recovered = Recovered()
+        logging.getLogger("tierbed").addHandler(self._recovered)
+
+    def close(self) -> None:
+        logging.getLogger("tierbed").removeHandler(self._recovered)
+        self._warm.close()
+
+    def run(self, plan: Round) -> Result:
+        """Raises AssertionError where the folder is not as it must be."""
+        begin = time.perf_counter()
+        place = self.folder / f"round-{plan.seed}"
+        (place / "store").mkdir(parents=True)
+        (place / "aside").mkdir()
+        result, expected, history = Result(), Expected(), History(plan.keys, plan.life)
+        for number, (session, check) in enumerate(zip(plan.sessions, plan.checks, strict=True)):
+            self._train(place, plan, number, session, expected, result)
+            checker = Check(place / "store", history, expected, random.Random(session.seed), self._recovered)
+            result.snapshots_checked += checker.snapshots()
+            if check is not None:
+                result.recovered += checker.training(check, f"check-{number}")
+        result.seconds = time.perf_counter() - begin
+        return result
+
+    def _train(
+        self, place: Path, plan: Round, number: int, session: Session, expected: Expected, result: Result
+    ) -> None:
+        fields = {name: getattr(plan, name) for name in ("keys", "life", "power")}
+        kill = session.kill
+        after = [kill.events, kill.wait] if kill.inside is None else None
+        orders = dataclasses.asdict(session) | fields | {"number": number}
+        answer = self._warm.order({"place": str(place), "plan": orders}, after)
+        assert answer["signal"] != HUNG, "the trainer hung"
+        assert answer["signal"] == KILLED, f"the trainer ended by itself: {answer['signal'], answer['code']}"
+        lines = expected.follow(place / "log")
+        done = [line for line in lines if line["at"] == "end"]
+        result.saves += Counter(line["kind"] for line in done if line["op"] == "save")
+        result.saves += Counter(line["op"] for line in done if line["op"] in ("background", "merge"))
+        way = "at an instant" if kill.inside is None else {"torn": "half a write"}.get(kill.when, f"{kill.when} a call")
+        inside = expected.inside or ("background" if expected.begun else "between")
+        late = inside == "between" and kill.inside is not None  # that point was never reached
+        result.kills[inside, "by itself" if late else way] += 1
+        if plan.power:
+            disk = Disk(place / "store", (place / "trace").read_text() if (place / "trace").exists() else "")
+            result.lost_in_cuts += disk.cut(random.Random(session.seed))
+
+
+class Check:
+    """Comparisons of a folder with what is expected there."""
+
+    def __init__(
+        self, path: Path, history: History, expected: Expected, chance: random.Random, recovered: Recovered
+    ) -> None:
+        self.path, self.history, self.expected, self.chance = path, history, expected, chance
+        self._snapshots = path / "rows" / "snapshots"
+        self._recovered = recovered
+
+    def snapshots(self) -> int:
+        """Every one that must be there is, whole and bit-equal, and no other. Returns how many."""
+        listing = list_snapshots(self._snapshots)
+        assert not listing.damaged, listing.damaged
+        self.expected.found(snapshot.name for snapshot in listing.snapshots)
+        for snapshot in listing.snapshots:
+            saved = self.expected.saved[snapshot.name]
+            parent = snapshot.parent and snapshot.parent.name
+            assert saved == (snapshot.description["step"], snapshot.kind, parent), f"{snapshot.name}: not as saved"
+            self.same(rows_of(snapshot), saved.step)
+        return len(listing.snapshots)
+
+    def training(self, store: dict[str, Any], name: str) -> bool:
+        """It goes on from the right step with the right rows. Returns whether it went back to a snapshot."""
+        expected, history = self.expected, self.history
+        self._recovered.seen = False
+        with history.embedding(self.path, **store) as embedding:
+            step = step_of(embedding)
+            recovered = self._recovered.seen
+            expected.opened(step, recovered)
+            self.same(contents(embedding), step)
+            for number in range(step + 1, step + 1 + self.chance.randrange(4)):
+                history.take(embedding, number)
+                step = number
+            self.save(embedding, name, step)
+            self.same(contents(embedding), step)
+            if self.chance.random() < 0.5:
+                other = self.chance.choice(sorted(expected.saved))
+                embedding.load_snapshot(other)
+                step = expected.saved[other].step
+                expected.bases = {other}
+                self.same(contents(embedding), step)
+        expected.clean, expected.dirty, expected.step = {step}, False, None
+        return recovered
+
+    def save(self, embedding: MultiTableEmbedding, name: str, step: int) -> None:
+        expected = self.expected
+        expected.begin_save(name, "full", step)
+        embedding.save_snapshot(name)
+        expected.end_save(name)
+        left = [file.name for file in self._snapshots.iterdir() if file.name not in expected.saved]
+        assert not left, f"leftovers after a save: {left}"
+        self.same(rows_of(Snapshot.open(self._snapshots / name)), step)
+
+    def same(self, rows: Any, step: int) -> None:
+        """The rows of that step, to the bit."""
+        rows, right = in_order(rows), self.history.rows(step)
+        assert len(rows) == len(right), f"{len(rows)} rows at step {step}, not {len(right)}"
+        differ = np.flatnonzero(rows != right)
+        assert rows.tobytes() == right.tobytes(), f"step {step}: {rows[differ[:1]]}, not {right[differ[:1]]}"
+
+
+def rows_of(snapshot: Snapshot) -> Any:
+    """All rows, checksums compared."""
+    snapshot.verify()
+    empty = np.empty(0, row_dtype(2 * DIM))
+    return np.concatenate([empty, *(rows.copy() for _, rows in snapshot.chunks(50))])
+
+
+def step_of(embedding: MultiTableEmbedding) -> int:
+    return int(embedding.metrics()["table"]["step"])

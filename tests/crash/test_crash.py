@@ -1,0 +1,60 @@
+"""Fifteen rounds of the crash harness, and what it finds where the contract is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from embeddings import STORES, contents
+
+from .history import LIVES, History, in_order
+from .plan import draw_round
+from .rounds import Rounds
+
+SEEDS = range(101, 116)
+BROKEN = {
+    "folders are not synced": "import tierbed.snapshots.writer as w; w.fsync_dir = lambda folder: None",
+    "files are not synced": "import os, stat; os.fsync = lambda file, s=os.fsync: "
+    "stat.S_ISDIR(os.fstat(file).st_mode) and s(file)",
+    "the mark stays": "from tierbed.engine.store.folder import StoreFolder as F; F.clear_mark = lambda folder: None",
+    "the base is not noted": "from tierbed.engine.store.folder import StoreFolder as F; "
+    "F.expect_base = lambda folder, name: None",
+}
+
+
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rounds]:
+    made = Rounds(tmp_path_factory.mktemp("crash"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_trainer_leaves_what_its_log_allows(rounds: Rounds, seed: int) -> None:
+    rounds.run(draw_round(seed))
+
+
+@pytest.mark.parametrize("script", BROKEN.values(), ids=list(BROKEN))
+def test_a_broken_contract_is_found(tmp_path: Path, script: str) -> None:
+    broken = Rounds(tmp_path, script)
+    found = []
+    for seed in range(200, 220):
+        try:
+            broken.run(draw_round(seed))
+        except Exception as error:
+            found.append(error)
+            break
+    broken.close()
+    assert found
+
+
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("store", STORES)
+def test_rows_are_the_function_of_key_and_updates(tmp_path: Path, store: str, life: str) -> None:
+    history = History(150, life)
+    with history.embedding(tmp_path, store) as embedding:
+        for step in range(1, 30):
+            history.take(embedding, step)
+        assert in_order(contents(embedding)).tobytes() == history.rows(29).tobytes()
+    assert len(history.rows(29)) > 0

@@ -1,0 +1,236 @@
+"""The process that is killed. It writes down what it is about to do, does it, and writes down that it is done."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from killed import serve
+
+from tierbed import cli
+from tierbed.engine.background import BackgroundSave
+from tierbed.engine.store.folder import StoreFolder
+from tierbed.snapshots import Snapshot, list_snapshots
+
+from .history import History
+from .plan import WEIGHTS, draw_store
+
+HOW_TO_COME = {"step": "steps", "open": "reopen", "close": "reopen", "merge": "command"}  # to be inside of an operation
+WHEN = ["before", "after", "torn"]
+NAMES = ["s{}", "{} of today", "schn\u00e4ppchen-{}", "-{}", "{}" + 150 * "x"]
+
+
+class Recovered(logging.Handler):
+    """Whether the embedding that was opened last found a folder without a mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen |= "was not closed by its last run" in record.getMessage()
+
+
+class Trainer:
+    """Random operations in a store folder, each written ahead into the log.
+
+    Whatever it chooses depends on its seed and on what is in the folder alone.
+    """
+
+    def __init__(self, path: Path, history: History, plan: dict[str, Any], files: list[int]) -> None:
+        self.path, self.history, self.plan = path, history, plan
+        self.store_path = path / "rows"
+        self.chance = random.Random(plan["seed"])
+        self.saved = 0
+        self.going: tuple[BackgroundSave | None, contextlib.AbstractContextManager[Any]] | None = None
+        self._files = files
+        self._shim = ctypes.CDLL(None)
+        self._recovered = Recovered()
+        logging.getLogger("tierbed").handlers[:] = [self._recovered]
+        self.open(plan["store"])
+
+    def run(self) -> None:
+        """Until killed, at the latest by itself: so an embedding is open, which would be closed at a common end."""
+        for _ in range(self.plan["operations"]):
+            getattr(self, self.chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0])()
+        kill = self.plan["kill"]
+        while kill["inside"] and kill["number"] > 1:  # it came to fewer such calls than that
+            kill["number"] //= 2
+            self.steps()
+            self.save()
+            getattr(self, HOW_TO_COME.get(kill["inside"], kill["inside"]))()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def steps(self) -> None:
+        for _ in range(self.chance.randint(1, 5)):
+            with self.logged("step", step=self.step + 1):
+                self.step += 1
+                self.history.take(self.embedding, self.step)
+            if self.plan["ahead"]:
+                self.history.announce(self.embedding, self.step + self.plan["ahead"])
+
+    def save(self) -> None:
+        self.settle()
+        name, kind = self.new_name(), self.any_kind(self.embedding.last_snapshot)
+        parent = self.embedding.last_snapshot if kind == "incremental" else None
+        with self.logged("save", name=name, kind=kind, step=self.step, parent=parent):
+            self.embedding.save_snapshot(name, kind)
+
+    def background(self) -> None:
+        """A save that goes on until `settle`."""
+        self.settle()
+        line = {"name": self.new_name(), "step": self.step}
+        logged = self.logged("background", **line)
+        logged.__enter__()
+        self.going = self.embedding.save_snapshot(line["name"], background=True), logged
+
+    def settle(self) -> None:
+        if self.going is not None:
+            saving, logged = self.going
+            assert saving is not None
+            saving.wait()
+            logged.__exit__(None, None, None)
+        self.going = None
+
+    def load(self) -> None:
+        if snapshot := self.any_snapshot():
+            with self.logged("load", name=snapshot.name):
+                self.embedding.load_snapshot(snapshot.name)
+            self.step = snapshot.description["step"]
+
+    def prune(self) -> None:
+        rule = self.any_rule()
+        with self.logged("prune", **rule):
+            self.embedding.prune_snapshots(**rule)
+
+    def compact(self) -> None:
+        if self.embedding.store_options.store == "cached_ssd":
+            with self.logged("compact"):
+                self.embedding.compact()
+
+    def reopen(self) -> None:
+        self.close()
+        self.open(draw_store(self.chance))
+
+    def fresh(self) -> None:
+        self.close()
+        self.open(draw_store(self.chance), open="fresh")
+
+    def command(self) -> None:
+        """The command line between two runs."""
+        self.close()
+        getattr(self, f"command_{self.chance.choice(['save', 'load', 'prune', 'merge', 'compact'])}")()
+        self.open(draw_store(self.chance))
+
+    def command_save(self) -> None:
+        base = StoreFolder(self.store_path)
+        with base:
+            parent = base.base
+        name, kind = self.new_name(), self.any_kind(parent)
+        with self.logged(
+            "save", name=name, kind=kind, step=self.step, parent=parent if kind == "incremental" else None
+        ):
+            tierbed("snapshot", "save", "--kind", kind, self.store_path, "--", name)
+
+    def command_load(self) -> None:
+        if snapshot := self.any_snapshot():
+            with self.logged("load", name=snapshot.name):
+                tierbed("snapshot", "load", self.store_path, "--", snapshot.name)
+
+    def command_prune(self) -> None:
+        rule = self.any_rule()
+        every = ["--keep-every", rule["keep_every"]] if rule["keep_every"] else []
+        with self.logged("prune", **rule):
+            tierbed("snapshot", "prune", "--keep-last", rule["keep_last"], *every, self.store_path)
+
+    def command_merge(self) -> None:
+        if snapshot := self.any_snapshot():
+            new = self.new_name()
+            with self.logged("merge", name=snapshot.name, new=new):
+                tierbed("snapshot", "merge", self.store_path, "--", snapshot.name, new)
+
+    def command_compact(self) -> None:
+        if self.embedding.store_options.store == "cached_ssd":
+            with self.logged("compact"):
+                tierbed("store", "compact", self.store_path)
+
+    def open(self, store: dict[str, Any], **more: Any) -> None:
+        self._recovered.seen = False
+        with self.logged("open", store=store["store"], fresh=more.get("open") == "fresh") as found:
+            self.embedding = self.history.embedding(self.path, **store, **more)
+            self.step = int(self.embedding.metrics()["table"]["step"])
+            found |= {"step": self.step, "recovered": self._recovered.seen}
+
+    def close(self) -> None:
+        with self.logged("close"):
+            self.embedding.close()
+        self.settle()
+
+    def new_name(self) -> str:
+        self.saved += 1
+        return self.chance.choice(NAMES).format(f"{self.plan['number']}-{self.saved}")
+
+    def any_kind(self, base: str | None) -> str:
+        """One that there can be now."""
+        on_disk = self.embedding.store_options.store == "cached_ssd"
+        return self.chance.choice(["full"] + ["incremental"] * 2 * bool(base) + ["checkpoint"] * on_disk)
+
+    def any_rule(self) -> dict[str, Any]:
+        return {"keep_last": self.chance.randint(1, 3), "keep_every": self.chance.choice([None, 3, 10])}
+
+    def any_snapshot(self) -> Snapshot | None:
+        snapshots = list_snapshots(self.store_path / "snapshots").snapshots
+        return self.chance.choice(snapshots) if snapshots else None
+
+    @contextlib.contextmanager
+    def logged(self, operation: str, **more: Any) -> Iterator[dict[str, Any]]:
+        """Written down before and after, and killed in between where the plan has that."""
+        self.say("begin", operation, **more)
+        kill = self.plan["kill"]
+        if kill["inside"] == operation:
+            self._shim.die_at(kill["call"].encode(), ctypes.c_long(kill["number"]), WHEN.index(kill["when"]))
+        found: dict[str, Any] = {}
+        yield found
+        if kill["inside"] == operation:
+            self._shim.die_at(b"", ctypes.c_long(0), 0)
+        self.say("end", operation, **more | found)
+
+    def say(self, at: str, operation: str, **more: Any) -> None:
+        """A line of the log, durable when this returns."""
+        line = json.dumps({"at": at, "op": operation, **more}).encode() + b"\n"
+        for file in self._files:
+            os.write(file, line)
+
+
+def tierbed(*words: Any) -> None:
+    """The command line tool."""
+    try:
+        cli.main([str(word) for word in words])
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def run(place: str, plan: dict[str, Any], events: int) -> None:
+    """Work in `place` until killed, at the latest by itself."""
+    signal.alarm(60)  # what hangs fails
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # which tells the harness of other things
+    folder = Path(place)
+    log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_DSYNC, 0o644)
+    trace = os.open(folder / "trace", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC) if plan["power"] else -1
+    ctypes.CDLL(None).watch_calls(os.fsencode(folder / "store"), os.fsencode(folder / "aside"), trace)
+    history = History(plan["keys"], plan["life"])
+    Trainer(folder / "store", history, plan, [log, events]).run()
+
+
+def main() -> None:
+    """Fork a trainer for each plan on standard input."""
+    serve(run)
