@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -24,7 +23,7 @@ import graph_overhead
 import graph_pipeline
 import torch
 from report import machine
-from tier_report import Figure, about_machine, markdown
+from tier_report import Figure, report
 from tier_stores import Mismatch
 
 THREADS = 2
@@ -89,12 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
                 failed = True
     used, own = (now - then for now, then in zip(_busy(), before, strict=True))
     about["others"] = f"{max(used - own, 0.0) / (time.perf_counter() - begin):.2f} cores"
-    print(markdown(figures))
-    print(about_machine(about))
-    if given.json is not None:
-        shown = {"machine": about, "figures": [figure.as_dict() for figure in figures]}
-        given.json.write_text(json.dumps(shown, indent=2) + "\n")
-    return int(failed or not (given.quick or all(figure.passed for figure in figures)))
+    passed = report(figures, about, given.json)
+    return int(failed or not (given.quick or passed))
 
 
 if __name__ == "__main__":

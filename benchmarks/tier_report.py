@@ -1,9 +1,11 @@
-"""Figures of benchmarks/tiers.py and their bars, as a table in Markdown."""
+"""Figures of a benchmark and their bars, as a table in Markdown."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -44,8 +46,14 @@ def markdown(figures: Sequence[Figure]) -> str:
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
-def about_machine(about: dict[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in about.items())
+def report(figures: Sequence[Figure], about: dict[str, str], place: Path | None) -> bool:
+    """Print the table and what is said about the machine, and write both to `place` as JSON. Whether bars are met."""
+    print(markdown(figures))
+    print(listed(about.items()))
+    if place is not None:
+        shown = {"machine": about, "figures": [figure.as_dict() for figure in figures]}
+        place.write_text(json.dumps(shown, indent=2) + "\n")
+    return all(figure.passed for figure in figures)
 
 
 def listed(parts: Iterable[tuple[str, str]]) -> str:

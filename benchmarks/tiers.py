@@ -23,7 +23,7 @@ import tier_steps
 import tier_train
 import torch
 from report import machine
-from tier_report import Figure, about_machine, markdown
+from tier_report import Figure, report
 from tier_stores import Mismatch
 
 THREADS = 2
@@ -97,12 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
             except Mismatch as error:
                 print(f"{name}: no figure, {error}", file=sys.stderr)
                 failed = True
-    print(markdown(figures))
-    print(about_machine(about))
-    if given.json is not None:
-        shown = {"machine": about, "figures": [figure.as_dict() for figure in figures]}
-        given.json.write_text(json.dumps(shown, indent=2) + "\n")
-    return int(failed or not (given.quick or all(figure.passed for figure in figures)))
+    passed = report(figures, about, given.json)
+    return int(failed or not (given.quick or passed))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from torch.autograd.graph import increment_version
 
 from .embedding import MultiTableMultiColumnEmbedding
 from .errors import GraphError, OptimizerError
+from .interrupts import uninterrupted
+from .pinned import training_step
 from .shadow_grad import ShadowGrad, holders
 
 
@@ -62,7 +64,8 @@ class EagerOptimizer:
         """Update all rows that backward() reached since `zero_grad()`, each once, then step the wrapped optimizer.
 
         Embeddings that it did not reach stay as they are, their step counts too. Raises StoreError, CapacityError and
-        InputError before any row changed where rows cannot be brought up, GraphError in `build` of a graph.
+        InputError before any row changed where rows cannot be brought up, GraphError in `build` of a graph and while
+        another thread trains the rows.
         """
         if detect_fake_mode() is not None:
             raise GraphError(
@@ -93,21 +96,21 @@ class EagerOptimizer:
 
     @torch.no_grad()
     def _step_rows(self) -> None:
-        pinned = []
-        try:
-            for embedding, rows in self._rows:
-                grad = embedding.shadow.grad
-                if not isinstance(grad, ShadowGrad):
-                    continue
-                if embedding.row_optimizer is not rows:
-                    embedding.follow(rows)  # a graph trained it since
-                batch = grad.rows.pin()
-                if batch is not None:
-                    pinned.append((grad.rows, batch))
-            for gradients, batch in pinned:
-                gradients.update(batch)
-                increment_version(gradients.embedding.shadow)  # a backward() that needs the rows as they were says so
-        except BaseException:
-            for embedding, _ in self._rows:
-                embedding.release()
-            raise
+        reached = [(e, rows, e.shadow.grad.rows) for e, rows in self._rows if isinstance(e.shadow.grad, ShadowGrad)]
+        with uninterrupted(), training_step([embedding for embedding, *_ in reached], "an EagerOptimizer"):
+            pinned = []
+            try:
+                for embedding, rows, gradients in reached:
+                    if embedding.row_optimizer is not rows:
+                        embedding.follow(rows)  # a graph trained it since
+                    batch = gradients.pin()
+                    if batch is not None:
+                        pinned.append((gradients, batch))
+                for gradients, batch in pinned:
+                    gradients.update(batch)
+                    # a backward() that needs the rows as they were says so
+                    increment_version(gradients.embedding.shadow)
+            except BaseException:
+                for embedding, *_ in reached:
+                    embedding.release()
+                raise

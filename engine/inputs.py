@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,15 @@ class Lookup(NamedTuple):
         if self.offsets is not None:
             return (self.offsets.shape[0] - 1,)
         return tuple(self.ids.shape if self.pooling is None else self.ids.shape[:-1])
+
+
+class Gradients(NamedTuple):
+    """Of what the lookups of a batch returned; a row's is the sum over its occurrences in all of them."""
+
+    lookups: Sequence[Lookup]
+    grads: Sequence[Tensor]  # each lookup.shape + (dim,), of `dtype`
+    weights: Sequence[Tensor | None]  # that each was pooled with
+    dtype: torch.dtype
 
 
 def check_lookup(spec: TableSpec, ids: Any, table_ids: Any = None, offsets: Any = None, pooling: Any = None) -> Lookup:

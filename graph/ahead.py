@@ -1,35 +1,73 @@
-"""The pass that cuts from a compiled step what the ids of its training lookups are made of.
+"""What the batches to come will look up, for the embeddings to make ready: hints, as each step computes its ids itself.
 
-Run on the inputs of a batch to come, it gives the lookups to announce. What it gives is a hint: the step computes its
-ids itself.
+A pass cuts from a compiled step what the ids of its training lookups are made of, to be run on the inputs of a batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
+from ..engine.embedding import MultiTableMultiColumnEmbedding
+from ..engine.errors import TierbedError
+from ..engine.inputs import Lookup
 from ..engine.ops import step
 from .alias import external, is_random, storages, written
+from .step_end import StepEnd, accumulate
+
+Coming = list[tuple[MultiTableMultiColumnEmbedding, list[Lookup]]]
+
+
+class Announcer:
+    """Announces the batches of one run in their order, those of accumulated steps together: as rows will be pinned."""
+
+    def __init__(self, end: StepEnd) -> None:
+        self._end = end
+        self._together: dict[MultiTableMultiColumnEmbedding, list[Lookup]] = defaultdict(list)
+        self._count = 0  # of accumulated steps
+
+    def add(self, between: int, coming: Coming | None) -> None:
+        """What the next batch looks up, where that is known; `between` others are to run before it."""
+        number = (self._end.steps + between) % self._end.every
+        if number == 0:
+            self._together.clear()
+            self._count = 0
+        if number != self._count or coming is None:
+            return  # of this update's lookups some are not known, or are not of this run
+        for embedding, lookups in coming:
+            self._together[embedding] += lookups
+        self._count += 1
+        if self._count == self._end.every:
+            for embedding, lookups in self._together.items():
+                with contextlib.suppress(TierbedError):
+                    embedding.announce(lookups)
 
 
 def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
-    """A module with the placeholders of the compiled `module` that returns (embedding, lookups) for each prefetch.
+    """A module with the placeholders of the compiled `module` that returns (embedding, lookups) for all it trains.
 
-    Left out are prefetches whose ids depend on rows, on random numbers, on what this step changes outside of it, or on
-    an op that is not torch's own. None where no prefetch is left.
+    Left out are those whose ids depend on rows, on random numbers, on what this step changes outside of it, or on an op
+    that is not torch's own. None where nothing is left.
     """
-    prefetches = module.graph.find_nodes(op="call_function", target=step.prefetch)
+    trained: list[tuple[fx.Node, Any]] = []
+    for node in module.graph.find_nodes(op="call_function", target=step.prefetch):
+        trained.append((node, node.args))
+    for node in module.graph.find_nodes(op="call_function", target=accumulate):
+        rows: Any = node.args[1]
+        trained += [(node, row[:2]) for row in rows]
     needed: set[fx.Node] = set()
     outside = external(module.graph)
     known = []
-    for prefetch in prefetches:
-        sources = _sources(prefetch)
-        if all(_is_repeatable(node, outside) for node in sources):
+    for node, lookups in trained:
+        sources = _sources(node, lookups)
+        if all(_is_repeatable(source, outside) for source in sources):
             needed |= sources
-            known.append(prefetch)
+            known.append(lookups)
     if not known:
         return None
     cut = fx.Graph()
@@ -37,20 +75,20 @@ def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
     for node in module.graph.nodes:
         if node in needed or node.op == "placeholder":
             copies[node] = cut.node_copy(node, copies.__getitem__)
-    cut.output([fx.map_arg(prefetch.args, copies.__getitem__) for prefetch in known])
+    cut.output([fx.map_arg(lookups, copies.__getitem__) for lookups in known])
     return fx.GraphModule(module, cut)
 
 
-def _sources(prefetch: fx.Node) -> set[fx.Node]:
-    """The nodes that its arguments are made of, with those that wrote to their memory before it."""
+def _sources(user: fx.Node, arguments: Any) -> set[fx.Node]:
+    """The nodes that these arguments of it are made of, with those that wrote to their memory before it."""
     writers: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in prefetch.graph.nodes:
-        if node is prefetch:
+    for node in user.graph.nodes:
+        if node is user:
             break
         for storage in written(node):
             writers[storage].append(node)
     sources: set[fx.Node] = set()
-    pending = prefetch.all_input_nodes
+    pending = [node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node)]
     while pending:
         node = pending.pop()
         if node not in sources:

@@ -53,6 +53,17 @@ def written(node: fx.Node) -> set[int]:
     return memory(n for n in pytree.tree_leaves(changed) if isinstance(n, fx.Node))
 
 
+def stable(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
+    """An argument of a node as it is there: a copy where a later op writes to its memory."""
+    later = node.next
+    while isinstance(value, fx.Node) and later.op != "output":
+        if written(later) & storages(value):
+            with graph.inserting_before(node):
+                return graph.call_function(torch.ops.aten.clone.default, (value,))
+        later = later.next
+    return value
+
+
 def external(graph: fx.Graph) -> set[int]:
     """The storages that live longer than a call: arguments, parameters, buffers and closure tensors."""
     return memory(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))

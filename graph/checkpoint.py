@@ -24,8 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..engine.embedding import MultiTableMultiColumnEmbedding
-from ..engine.errors import GraphError, OptimizerError, SnapshotError
+from ..engine.errors import GraphError, InputError, OptimizerError, SnapshotError
 from ..engine.store.durable import (
     fsync_dir,
     fsync_file,
@@ -36,6 +35,7 @@ from ..engine.store.durable import (
     seal,
     unseal,
 )
+from .optimizers import embeddings_of
 from .plain_state import decode, encode
 
 FORMAT = 1
@@ -43,9 +43,12 @@ STATE, TENSORS, ROWS = "graph.msgpack", "tensors.safetensors", "rows"
 _CHUNK = 1 << 24
 
 
-def embeddings_of(root: nn.Module) -> dict[str, MultiTableMultiColumnEmbedding]:
-    """The embeddings under `root`, by path."""
-    return {path: m for path, m in root.named_modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
+def path_of(path: Any) -> Path:
+    """What a user gave as a path. InputError."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise InputError(f"path={path!r}: give a string or a pathlib.Path") from None
 
 
 def save(root: nn.Module, state: Mapping[str, Any], folder: Path) -> None:
@@ -108,6 +111,12 @@ def load(root: nn.Module, folder: Path, check: Callable[[dict[str, Any]], None])
     folder = folder.absolute()
     if not os.path.isdir(folder):
         raise SnapshotError(f"there is no checkpoint {str(folder)!r}; give the path of one that graph.save wrote")
+    if not os.path.lexists(folder / STATE):
+        inside = sorted(place.parent.name for place in folder.glob(f"*/{STATE}"))
+        raise SnapshotError(
+            f"the folder {str(folder)!r} is no checkpoint, which has a file {STATE}; "
+            + (f"it holds the checkpoints {inside}: give the path of one" if inside else "give one of graph.save")
+        )
     try:
         record = unseal(read_record(folder / STATE))
         if record["format"] != FORMAT:

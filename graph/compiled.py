@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,17 +11,18 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
-from ..engine.errors import OptimizerError, TierbedError
+from ..engine.errors import OptimizerError
 from ..engine.interrupts import uninterrupted
 from ..engine.ops.lookup import embedding_of
 from ..engine.optimizers import RowOptimizer
-from .ahead import cut_lookups
+from ..engine.pinned import training_step
+from .ahead import Coming, cut_lookups
 from .bound import bind_ops
 from .inductor import compile_dense
 from .listing import listing
 from .lookups import expand_reads, expand_trained, refuse_used
 from .names import identifiers, tensor_names
-from .optimizers import OptimizerSet, embeddings_by_shadow
+from .optimizers import OptimizerSet, embeddings_by_shadow, embeddings_of
 from .passes import (
     add_dense_steps,
     add_schedules,
@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """`module` takes the input tensors of a call, then the live tensors of the graph."""
+    """`module` takes the input tensors of a call, then the live tensors of the graph. `owner` names the graph."""
 
+    owner: str
     module: fx.GraphModule
     lookups: fx.GraphModule | None  # `cut_lookups`
     trained: list[tuple[MultiTableMultiColumnEmbedding, RowOptimizer]]
@@ -52,41 +53,50 @@ class CompiledStep:
     constants: list[Any]
     is_tensor: list[bool]
 
-    def announce(self, tensors: list[Tensor]) -> None:
-        """Tell embeddings which rows a coming run on these tensors needs, as far as that is known.
-
-        Raises RuntimeError where the system gives no thread; what is wrong with the tensors, the run raises.
-        """
+    def coming(self, tensors: list[Tensor]) -> Coming | None:
+        """What a coming run on these tensors trains, as far as that is known. What is wrong with them, it raises."""
         if self.lookups is None:
-            return
+            return None
         try:
             with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-                coming = self.lookups.forward(*tensors)
+                lookups: Coming = self.lookups.forward(*tensors)
+                return lookups
         except Exception:
-            return
-        for embedding, lookups in coming:
-            with contextlib.suppress(TierbedError):
-                embedding.announce(lookups)
+            return None
 
     def run(self, tensors: list[Tensor], timer: Timer | None = None) -> Any:
-        """What build returned, computed anew. If an op raises, pins are dropped and the exception goes on."""
+        """What build returned, computed anew. If an op raises, pins are dropped and the exception goes on.
+
+        GraphError while another thread trains the same rows.
+        """
+        if not self.trained:
+            outputs = self._forward(tensors, timer)
+        else:
+            # no half of a step is ever made
+            with uninterrupted(), training_step([embedding for embedding, _ in self.trained], self.owner):
+                outputs = self._train(tensors, timer)
+        following = iter(outputs)
+        leaves = [
+            next(following) if tensor else constant
+            for tensor, constant in zip(self.is_tensor, self.constants, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def _train(self, tensors: list[Tensor], timer: Timer | None) -> Any:
         for embedding, rows in self.trained:
             if embedding.row_optimizer is not rows:
                 embedding.follow(rows)  # another graph trained it since
-        hold = uninterrupted() if self.trained else contextlib.nullcontext()  # no half of a step is ever made
         try:
-            # not no_grad: some kernels choose by gradient mode, and it is the one that the trace saw
-            with hold, torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-                outputs = iter(self.module.forward(*tensors) if timer is None else timer.forward(self.module, tensors))
+            return self._forward(tensors, timer)
         except BaseException:
             for embedding, _ in self.trained:
                 embedding.release()
             raise
-        leaves = [
-            next(outputs) if tensor else constant
-            for tensor, constant in zip(self.is_tensor, self.constants, strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, self.spec)
+
+    def _forward(self, tensors: list[Tensor], timer: Timer | None) -> Any:
+        # not no_grad: some kernels choose by gradient mode, and it is the one that the trace saw
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            return self.module.forward(*tensors) if timer is None else timer.forward(self.module, tensors)
 
     def code(self) -> str:
         """The step as Python, one op a line, with shapes, dtypes and stores as comments."""
@@ -110,12 +120,12 @@ def compile_step(
     module = traced.module
     graph = module.graph
     returned = traced.returned
-    embeddings = {m: path for path, m in root.named_modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
+    embeddings = embeddings_of(root)
     reserved = dir(module)
     optimizer_names = identifiers([type(optimizer).__name__.lower() for optimizer in optimizers], reserved)
-    embedding_names = identifiers(list(embeddings.values()), [*reserved, *optimizer_names])
+    embedding_names = identifiers(list(embeddings), [*reserved, *optimizer_names])
     optimizer_at = dict(zip(optimizer_names, optimizers, strict=True))
-    embedding_at = {m.handle: name for m, name in zip(embeddings, embedding_names, strict=True)}
+    embedding_at = {m.handle: name for m, name in zip(embeddings.values(), embedding_names, strict=True)}
 
     def label(handle: int) -> str:
         return embedding_at.get(handle) or embedding_of(handle).name
@@ -171,4 +181,6 @@ def compile_step(
     if inductor is not None:
         module = compile_dense(module, inductor)
     bind_ops(module)
-    return CompiledStep(module, lookups, trained, returned.spec, returned.constants, returned.is_tensor)
+    return CompiledStep(
+        type(root).__name__, module, lookups, trained, returned.spec, returned.constants, returned.is_tensor
+    )

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..engine.errors import GraphError
-from .checkpoint import embeddings_of
-from .optimizers import OptimizerSet
+from .optimizers import OptimizerSet, embeddings_of
 from .step_end import StepEnd
 
 log = logging.getLogger("tierbed")
+
+_EXTRA = "_extra_state"  # the name that torch gives it in a state_dict
 
 
 def extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd) -> dict[str, Any]:
@@ -40,8 +41,8 @@ def extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd) -> dict
     }
 
 
-def check_extra_state(optimizers: OptimizerSet, state: dict[str, Any]) -> None:
-    """GraphError where the graph has other numbers of optimizers, schedules or parameters in a group."""
+def check_extra_state(optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any]) -> None:
+    """GraphError where the graph has other numbers of optimizers, schedules, parameters in a group, or scalers."""
     for what, mine in (("optimizers", list(optimizers)), ("schedules", optimizers.schedulers())):
         if len(mine) != len(state[what]):
             raise GraphError(
@@ -54,6 +55,13 @@ def check_extra_state(optimizers: OptimizerSet, state: dict[str, Any]) -> None:
                 f"optimizer {number} of the state, the first being 0, has groups of {theirs} parameters, and that of "
                 f"this graph of {ours}; make it over the same parameters"
             )
+    scales, scaled = end.scaler is not None and end.scaler.is_enabled(), bool(state["scaler"])
+    if scales != scaled:
+        has, lacks = ("the state", "this graph") if scaled else ("this graph", "the state")
+        raise GraphError(
+            f"{has} has a gradient scaler, and {lacks} has none, or one that is not enabled; call "
+            f"set_grad_scaler({'scaler' if scaled else None}) before loading"
+        )
 
 
 def check_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any]) -> None:
@@ -61,12 +69,13 @@ def check_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: 
 
     Tensors of modules of another version are for these to migrate, and shapes of lazy ones are not known yet.
     """
-    steps, end.steps = end.steps, 0  # gradients that wait do not matter here
-    try:
-        own = root.state_dict()
-    finally:
-        end.steps = steps
     versions = getattr(state, "_metadata", None) or {}
+    own: dict[str, Any] = {_EXTRA: None}
+    for name, tensor in [*root._parameters.items(), *root._buffers.items()]:
+        if tensor is not None and name not in root._non_persistent_buffers_set:
+            own[name] = tensor
+    for name, child in root._modules.items():
+        own.update({} if child is None else child.state_dict(prefix=f"{name}."))
     migrating = tuple(
         f"{path}." if path else ""
         for path, module in root.named_modules(remove_duplicate=False)
@@ -88,8 +97,8 @@ def check_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: 
                 f"{name} has shape {list(held)} in the state, and {list(value.shape)} in the graph; give its module "
                 "the size that it was saved with"
             )
-    if "_extra_state" in state:
-        check_extra_state(optimizers, state["_extra_state"])
+    if _EXTRA in state:
+        check_extra_state(optimizers, end, state[_EXTRA])
 
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any]) -> None:
@@ -97,12 +106,12 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, st
 
     Raises what `check_extra_state` raises, before anything is put back.
     """
-    check_extra_state(optimizers, state)
+    check_extra_state(optimizers, end, state)
     for optimizer, held in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(held)
     for scheduler, held in zip(optimizers.schedulers(), state["schedules"], strict=True):
         scheduler.load_state_dict(held)
-    if end.scaler is not None and state["scaler"] is not None:
+    if end.scaler is not None and state["scaler"]:
         end.scaler.load_state_dict(state["scaler"])
     end.clear()
     cpu, *cuda = state["random"]

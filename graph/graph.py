@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from functools import cache, partial
 from itertools import islice
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +22,8 @@ from torch.utils import _pytree as pytree
 from ..engine.errors import GraphError, InputError, OptimizerError
 from ..engine.interrupts import uninterrupted
 from . import checkpoint
+from .ahead import Announcer
+from .checkpoint import path_of
 from .compiled import CompiledStep, compile_step
 from .drawing import draw
 from .extra_state import check_state, extra_state, load_extra_state
@@ -64,6 +65,11 @@ class Graph(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        if type(self).forward is not Graph.forward:
+            raise GraphError(
+                f"{type(self).__name__} defines forward(), which a call would run in place of the compiled step; name "
+                "it build(), and do what is not part of the step around the call"
+            )
         self.__optimizers = OptimizerSet()
         self.__end = StepEnd()
         self.__inductor: dict[str, Any] | None = None
@@ -159,7 +165,8 @@ class Graph(nn.Module):
         progress: show a bar with the rate, with this label where it is a string. InputError for wrong arguments.
         """
         bar = Bar(batches, progress if isinstance(progress, str) else type(self).__name__) if progress else NoProgress()
-        return Run(self, batches, ahead, self.__announce, bar, self.__left)
+        announce = partial(self.__announce, Announcer(self.__end))
+        return Run(self, batches, ahead, announce, bar, self.__left)
 
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int = AHEAD) -> Profile:
         """Run a step on each batch, or on the first `steps`, and tell where the time went.
@@ -183,17 +190,19 @@ class Graph(nn.Module):
 
         Embeddings with a persistent_path get a snapshot of that name there too, whose files the checkpoint shares where
         the file system allows it. Raises SnapshotError where `path` exists or cannot be written, GraphError for a state
-        that it cannot hold; a save that fails leaves nothing.
+        that it cannot hold, InputError for what is no path; a save that fails leaves nothing.
         """
-        checkpoint.save(self, self.state_dict(), Path(path))
+        place = path_of(path)
+        checkpoint.save(self, self.state_dict(), place)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint: the next steps are those of a run that never stopped.
 
-        Raises SnapshotError for one that is missing, damaged or of another graph, before anything is replaced.
+        Raises SnapshotError for one that is missing, damaged or of another graph, before anything is replaced, and
+        InputError for what is no path.
         """
         check = partial(check_state, self, self.__optimizers, self.__end)
-        self.load_state_dict(checkpoint.load(self, Path(path), check))
+        self.load_state_dict(checkpoint.load(self, path_of(path), check))
 
     def get_extra_state(self) -> dict[str, Any]:
         """Of `state_dict()`: optimizers, schedules, scaler, random numbers, and which rows belong to it."""
@@ -206,12 +215,12 @@ class Graph(nn.Module):
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write the step of the last call as an SVG picture: stages, ops, shapes, and the store of each lookup.
 
-        Raises GraphError before the first call.
+        Raises GraphError before the first call, InputError for what is no path.
         """
         _, step = self.__last
         if step is None:
             raise GraphError(f"{type(self).__name__} has no step to draw yet; call it once, which compiles one")
-        Path(path).write_text(draw(step.module, type(self).__name__))
+        path_of(path).write_text(draw(step.module, type(self).__name__))
 
     def why_recompiled(self) -> list[str]:
         """For each compiled step but the first, at most the last 64: what differed from the nearest one before it.
@@ -220,13 +229,16 @@ class Graph(nn.Module):
         """
         return list(self.__compiles.reasons)
 
-    def __announce(self, *args: Any) -> None:
-        """Tell embeddings what a coming call with these arguments looks up."""
+    def __announce(self, announcer: Announcer, between: int, *args: Any) -> None:
+        """Tell embeddings what a coming call with these arguments, before which `between` others run, looks up.
+
+        Raises RuntimeError where the system gives no thread.
+        """
         try:
             step, tensors = self.__compiled(args, {})
         except Exception:  # the call raises it in its turn
             return
-        step.announce(tensors)
+        announcer.add(between, step.coming(tensors))
 
     def __compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, list[Tensor]]:
         """The step of a call, and the tensors that it runs on."""

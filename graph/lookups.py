@@ -13,7 +13,7 @@ from ..engine.errors import GraphError
 from ..engine.inputs import Lookup
 from ..engine.ops import lookup as recorded
 from ..engine.ops import step
-from .alias import is_random, memory, storages, written
+from .alias import is_random, memory, stable, storages, written
 
 LOOKUP = torch.ops.tierbed.lookup.default
 LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default
@@ -57,9 +57,9 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: 
     weights: dict[Segment, Any] = {}
     for node in _terms(graph, handle, grad, name_of(handle)):
         segment = _segment(node)
-        grads[segment].append(_stable(graph, node, node.args[0]))
+        grads[segment].append(stable(graph, node, node.args[0]))
         if segment not in weights:
-            weights[segment] = _stable(graph, node, segment.weights)
+            weights[segment] = stable(graph, node, segment.weights)
     lookups = [n for n in graph.find_nodes(op="call_function", target=LOOKUP) if n.args[-1] == handle]
     trained = {node: segment for node in lookups if (segment := _segment(node)) in grads}
     segments = list(dict.fromkeys(trained.values()))
@@ -189,17 +189,6 @@ def _total(graph: fx.Graph, grads: list[fx.Node]) -> fx.Node:
     for grad in grads[1:]:
         total = graph.call_function(torch.ops.aten.add.Tensor, (total, grad))
     return total
-
-
-def _stable(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
-    """An argument of a node as it is there: a copy where a later op writes to its memory."""
-    later = node.next
-    while value is not None and later.op != "output":
-        if written(later) & storages(value):
-            with graph.inserting_before(node):
-                return graph.call_function(torch.ops.aten.clone.default, (value,))
-        later = later.next
-    return value
 
 
 def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
-from ..engine.errors import OptimizerError
+from ..engine.errors import GraphError, OptimizerError
 from ..engine.optimizers import RowOptimizer
 from .names import name_of
 from .step_end import check_schedule
@@ -20,9 +21,27 @@ if TYPE_CHECKING:
     from .graph import Graph
 
 
+def embeddings_of(root: nn.Module) -> dict[str, MultiTableMultiColumnEmbedding]:
+    """The embeddings under `root`, by path. GraphError for two of one store folder, of which one can be open."""
+    found = {path: m for path, m in root.named_modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
+    folders: dict[str, str] = {}
+    for path, embedding in found.items():
+        place = embedding.store_options.persistent_path
+        if place is None:
+            continue
+        folder = os.path.realpath(os.path.join(place, embedding.name))
+        other = folders.setdefault(folder, path)
+        if other != path:
+            raise GraphError(
+                f"{other} and {path} are two embeddings named {embedding.name!r} with the store folder {folder!r}, "
+                "which one embedding at a time can open; use one embedding in both places, or give each its own name"
+            )
+    return found
+
+
 def embeddings_by_shadow(root: nn.Module) -> dict[int, MultiTableMultiColumnEmbedding]:
-    """The embeddings under `root`, by the id of the parameter that optimizers know them by."""
-    return {id(m.shadow): m for m in root.modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
+    """`embeddings_of`, by the id of the parameter that optimizers know them by."""
+    return {id(embedding.shadow): embedding for embedding in embeddings_of(root).values()}
 
 
 class OptimizerSet:

@@ -10,8 +10,9 @@ from torch import fx
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..engine.inputs import Lookup
 from ..engine.ops import step
-from .alias import external, live_nodes, storages
+from .alias import external, live_nodes, stable, storages
 from .dense import dense_step
 from .names import identifiers
 from .step_end import DenseGrads, RowGrads, StepEnd, accumulate, end_step, schedule
@@ -79,7 +80,12 @@ def end_together(module: fx.GraphModule, end: StepEnd) -> fx.Node:
         given: Any
         batch, grads, *given = node.args
         weights = given[0] if given else [None] * len(grads)
-        rows.append((*batch.args, grads, weights) if accumulates else RowGrads(batch, grads, weights))
+        if accumulates:
+            embedding, lookups = batch.args
+            kept = [Lookup(*(stable(graph, batch, part) for part in lookup)) for lookup in lookups]
+            rows.append((embedding, kept, grads, weights))
+        else:
+            rows.append(RowGrads(batch, grads, weights))
         graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=dense_step):
         optimizer, params, grads = node.args

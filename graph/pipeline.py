@@ -96,7 +96,7 @@ class Run(Iterator[Any]):
         if len(self._window) == count:
             self._end = StopIteration()
         elif self._ahead:
-            self._announce(*arguments(self._window[-1]))
+            self._announce(count, *arguments(self._window[-1]))
 
     def close(self) -> None:
         """Forget what was announced, and end the threads that make batches ready. A run that ends closes itself."""

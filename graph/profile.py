@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from ..engine.errors import InputError
+from .checkpoint import path_of
 from .listing import describe
 from .stages import STAGES, stages
 from .why import Compiles
@@ -105,7 +106,9 @@ class Profile:
         return "\n".join(lines)
 
     def by_op(self, most: int = 20) -> str:
-        """A table of the `most` ops that took longest, each by its name in `print(graph)`."""
+        """A table of the `most` ops that took longest, each by its name in `print(graph)`. InputError for most < 1."""
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise InputError(f"most={most!r}: give a whole number of ops > 0")
         spent: dict[Op, int] = {}
         for step in self._steps:
             for op, (begin, end) in step.ops:
@@ -119,7 +122,7 @@ class Profile:
         return "\n".join(lines)
 
     def chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the steps for chrome://tracing or ui.perfetto.dev: JSON, one event an op and step."""
+        """Write the steps for chrome://tracing or ui.perfetto.dev: JSON, one event an op and step. InputError."""
         start = self._steps[0].span.begin if self._steps else 0
         track = {"pid": 0, "tid": 0}
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": self._name}, **track}]
@@ -134,7 +137,7 @@ class Profile:
                 add("loader", "loader", span, step=number)
             for op, span in step.ops:
                 add(op.name, op.stage, span, step=number, makes=op.makes)
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        path_of(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _figures(self, spent: float, seconds: float) -> str:
         mean = spent / self.steps if self.steps else 0.0

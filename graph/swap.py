@@ -48,13 +48,37 @@ def unused_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
         )
 
 
+class _Settings(dict[str, Any]):
+    """A param group during a trace, which may be read."""
+
+    def __init__(self, group: dict[str, Any], optimizer: Optimizer) -> None:
+        super().__init__(group)
+        self._optimizer = optimizer
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise changed_setting(self._optimizer, name)
+
+    def update(self, *others: Any, **settings: Any) -> None:
+        raise changed_setting(self._optimizer, next(iter(dict(*others, **settings)), ""))
+
+
+def changed_setting(optimizer: Optimizer, name: str) -> GraphError:
+    """For a `build` that changes a setting of a param group, which only its trace would do."""
+    return GraphError(
+        f"build sets {name!r} of a param group of {type(optimizer).__name__}, as step() of a scheduler does, and a "
+        "recorded step does not repeat that; leave it out: add_optimizer(optimizer, lr_sch=scheduler) steps a "
+        "scheduler, and anything else may be set between calls"
+    )
+
+
 @contextmanager
 def swapped(
     root: nn.Module, optimizers: Iterable[Optimizer], swaps: dict[int, Tensor], names: dict[int, str]
 ) -> Iterator[None]:
     """Put each swap where a module or an optimizer of the graph holds the tensor of that id.
 
-    In the end all is as before. GraphError if build left another tensor on a module, or called an optimizer's step().
+    In the end all is as before. GraphError if build left another tensor on a module, called step() of an optimizer or
+    of its schedule, or set a learning rate.
     """
     before = [(value, value.copy()) for _, value in _reachable(root) if isinstance(value, _MUTABLE)]
     slots = [
@@ -63,12 +87,15 @@ def swapped(
         for name, live in [*module._parameters.items(), *module._buffers.items()]
         if live is not None
     ]
-    groups = [(group, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+    groups = [(optimizer, list(optimizer.param_groups)) for optimizer in optimizers]
+    held = [(group, group["params"]) for _, own in groups for group in own]
     hooks = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in optimizers]
     for module, name, live in slots:
         setattr(module, name, swaps[id(live)])  # not into the dicts: an LSTM keeps a list of its own beside them
-    for group, parameters in groups:
+    for group, parameters in held:
         group["params"] = [swaps[id(live)] for live in parameters]
+    for optimizer, own in groups:
+        optimizer.param_groups[:] = [_Settings(group, optimizer) for group in own]
     rebound = leaked = None
     try:
         yield
@@ -76,7 +103,9 @@ def swapped(
     finally:
         for hook in hooks:
             hook.remove()
-        for group, parameters in groups:
+        for optimizer, own in groups:
+            optimizer.param_groups[:] = own
+        for group, parameters in held:
             group["params"] = parameters
         for module, name, live in slots:
             setattr(module, name, live)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +36,7 @@ from .alias import is_random
 from .names import name_of, tensor_names
 from .signature import argument_name, is_plain
 from .sizes import Fits
-from .swap import swapped, unused_grads
+from .swap import changed_setting, swapped, unused_grads
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -81,6 +84,13 @@ def trace(
     _refuse_hooks(tensors, names)
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    settings = {
+        id(value): (optimizer, name)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if isinstance(value, Tensor)
+    }
     returned: Returned | None = None
 
     def step(*flat: Tensor) -> list[Tensor]:
@@ -92,7 +102,7 @@ def trace(
         for fake, live in zip(flat[len(inputs) :], tensors, strict=True):
             swaps.setdefault(id(live), _leaf(fake, live))
         args, kwargs = pytree.tree_unflatten(arguments, spec)
-        guard = _Guard(root, {**names, **{id(mark): f"{names[live]}.grad" for live, mark in marks.items()}})
+        guard = _Guard(root, {**names, **{id(mark): f"{names[live]}.grad" for live, mark in marks.items()}}, settings)
         with swapped(root, optimizers, swaps, names), guard, _NoData():
             result = root.build(*args, **kwargs)
         guard.check_seed()
@@ -120,17 +130,24 @@ def trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns it on
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
-        with mode:
-            # detach: a tensor that is given twice needs two fakes, since another call may give two tensors
-            fakes = [_fake(mode, tensor, i, changing).detach() for i, tensor in enumerate([*inputs, *tensors])]
+        # detach: a tensor that is given twice needs two fakes, since another call may give two tensors
+        fakes = [_fake(mode, tensor.detach(), i, changing) for i, tensor in enumerate([*inputs, *tensors])]
         # modules under torch.compile are recorded as what they wrap
         inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-        with unused_grads(tensors) as marks, torch.random.fork_rng(devices=[]), inlined, mode:
+        with unused_grads(tensors) as marks, torch.random.fork_rng(devices=[]), inlined, _raised_alone(), mode:
             try:
                 module = make_fx(step, _allow_non_fake_inputs=True)(*fakes)
             except Exception as error:
                 if _is_data_dependent(error):
-                    raise GraphError(_data_dependent(error)) from error
+                    raise GraphError(
+                        f"{_line(error)} needs the value of a tensor, and a static graph is recorded without values; "
+                        "use torch.where or a mask, or compute it outside and pass it to the graph"
+                    ) from error
+                if isinstance(error, ZeroDivisionError) and _is_of_torch(error):
+                    raise GraphError(
+                        f"{_line(error)} has torch divide by a size that is 0 in this batch; leave such batches out, "
+                        "or sum where it takes a mean"
+                    ) from error
                 raise
             _merge_attributes(module, mode)
     for node in module.graph.find_nodes(op="placeholder")[len(inputs) :]:
@@ -188,18 +205,20 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str]) -> None:
 
 
 class _Guard(TorchDispatchMode):
-    """GraphError for ops that a recording would get wrong: on trainable tensors that are not traced, and reseeded ones.
+    """GraphError for ops that a recording would get wrong: on trainable tensors that are not traced, reseeded ones, and
+    those that write to a learning rate.
 
     It also marks the nodes of what autograd runs, hooks included, by `BACKWARD`.
 
-    `names` are those of the live tensors, by id, and of their gradients during the trace.
+    `names` are those of the live tensors, by id, and of their gradients during the trace; `settings` are the tensors in
+    param groups.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, root: Graph, names: dict[int, str]) -> None:
+    def __init__(self, root: Graph, names: dict[int, str], settings: dict[int, tuple[Optimizer, str]]) -> None:
         super().__init__()
-        self._root, self._names = root, names
+        self._root, self._names, self._settings = root, names, settings
         self._seed = _SEED
         proxies = get_proxy_mode()
         assert proxies is not None
@@ -212,6 +231,8 @@ class _Guard(TorchDispatchMode):
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.requires_grad:
                 self._refuse(value)
+        if func._schema.is_mutable and id(args[0]) in self._settings:
+            raise changed_setting(*self._settings[id(args[0])])
         if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
             raise GraphError(
                 f"build reads the value of the tensor {name_of(self._root, args[0])}, which would be frozen into the "
@@ -265,11 +286,28 @@ def _is_data_dependent(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in asked)
 
 
-def _data_dependent(error: Exception) -> str:
+def _is_of_torch(error: Exception) -> bool:
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_LIBRARIES)
+
+
+def _line(error: Exception) -> str:
+    """The user's own line that led to it."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames)[-1]
-    return (
-        f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: `{frame.line}` needs the value of a '
-        "tensor, and a static graph is recorded without values; use torch.where or a mask, or compute it outside and "
-        "pass it to the graph"
-    )
+    return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: `{frame.line}`'
+
+
+@contextmanager
+def _raised_alone() -> Iterator[None]:
+    """Keep torch from logging, with its whole stack, an exception of this trace that it raises as well."""
+    thread = get_ident()
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.exc_info is None or record.thread != thread
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)

@@ -12,7 +12,7 @@ from embeddings import DIM, make, options
 from test_graph_checkpoint import IDS, Rating, files, rating, state, steps
 from torch import Tensor, nn
 
-from tierbed.engine import GraphError, MultiTableEmbedding, SnapshotError
+from tierbed.engine import GraphError, InputError, MultiTableEmbedding, SnapshotError
 from tierbed.graph import Graph
 
 
@@ -91,6 +91,35 @@ def test_another_graph_is_refused_before_rows_are_replaced(tmp_path: Path) -> No
     group = rating("device", None)
     group.dense.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     fails(group, tmp_path / "checkpoint", r"optimizer 1 .* has groups of \[4\] parameters, .* of \[4, 1\]")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_that_only_one_side_has_is_told(tmp_path: Path, enabled: bool) -> None:
+    graph, other = rating("device", None), rating("device", None)
+    steps(graph, IDS[:3])
+    graph.save(tmp_path / "scaled")
+    other.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    other.set_grad_scaler(None if enabled else other.scaler)
+    steps(other, IDS[:3])
+    fails(other, tmp_path / "scaled", r"the state has a gradient scaler, and this graph has none.*er\(scaler\) before")
+    with pytest.raises(GraphError, match="the state has a gradient scaler"):
+        other.load_state_dict(graph.state_dict())
+    other.save(tmp_path / "plain")
+    fails(graph, tmp_path / "plain", r"this graph has a gradient scaler, and the state has none.*er\(None\) before")
+    other.load(tmp_path / "plain")
+
+
+def test_what_is_no_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
+    graph = rating("device", None)
+    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    fails(graph, tmp_path / "runs", r"runs' is no checkpoint, which has a file graph\.msgpack; give one of graph\.save")
+    for name in ("second", "first"):
+        graph.save(tmp_path / "runs" / name)
+    fails(graph, tmp_path / "runs", r"it holds the checkpoints \['first', 'second'\]: give the path of one")
+    for use in (graph.save, graph.load, graph.draw):
+        graph(IDS[0])
+        with pytest.raises(InputError, match="path=None: give a string or"):
+            use(None)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_is_loaded_while_gradients_wait(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from embeddings import make, options
 from graphs import embedding, graph_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -64,14 +67,21 @@ def test_an_exception_of_build_keeps_its_type_and_the_graph_stays_usable() -> No
     torch.testing.assert_close(graph(torch.ones(2, 3), False), graph.net(torch.ones(2, 3)).sum().detach())
 
 
-def test_a_wrong_shape_raises_what_torch_raises() -> None:
+def test_a_wrong_shape_raises_what_torch_raises_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     class Run(Net):
         def build(self, x: Tensor) -> Tensor:
             return self.net(x)
 
-    with pytest.raises(RuntimeError) as caught:
-        Run()(torch.ones(2, 4))
+    said = logging.getLogger("torch._subclasses.fake_tensor")
+    said.addHandler(caplog.handler)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            Run()(torch.ones(2, 4))
+    finally:
+        said.removeHandler(caplog.handler)
     assert not isinstance(caught.value, GraphError)
+    assert [record for record in caplog.records if record.name == said.name] == []
+    assert not said.filters
 
 
 def test_an_exception_in_a_compiled_step_leaves_the_graph_usable() -> None:
@@ -175,9 +185,44 @@ def test_a_gradient_hook_is_refused_not_skipped() -> None:
         graph(torch.ones(2, 3))
 
 
-def test_a_graph_without_build_says_so() -> None:
+def test_a_graph_without_build_or_with_forward_says_so() -> None:
     with pytest.raises(NotImplementedError, match="Net defines no build"):
         Net()(torch.ones(1))
+
+    class Plain(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    with pytest.raises(GraphError, match=r"Plain defines forward\(\).*name it build\(\)"):
+        Plain()
+
+
+def test_two_embeddings_of_one_store_folder_are_named(tmp_path: Path) -> None:
+    class Pair(Graph):
+        def __init__(self, *folders: Path) -> None:
+            super().__init__()
+            self.towers = nn.ModuleList(make(options("host", folder), name="rows", tables=1) for folder in folders)
+
+        def build(self, ids: Tensor) -> Tensor:
+            loss = sum(tower(ids).sum() for tower in self.towers)
+            loss.backward()
+            return loss
+
+    message = r"towers\.0 and towers\.1 are two embeddings named 'rows' with the store folder '.*/rows'"
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    graph = Pair(tmp_path, tmp_path / "link")
+    with pytest.raises(GraphError, match=message):
+        graph.add_optimizer(torch.optim.SGD(graph.parameters(), lr=1.0))
+    for use in (lambda: graph(torch.tensor([1])), lambda: graph.save(tmp_path / "checkpoint")):
+        with pytest.raises(GraphError, match=message):
+            use()
+    assert not any(tower.is_open for tower in graph.towers)  # type: ignore[union-attr]
+    graph.towers[1] = graph.towers[0]
+    graph.add_optimizer(torch.optim.SGD(graph.parameters(), lr=1.0))
+    graph(torch.tensor([1]))
+    apart = Pair(tmp_path / "a", tmp_path / "b")
+    apart.add_optimizer(torch.optim.SGD(apart.parameters(), lr=1.0))
+    apart(torch.tensor([1]))
 
 
 def test_dropout_inside_a_checkpoint_is_refused_and_attention_without_is_not() -> None:

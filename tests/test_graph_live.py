@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from graphs import graph_of
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from tierbed.engine import (
     GraphError,
@@ -147,3 +150,44 @@ def test_an_evaluation_graph_compiles_while_another_thread_trains() -> None:
         assert torch.isfinite(score(torch.arange(size)))
     trainer.join()
     assert not failures
+
+
+SCHEDULES: dict[str, Callable[[Any], Callable[[], Any]]] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 100).step,
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 10).step,
+    "chain": lambda optimizer: (
+        lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [3]
+        ).step
+    ),
+    "item": lambda optimizer: lambda: optimizer.param_groups[0].__setitem__("lr", 0.1),
+    "update": lambda optimizer: lambda: optimizer.param_groups[0].update(lr=0.1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_schedule_that_build_steps_is_refused_not_frozen(schedule: str, as_tensor: bool) -> None:
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1)
+
+    def build(graph: Any, x: Tensor) -> Tensor:
+        assert float(graph.optimizer.param_groups[0]["betas"][0]) == 0.9  # settings may be read
+        loss = graph.net(x).sum()
+        loss.backward()
+        if graph.step is not None:
+            graph.step()
+        return loss
+
+    graph = graph_of(build, optimizer, net=net)
+    graph.optimizer, graph.step = optimizer, SCHEDULES[schedule](optimizer)
+    groups = optimizer.param_groups[0]
+    with pytest.raises(GraphError, match=r"build sets 'lr' of a param group of Adam.*lr_sch=scheduler"):
+        graph(torch.ones(2, 3))
+    graph.step = None
+    before = net.weight.clone()
+    graph(torch.ones(2, 3))
+    assert not torch.equal(net.weight, before)
+    assert optimizer.param_groups[0] is groups
+    assert groups["params"][0] is net.weight

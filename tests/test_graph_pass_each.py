@@ -150,6 +150,22 @@ def test_cut_lookups_leaves_out_draws_and_writes_to_arguments() -> None:
         assert cut_lookups(sketch.end()) is None
 
 
+def test_cut_lookups_of_an_accumulated_step_and_ids_that_change_later() -> None:
+    sketch = Sketch()
+    shifted = sketch.call(aten.add.Tensor, sketch.ids, 1)
+    sketch.train(shifted)
+    sketch.call(aten.remainder_.Scalar, shifted, 2)
+    module, end = sketch.end(), StepEnd()
+    end.every = 2
+    kept = passes.end_together(module, end).args[1][0][1][0].ids  # type: ignore[index,union-attr]
+    assert kept.target is aten.clone.default
+    cut = cut_lookups(module)
+    assert cut is not None
+    ((rows, lookups),) = cut(torch.tensor([1, 8]), torch.zeros(4))
+    assert rows is ROWS
+    assert lookups[0].ids.tolist() == [2, 9]
+
+
 def test_drop_dead_keeps_the_end_of_a_step_and_its_schedule() -> None:
     sketch = Sketch()
     sketch.train(sketch.ids)

@@ -43,6 +43,15 @@ def batches() -> list[Tensor]:
     return [*id_batches(8, 3), torch.arange(15).view(5, 3)]  # the last one is smaller
 
 
+def test_what_is_no_number_of_ops_and_no_path_is_refused() -> None:
+    profile = rating(embedding(), mlp(3 * DIM)).profile(batches(), 1)
+    for most in (-1, 0, True, 2.0, None):
+        with pytest.raises(InputError, match="give a whole number of ops > 0"):
+            profile.by_op(most)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="path=3: give a string"):
+        profile.chrome_trace(3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("ahead", [0, 3])
 @pytest.mark.parametrize("extra", [{}, {"clip_grad_norm": 0.01}, {"accumulate_grads": 2}])
 def test_a_profile_trains_to_the_bits_of_the_plain_run(tmp_path: Path, ahead: int, extra: dict[str, Any]) -> None:

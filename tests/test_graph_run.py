@@ -73,6 +73,32 @@ def test_results_are_those_of_the_plain_loop(tmp_path: Path, store: str, ahead: 
     assert threads() == 0
 
 
+@pytest.mark.parametrize("ahead", [1, 8])
+@pytest.mark.parametrize("store", STORES)
+def test_lookups_of_accumulated_steps_are_brought_up_together(tmp_path: Path, store: str, ahead: int) -> None:
+    plain, piped = rating("device"), rating(store, tmp_path)
+    for graph in (plain, piped):
+        graph.accumulate_grads(3)
+    torch.manual_seed(2)
+    expected = [plain(*batch) for batch in loader()]
+    torch.manual_seed(2)
+    losses = list(piped.run(loader(), ahead=ahead))
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert contents(piped.rows).tobytes() == contents(plain.rows).tobytes()
+    assert len(expected) == 8
+    assert hits(piped.rows) == 2
+
+
+def test_a_run_that_begins_amid_accumulated_steps_announces_from_the_next_update_on() -> None:
+    graph = rating("device")
+    graph.accumulate_grads(3)
+    batches = list(loader())
+    graph(*batches[0])
+    assert len(list(graph.run(batches))) == 8
+    figures = graph.rows.metrics()["table"]
+    assert (figures["step"], figures["prefetch_hits"]) == (3, 2)
+
+
 def run_over_workers(path: Path, start: str) -> bool:
     """Two epochs of a loader with worker processes, which are forked beside a store that is open and was trained."""
     plain, piped = rating("device"), rating("ssd", path)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from embeddings import STORES, contents, make, options
-from graphs import dense_copy, embedding, id_batches
+from graphs import dense_copy, embedding, graph_of, id_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -107,6 +107,23 @@ def test_gradients_accumulate_as_in_eager_and_leave_the_rest_of_a_window(kind: s
     assert_same(graph, eager)
     assert isinstance(graph.rows, MultiTableEmbedding)
     assert graph.rows.metrics()["table"]["step"] == STEPS // 3
+
+
+def test_ids_that_build_changes_after_backward_are_accumulated_as_they_were() -> None:
+    rows = embedding()
+
+    def build(graph: Any, ids: Tensor) -> Tensor:
+        loss = graph.rows(ids).sum()
+        loss.backward()
+        ids.add_(10)
+        return loss
+
+    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=1.0), rows=rows)
+    graph.accumulate_grads(2)
+    before = rows.get([1, 2, 11, 12])
+    for _ in range(2):
+        graph(torch.tensor([1, 2]))
+    torch.testing.assert_close(before - rows.get([1, 2, 11, 12]), torch.tensor([2.0, 2, 0, 0])[:, None].expand(-1, 4))
 
 
 def test_accumulation_over_shapes_shares_one_window() -> None:

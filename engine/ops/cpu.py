@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _core
 from ..cache.cached import CachedStore
-from ..inputs import OUTPUT_DTYPES, Lookup
+from ..inputs import OUTPUT_DTYPES, Gradients, Lookup
 from ..options import CachedHostMemOptions
 from ..segments import array_of, empty, flat, segment
 from ..store.contract import Tier
@@ -70,38 +70,14 @@ class CpuProcessor:
         return out
 
     def update(
-        self,
-        batch: _core.Batch,
-        lookups: Sequence[Lookup],
-        grads: Sequence[Tensor],
-        weights: Sequence[Tensor | None],
-        dtype: torch.dtype,
-        rule: str,
-        hyper: Sequence[float],
-        step: int,
-        scale: float,
+        self, batch: _core.Batch, gradients: Gradients, rule: str, hyper: Sequence[float], step: int, scale: float
     ) -> None:
-        given = self._given(lookups, grads, weights)
-        self.written += _core.update(batch, self.layout, *given, rule, hyper, step, OUTPUT_DTYPES[dtype], scale)
+        given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
+        self.written += _core.update(batch, self.layout, *given, rule, hyper, step, dtype, scale)
 
-    def square_gradients(
-        self,
-        batch: _core.Batch,
-        lookups: Sequence[Lookup],
-        grads: Sequence[Tensor],
-        weights: Sequence[Tensor | None],
-        dtype: torch.dtype,
-        rule: str,
-    ) -> Tensor:
-        given = self._given(lookups, grads, weights)
-        return torch.from_numpy(_core.square_gradients(batch, self.layout, *given, OUTPUT_DTYPES[dtype]))
-
-    @staticmethod
-    def _given(
-        lookups: Sequence[Lookup], grads: Sequence[Tensor], weights: Sequence[Tensor | None]
-    ) -> tuple[list[Any], list[bool], list[Any]]:
-        means = [lookup.pooling == "mean" for lookup in lookups]
-        return [array_of(grad) for grad in grads], means, [None if given is None else flat(given) for given in weights]
+    def square_gradients(self, batch: _core.Batch, gradients: Gradients, rule: str) -> Tensor:
+        given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
+        return torch.from_numpy(_core.square_gradients(batch, self.layout, *given, dtype))
 
     def assign(self, batch: _core.Batch, values: NDArray[np.float32], step: int) -> None:
         self.written += _core.assign(batch, self.layout, values, step)
@@ -111,3 +87,10 @@ class CpuProcessor:
 
     def catch_up(self, batch: _core.Batch, rule: str, hyper: Sequence[float], step: int) -> None:
         _core.catch_up(self.layout, batch.lines, rule, hyper, step)
+
+
+def _arrays(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
+    """As the core takes them: gradients, whether bags are means, weights."""
+    means = [lookup.pooling == "mean" for lookup in gradients.lookups]
+    weights = [None if given is None else flat(given) for given in gradients.weights]
+    return [array_of(grad) for grad in gradients.grads], means, weights

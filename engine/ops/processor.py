@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _core
 from ..errors import InputError, TierbedError
-from ..inputs import DEVICES, Lookup
+from ..inputs import DEVICES, Gradients, Lookup
 from ..options import CachedHostMemOptions, StoreOptions
 from ..store.contract import FullStore, Loadable, Store, Tier
 
@@ -69,32 +69,18 @@ class Processor(Protocol[B]):
         """The gradient of its weights, float32 of the shape of its ids, 0 for padding; grad as gathered."""
 
     def update(
-        self,
-        batch: B,
-        lookups: Sequence[Lookup],
-        grads: Sequence[Tensor],
-        weights: Sequence[Tensor | None],
-        dtype: torch.dtype,
-        rule: str,
-        hyper: Sequence[float],
-        step: int,
-        scale: float,
+        self, batch: B, gradients: Gradients, rule: str, hyper: Sequence[float], step: int, scale: float
     ) -> None:
-        """Reduce each row's gradients, times `scale`, and apply the rule; grads are of `dtype`, as gathered.
+        """Reduce each row's gradients, times `scale`, and apply the rule.
 
-        TypeError or ValueError for others, and nothing is written.
+        TypeError or ValueError for wrong gradients, and nothing is written.
         """
 
-    def square_gradients(
-        self,
-        batch: B,
-        lookups: Sequence[Lookup],
-        grads: Sequence[Tensor],
-        weights: Sequence[Tensor | None],
-        dtype: torch.dtype,
-        rule: str,
-    ) -> Tensor:
-        """[at least the unique rows] float32, the sum of the squares of each row's gradient, 0 beyond the rows."""
+    def square_gradients(self, batch: B, gradients: Gradients, rule: str) -> Tensor:
+        """[at least the unique rows] float32, the sum of the squares of each row's gradient, 0 beyond the rows.
+
+        rule: that of the update that follows, with whose kernels a device may have this one.
+        """
 
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:
         """Write values [positions, dim] to the rows of a lookup without bags, the last occurrence standing."""

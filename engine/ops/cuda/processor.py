@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import _core
 from ...cache.cached import MB, wrong_budget
 from ...errors import OptionError
-from ...inputs import Lookup
+from ...inputs import Gradients, Lookup
 from ...optim.rule import rule_named
 from ...options import CachedHostMemOptions, StoreOptions
 from ...store.contract import Tier
@@ -108,38 +108,21 @@ class CudaProcessor:
         return out
 
     def update(
-        self,
-        batch: Batch,
-        lookups: Sequence[Lookup],
-        grads: Sequence[Tensor],
-        weights: Sequence[Tensor | None],
-        dtype: torch.dtype,
-        rule: str,
-        hyper: Sequence[float],
-        step: int,
-        scale: float,
+        self, batch: Batch, gradients: Gradients, rule: str, hyper: Sequence[float], step: int, scale: float
     ) -> None:
-        rows, means, scales = self._given(lookups, grads, weights)
+        rows, means, scales = self._tensors(gradients)
         self._rule(rule).update(batch, rows, means, scales, hyper, step, self._written, self._faults.word, scale)
         self._asked += 1
         self._taken += self._faults.word == 0
 
-    def square_gradients(
-        self,
-        batch: Batch,
-        lookups: Sequence[Lookup],
-        grads: Sequence[Tensor],
-        weights: Sequence[Tensor | None],
-        dtype: torch.dtype,
-        rule: str,
-    ) -> Tensor:
-        return self._rule(rule).square(batch, *self._given(lookups, grads, weights))
+    def square_gradients(self, batch: Batch, gradients: Gradients, rule: str) -> Tensor:
+        return self._rule(rule).square(batch, *self._tensors(gradients))
 
-    def _given(
-        self, lookups: Sequence[Lookup], grads: Sequence[Tensor], weights: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
-        rows = [grad.detach().reshape(-1, self._layout.dim).contiguous() for grad in grads]
-        return rows, [lookup.pooling == "mean" for lookup in lookups], [_contiguous(given) for given in weights]
+    def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
+        """As kernels take them: gradients, whether bags are means, weights."""
+        rows = [grad.detach().reshape(-1, self._layout.dim).contiguous() for grad in gradients.grads]
+        means = [lookup.pooling == "mean" for lookup in gradients.lookups]
+        return rows, means, [_contiguous(given) for given in gradients.weights]
 
     def assign(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:
         there = torch.from_numpy(values).to(self.device)
