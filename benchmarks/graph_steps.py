@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tier_stores import DIM, Mismatch, fill, make_embedding, make_options
@@ -37,9 +38,9 @@ class Model:
 class GraphStep(Graph):
     """On a store of these options; `cached`: rows that its cache has room for."""
 
-    def __init__(self, model: Model, folder: Path, store: str = "device_mem", cached: int = 0) -> None:
+    def __init__(self, model: Model, folder: Path, store: str = "device_mem", cached: int = 0, **options: Any) -> None:
         super().__init__()
-        self.embedding = make_embedding(store, model.tables, make_options(store, folder, cached))
+        self.embedding = make_embedding(store, model.tables, make_options(store, folder, cached, **options))
         self.mlp = make_mlp(model)
         self.optimizer = make_optimizer(model, [*self.embedding.parameters(), *self.mlp.parameters()])
         self.add_optimizer(self.optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from graph_steps import GraphStep, Model, cycle, keyed, make_batches
 from snapshot_disk import MB, forget, peak_bytes, read_seconds, timed, write_seconds
 from tier_report import Figure, listed
 from tier_stores import Mismatch
@@ -33,7 +34,7 @@ SAVE_BAR, MEMORY_BAR_MB, CHANGED_BAR, CHECKPOINT_BAR, TRAINING_BAR, VERIFY_BAR =
 class Sizes:
     """rows: of the table in memory, dim 16 with Adam's state; on_disk: of the smaller cached_ssd table.
 
-    batch: unique ids of a training step; steps: timed ones, at least, before and after a background save.
+    batch: ids of a bare step; steps: timed ones before and after a background save; model_*: the same of a model.
     """
 
     rows: int = 10_000_000
@@ -41,9 +42,12 @@ class Sizes:
     pairs: int = 7
     batch: int = 32_768
     steps: int = 200
+    model_batch: int = 4096
+    model_steps: int = 20
 
 
-QUICK = Sizes(rows=5_000, on_disk=500, pairs=1, batch=256, steps=3)
+FEATURES, HIDDEN = 26, (512, 256)
+QUICK = Sizes(rows=5_000, on_disk=500, pairs=1, batch=256, steps=3, model_batch=8, model_steps=3)
 
 
 @contextmanager
@@ -102,16 +106,14 @@ def incremental(folder: Path, sizes: Sizes) -> list[Figure]:
         embedding.save_snapshot("first")
         embedding.save_snapshot("noted", "incremental")  # from here on changes are noted
         for number in range(sizes.pairs):
+            wholes.append(timed(partial(embedding.save_snapshot, f"whole{number}"))[0])
             step(embedding, changed)
             parts.append(timed(partial(embedding.save_snapshot, f"part{number}", "incremental"))[0])
-            before = digest(embedding)
-            whole = f"whole{number}"
-            wholes.append(timed(partial(embedding.save_snapshot, whole))[0])
-            shutil.rmtree(folder / "rows" / "snapshots" / whole)
-            embedding.load_snapshot(f"part{number}")
-            if digest(embedding) != before:
-                raise Mismatch("the chain does not read as the table that it was saved from")
-            embedding.save_snapshot(f"again{number}", "incremental")  # the load began another table: noted from here
+            embedding.prune_snapshots(keep_last=1)
+        before = digest(embedding)
+        embedding.load_snapshot(f"part{sizes.pairs - 1}")
+        if digest(embedding) != before:
+            raise Mismatch("the chain does not read as the table that it was saved from")
     share = median(part / whole for part, whole in zip(parts, wholes, strict=True))
     notes = listed([("incremental", f"{median(parts):.3f} s"), ("full", f"{median(wholes):.3f} s")])
     return [Figure("incremental", "of the time of a full save", share, "", CHANGED_BAR, at_most=True, notes=notes)]
@@ -136,30 +138,63 @@ def checkpoint(folder: Path, sizes: Sizes) -> list[Figure]:
 
 
 def background(folder: Path, sizes: Sizes) -> list[Figure]:
-    """Training steps a second while a full snapshot is written, against those before and after it."""
-    random = np.random.default_rng(0)
-    batches = [torch.from_numpy(random.integers(0, sizes.rows, sizes.batch)) for _ in range(16)]
-    shares, lasted = [], []
-    with table(folder, sizes.rows) as embedding, table(folder / "plain", sizes.rows) as plain:
-        for number in range(sizes.pairs + 1):
-            alone = _rate(embedding, batches, sizes.steps)
-            save = embedding.save_snapshot(f"s{number}", background=True)
-            begin, steps = perf_counter(), 0
-            while not save.done or steps == 0:
-                step(embedding, batches[steps % len(batches)])
-                steps += 1
-            seconds = perf_counter() - begin
-            save.wait()
-            alone = (alone + _rate(embedding, batches, sizes.steps)) / 2
-            shares.append(steps / seconds / alone)
-            lasted.append(seconds)
-            for count in (sizes.steps, steps, sizes.steps):
-                _rate(plain, batches, count)
-            shutil.rmtree(folder / "rows" / "snapshots" / f"s{number}")
-        if digest(embedding) != digest(plain):
+    """Training steps a second while a full snapshot is written, against those before and after it.
+
+    A model with 26 features whose ids follow a power law, and bare updates of ids that are each hit once, which change
+    the most rows in the shortest time.
+    """
+    model = Model(sizes.rows // FEATURES, FEATURES, sizes.model_batch, HIDDEN, "adam")
+    batches = keyed(make_batches(model, 16))
+    saved = GraphStep(model, folder, "host_mem", persistent_path=folder / "saved")
+    plain = GraphStep(model, folder, "host_mem")
+    with saved.embedding, plain.embedding:
+        shown = _beside(saved.embedding, sizes, cycle(saved, batches), cycle(plain, batches), sizes.model_steps)
+        if digest(saved.embedding) != digest(plain.embedding):
             raise Mismatch("training beside saves did not give the rows of training without")
-    notes = listed([("the save took", f"{median(lasted[1:]):.2f} s")])
-    return [Figure("background", "steps a second, of those without", median(shares[1:]), "", TRAINING_BAR, notes=notes)]
+    random = np.random.default_rng(0)
+    ids = [torch.from_numpy(random.integers(0, sizes.rows, sizes.batch)) for _ in range(16)]
+    with table(folder, sizes.rows) as embedding:
+        bare = _beside(embedding, sizes, lambda at: step(embedding, ids[at % len(ids)]), None, sizes.steps)
+    return [
+        Figure("background", "a model's steps a second, of those without", shown[0], "", TRAINING_BAR, notes=shown[1]),
+        Figure("background", "bare updates a second, of those without", bare[0], notes=bare[1]),
+    ]
+
+
+def _beside(
+    embedding: engine.MultiTableEmbedding,
+    sizes: Sizes,
+    take: Callable[[int], object],
+    take_again: Callable[[int], object] | None,
+    steps: int,
+) -> tuple[float, str]:
+    """The share of the step rate that a save leaves, and notes. `take_again` takes the same steps without saves."""
+    shares, lasted, number = [], [], 0
+
+    def rate(running: Callable[[], bool]) -> float:
+        nonlocal number
+        begin, first = perf_counter(), number
+        while running() or number == first:
+            take(number)
+            number += 1
+        return (number - first) / (perf_counter() - begin)
+
+    for pair in range(sizes.pairs + 1):
+        end = number + steps
+        before = rate(lambda: number < end)  # noqa: B023
+        save = embedding.save_snapshot(f"s{pair}", background=True)
+        assert save is not None
+        begin = perf_counter()
+        during = rate(lambda: not save.done)  # noqa: B023
+        lasted.append(perf_counter() - begin)
+        save.wait()
+        end = number + steps
+        shares.append(during / ((before + rate(lambda: number < end)) / 2))  # noqa: B023
+        embedding.prune_snapshots(keep_last=1)
+    if take_again is not None:
+        for at in range(number):
+            take_again(at)
+    return median(shares[1:]), listed([("the save took", f"{median(lasted[1:]):.2f} s")])
 
 
 def verify(folder: Path, sizes: Sizes) -> list[Figure]:
@@ -187,13 +222,6 @@ def digest(embedding: engine.MultiTableEmbedding) -> int:
     for _, rows in embedding._table().scan():
         checksum = zlib.crc32(rows.view(np.uint8).data, checksum)
     return checksum
-
-
-def _rate(embedding: engine.MultiTableEmbedding, batches: list[Tensor], steps: int) -> float:
-    begin = perf_counter()
-    for at in range(steps):
-        step(embedding, batches[at % len(batches)])
-    return steps / (perf_counter() - begin)
 
 
 def _ratio(peer: list[float], ours: list[float]) -> float:

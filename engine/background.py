@@ -6,7 +6,8 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Condition, Thread, current_thread, get_native_id
+from threading import Condition, Event, Thread, current_thread, get_native_id
+from time import perf_counter
 from typing import Any
 
 from . import _core
@@ -15,6 +16,7 @@ from .store.contract import Chunks
 from .store.image import Image
 
 NICER = 10  # than the threads that train
+REST = 5.0  # times as long as it works: memory and disk are shared, whatever the priority
 
 log = logging.getLogger("tierbed")
 
@@ -30,6 +32,7 @@ class BackgroundSave:
         self.what = what
         self._process = os.getpid()
         self._over = Condition(lock)
+        self._hurry = Event()  # somebody waits
         self._done = False
         self._error: BaseException | None = None
         self._told = False
@@ -49,6 +52,7 @@ class BackgroundSave:
         """
         if not self._done and self._process != os.getpid():
             raise StoreError(f"{self.what} is being saved by process {self._process}; wait for it there")
+        self._hurry.set()
         with self._over:
             self._over.wait_for(lambda: self._done, timeout)
         if self._error is not None:
@@ -66,12 +70,21 @@ class BackgroundSave:
         self._told = True
         return self._error
 
+    def _paced(self, image: Image) -> Chunks:
+        """The rows of the image, with rests, so that steps go on at nearly their pace."""
+        begin = perf_counter()
+        for chunk in image.chunks():
+            yield chunk
+            if not image.is_pressed:
+                self._hurry.wait(REST * (perf_counter() - begin))
+            begin = perf_counter()
+
     def _run(self, image: Image, write: Callable[[Chunks], object]) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
         _core.use_own_pool(1)
         try:
-            write(image.chunks())
+            write(self._paced(image))
         except BaseException as error:
             self._error = error
             log.error("%s was not saved: %s", self.what, error)

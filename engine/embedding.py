@@ -40,8 +40,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     tables: one `make_table_options(...)` a table; None is one table with `default_initializer` (normal(0, 0.05)).
     store_options: from a `make_*_store_options`, or the dict that it prints.
     padding_idx: an id that is no row: zeros, no gradient.
-    seed: initial rows are a pure function of (seed, table, key, column). Give each embedding its own: two that differ in
-    name alone begin with equal rows.
+    seed: initial rows are a pure function of (seed, table, key, column). Give each embedding its own: two that differ
+    in name alone begin with equal rows.
     output_dtype: what a lookup returns, and its gradient has: torch.float32, float16 or bfloat16. Rows stay float32.
 
     A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use, on the

@@ -195,8 +195,8 @@ class OpenTable(OpenRows):
     def _check_pinned(self, pinned: PinnedBatch) -> None:
         if pinned is not self._pinned:
             raise StoreError(
-                f"embedding {self.spec.name!r}: the batch is no longer pinned: put, delete or a load let its rows go in "
-                "the middle of the step; let one thread at a time write to it"
+                f"embedding {self.spec.name!r}: the batch is no longer pinned: put, delete or a load let its rows go "
+                "in the middle of the step; let one thread at a time write to it"
             )
 
     def _gradients(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> Gradients:

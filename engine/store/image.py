@@ -31,6 +31,10 @@ class Image(Protocol):
     def close(self) -> None:
         """Let the rows change freely. May be called again."""
 
+    @property
+    def is_pressed(self) -> bool:
+        """Whether steps may soon have to wait for it to be read."""
+
     def wait_for_room(self) -> None:
         """Before anything is changed: waits while the rows kept aside take too much memory, without the lock."""
 
@@ -67,6 +71,10 @@ class DiskImage:
                 with suppress(ValueError):  # garbage is collected in the midst of it: RocksDB closes its scans itself
                     self._rows.close()  # type: ignore[attr-defined]
                 self._tell(self)
+
+    @property
+    def is_pressed(self) -> bool:
+        return False
 
     def wait_for_room(self) -> None:
         """Nothing is kept."""
@@ -125,6 +133,11 @@ class MemoryImage:
                 self._native = None
                 self._tell(self)
             self._changed.notify_all()
+
+    @property
+    def is_pressed(self) -> bool:
+        with self._changed:
+            return self._native is not None and 2 * self._native.kept_bytes > self._kept_bytes
 
     def wait_for_room(self) -> None:
         if not self._has_room():
