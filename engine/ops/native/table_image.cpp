@@ -9,23 +9,9 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 8;          // rows whose memory is fetched before it is used
-constexpr u32 BLOCK_BYTES = 128 << 10;    // at least a row
-constexpr std::size_t FIRST_ROWS = 1024;  // that a bucket has room for in its index, once it keeps one
+constexpr std::size_t AHEAD = 8;  // rows whose memory is fetched before it is used
 
 }  // namespace
-
-TableImage::TableImage(const FullTable& table, const Layout& layout)
-    : table_(table),
-      shape_(layout.shape),
-      row_bytes_(static_cast<u32>(packed_bytes_of(layout.shape.width))),
-      in_block_(std::max(1u, BLOCK_BYTES / row_bytes_)),
-      blocks_(static_cast<std::size_t>(in_block_) * row_bytes_) {}
-
-void TableImage::release(Kept& kept) {
-    for (const u64 block : kept.blocks) blocks_.give(block);
-    kept = {};
-}
 
 bool TableImage::is_read(u32 bucket, u64 hash, u32 table) const {
     if (bucket != bucket_ || !listed_) return bucket < bucket_;
@@ -36,14 +22,12 @@ bool TableImage::is_read(u32 bucket, u64 hash, u32 table) const {
 
 void TableImage::keep(u32 bucket, u64 hash, u32 table, const void* stored) {
     Kept& kept = kept_[bucket];
-    kept.index.reserve(std::max(kept.index.size() + 1, FIRST_ROWS));
     if (!stored) return kept.index.insert(hash, table, ABSENT);
-    if (kept.rows == kept.blocks.size() * in_block_) {
-        kept.blocks.reserve(kept.blocks.size() + 1);
-        kept.blocks.push_back(blocks_.take());
-    }
-    pack_row(row_of(kept, kept.rows), table, key_of(table, hash), stored, shape_);
-    kept.index.insert(hash, table, ++kept.rows);
+    const std::size_t bytes = packed_bytes_of(shape_.width), end = kept.rows.size();
+    kept.index.reserve(kept.index.size() + 1);
+    kept.rows.resize(end + bytes);
+    pack_row(kept.rows.data() + end, table, key_of(table, hash), stored, shape_);
+    kept.index.insert(hash, table, static_cast<u32>(end / bytes) + 1);
 }
 
 void TableImage::keep(const Batch& batch) {
@@ -85,8 +69,8 @@ void TableImage::keep(const u32* tables, const u64* keys, std::size_t n, Tier& t
 }
 
 std::size_t TableImage::kept_bytes() const {
-    std::size_t total = blocks_.bytes_taken();
-    for (const Kept& kept : kept_) total += kept.index.bytes();
+    std::size_t total = 0;
+    for (const Kept& kept : kept_) total += kept.index.bytes() + kept.rows.capacity();
     return total;
 }
 
@@ -94,12 +78,11 @@ void TableImage::list(u32 bucket) {
     bucket_ = bucket;
     at_ = 0;
     rows_ = table_.held(bucket);
-    const Kept& kept = kept_[bucket];
-    for (u32 number = 0; number < kept.rows; ++number) {
+    const std::vector<u8>& kept = kept_[bucket].rows;
+    for (std::size_t at = 0; at < kept.size(); at += packed_bytes_of(shape_.width)) {
         HeldRow row{};
-        const u8* const packed = row_of(kept, number);
-        std::memcpy(&row.table, packed, sizeof row.table);
-        std::memcpy(&row.key, packed + sizeof row.table, sizeof row.key);
+        std::memcpy(&row.table, &kept[at], sizeof row.table);
+        std::memcpy(&row.key, &kept[at + sizeof row.table], sizeof row.key);
         rows_.push_back(row);
     }
     listed_ = true;
@@ -109,6 +92,7 @@ void TableImage::sort() { std::sort(rows_.begin(), rows_.end()); }
 
 std::size_t TableImage::next(u8* out, std::size_t max_rows) {
     Kept& kept = kept_[bucket_];
+    const std::size_t bytes = packed_bytes_of(shape_.width);
     std::size_t n = 0;
     for (; at_ < rows_.size() && n < max_rows; ++at_) {
         if (at_ + AHEAD < rows_.size()) {
@@ -120,15 +104,15 @@ std::size_t TableImage::next(u8* out, std::size_t max_rows) {
         if (at_ > 0 && rows_[at_ - 1].table == row.table && rows_[at_ - 1].key == row.key) continue;  // also kept
         if (const u32 place = kept.index.find(hash_row(row.table, row.key), row.table)) {
             if (place == ABSENT) continue;
-            std::memcpy(out, row_of(kept, place - 1), row_bytes_);
-            out += row_bytes_;
+            std::memcpy(out, &kept.rows[(place - 1) * bytes], bytes);
+            out += bytes;
         } else {
             if (record(row.line, shape_)->updates == 0) continue;
             out = pack_row(out, row.table, row.key, floats(row.line), shape_);
         }
         ++n;
     }
-    if (at_ == rows_.size()) release(kept);
+    if (at_ == rows_.size()) kept = {};
     return n;
 }
 

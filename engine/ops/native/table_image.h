@@ -6,7 +6,6 @@
 #include <array>
 #include <vector>
 
-#include "blocks.h"
 #include "full_table.h"
 #include "row_map.h"
 
@@ -15,7 +14,7 @@ namespace tierbed {
 // Nothing is safe in several threads but `sort` beside `keep`. The table must outlive it.
 class TableImage {
 public:
-    explicit TableImage(const FullTable& table, const Layout& layout);
+    explicit TableImage(const FullTable& table, const Layout& layout) : table_(table), shape_(layout.shape) {}
     TableImage(const TableImage&) = delete;
 
     // The lines of a batch will be written.
@@ -37,15 +36,9 @@ private:
     static constexpr u32 ABSENT = 0xFFFFFFFFu;  // in the index: there was no such row
 
     struct Kept {
-        RowMap index;             // the number of the row + 1
-        std::vector<u64> blocks;  // of packed rows
-        u32 rows = 0;
+        RowMap index;          // the place in `rows` + 1
+        std::vector<u8> rows;  // packed
     };
-
-    u8* row_of(const Kept& kept, u32 number) const {
-        return reinterpret_cast<u8*>(kept.blocks[number / in_block_]) + number % in_block_ * row_bytes_;
-    }
-    void release(Kept& kept);
 
     bool is_read(u32 bucket, u64 hash, u32 table) const;
     // `stored`: what a row was, null where there was none.
@@ -53,8 +46,6 @@ private:
 
     const FullTable& table_;
     LineShape shape_;
-    u32 row_bytes_, in_block_;  // rows
-    Blocks blocks_;
     std::array<Kept, BUCKETS> kept_;
     std::vector<HeldRow> rows_;  // of the bucket that is read; line 0 where a row was kept and is no longer there
     std::size_t at_ = 0;         // the next of them
