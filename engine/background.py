@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Condition, Event, Thread, current_thread, get_native_id
+from threading import Condition, Event, Thread, current_thread, get_native_id, main_thread
 from time import perf_counter
 from typing import Any
 
@@ -62,7 +62,8 @@ class BackgroundSave:
 
     def finish(self) -> BaseException | None:
         """Wait until it ends, unless in its own thread. Returns what went wrong, once, where `wait` did not say it."""
-        if self._process == os.getpid() and current_thread() is not self._thread:
+        if not self._done and self._process == os.getpid() and current_thread() is not self._thread:
+            self._hurry.set()
             with self._over:
                 self._over.wait_for(lambda: self._done)
         if not self._done or self._told:
@@ -75,7 +76,7 @@ class BackgroundSave:
         begin = perf_counter()
         for chunk in image.chunks():
             yield chunk
-            if not image.is_pressed:
+            if not image.is_pressed and main_thread().is_alive():  # else the process waits, to end
                 self._hurry.wait(REST * (perf_counter() - begin))
             begin = perf_counter()
 

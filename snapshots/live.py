@@ -68,11 +68,10 @@ def load_live(
     description = selection.description(described)
     try:
         manifest = write_snapshot(store.incoming, description, chosen)
-        store.replace_live(store.incoming, {**description, "live": "rows", "rows": manifest.rows})
+        base = snapshot.name if selection.is_whole else None
+        store.replace_live(store.incoming, {**description, "live": "rows", "rows": manifest.rows}, base)
     finally:
         remove_folder(store.incoming)  # gone already where the rows were replaced
-    if selection.is_whole:
-        store.set_base(snapshot.name)
     return manifest, report
 
 

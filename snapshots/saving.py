@@ -12,7 +12,7 @@ from ..engine.store.folder import StoreFolder
 from .difference import Change, changes_between
 from .format import KINDS, Manifest
 from .reader import Snapshot, latest_snapshot
-from .writer import Progress, check_free, write_incremental, write_snapshot
+from .writer import Progress, check_free, remove_leftovers, write_incremental, write_snapshot
 
 if TYPE_CHECKING:
     from ..engine.store.rocksdb import RocksDB
@@ -42,6 +42,7 @@ def begin_save(store: StoreFolder, name: str, kind: str, held: Held) -> Path:
     check_free(place)
     if kind == "checkpoint" and held.rocksdb is None:
         raise OptionError("kind='checkpoint' is of RocksDB's files, for cached_ssd stores alone; give 'full'")
+    remove_leftovers(store.snapshots)
     store.expect_base(name)
     return place
 
@@ -86,4 +87,4 @@ def parent_of(store: StoreFolder) -> Snapshot:
             f"kind='incremental' goes over an earlier snapshot, and the rows in {str(store.path)!r} have none: save "
             "one with kind='full' first"
         )
-    return base
+    return base.chain[-1]  # raises where it lacks what it goes over

@@ -108,8 +108,7 @@ def new_snapshot(folder: Path, description: dict[str, Any]) -> Iterator[Path]:
         raise SnapshotError(f"snapshot {folder.name!r} cannot be written: {error}") from error
     try:
         make_folder(folder.parent)
-        for leftover in folder.parent.glob(f"{TEMPORARY}*/"):
-            remove_folder(leftover)
+        remove_folder(temporary)  # of a killed writer
         temporary.mkdir()
         yield temporary
     except OSError as error:
@@ -124,6 +123,15 @@ def check_free(folder: Path) -> None:
     check_name(folder.name)
     if os.path.lexists(folder):
         raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left in the folder of a store's snapshots, whose holder calls it. SnapshotError."""
+    try:
+        for leftover in folder.glob(f"{TEMPORARY}*/"):
+            remove_folder(leftover)
+    except OSError as error:
+        raise SnapshotError(f"{str(folder)!r} cannot be cleared of unfinished snapshots: {error}") from error
 
 
 def finish(

@@ -235,8 +235,11 @@ def test_order_is_that_of_saving_and_survives_deletion_and_clock(tmp_path: Path)
 def test_leftovers_of_killed_processes_are_not_listed_and_removed_by_the_next_save(tmp_path: Path) -> None:
     save(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / ".tmp-b")
+    shutil.copytree(tmp_path / "a", tmp_path / ".tmp-c")
     assert [s.name for s in list_snapshots(tmp_path).snapshots] == ["a"]
     save(tmp_path / "b")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".tmp-c", "a", "b"], "it may be of another writer"
+    remove_leftovers(tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b"]
 
 
@@ -279,7 +282,7 @@ def test_kill_at_any_instant_leaves_whole_snapshots_alone(tmp_path: Path) -> Non
     saved = [word for what, word in lines if what == "saved"]
     leftovers = [int(word) for what, word in lines if what == "killed"]
     assert len(leftovers) == 10
-    assert max(leftovers) == 1, "no saver was killed while saving, or a save did not remove what an earlier one left"
+    assert max(leftovers) > 0, "no saver was killed while saving"
     snapshots, damaged = list_snapshots(tmp_path)
     assert damaged == {}
     assert set(saved) <= {s.name for s in snapshots}

@@ -202,6 +202,7 @@ def test_what_lies_in_the_way_of_a_save_is_named_and_a_link_there_is_not_followe
         embedding.save_snapshot("link")
         embedding.save_snapshot("after")
         assert [s.name for s in list_snapshots(folder).snapshots] == ["s", "link", "after"]
+        assert not (folder / ".tmp-link").is_symlink()
     assert [file.name for file in other.iterdir()] == ["kept"]
 
 

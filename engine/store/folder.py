@@ -206,10 +206,11 @@ class StoreFolder:
                 remove_folder(self.path / place)
             fsync_dir(self.path)
 
-    def replace_live(self, new: Path, description: dict[str, Any]) -> None:
+    def replace_live(self, new: Path, description: dict[str, Any], base: str | None = None) -> None:
         """Let a durable folder of the same filesystem be the live rows, and describe them as `set_mark`.
 
-        A kill at any instant leaves the old rows with their mark or the new ones with theirs. Raises StoreError.
+        With `base`, they go back to that snapshot from here on. A kill at any instant leaves the old rows with their
+        mark or the new ones with theirs. Raises StoreError.
         """
         self.check()
         old = self.live
@@ -218,7 +219,8 @@ class StoreFolder:
             remove_folder(self.path / place)
             new.rename(self.path / place)
             fsync_dir(self.path)
-        self._write({**description, **self._own(), "place": place})
+        own = self._own() if base is None else {"base": [base]}
+        self._write({**description, **own, "place": place})
         self._forget_step()
         if place != old.name:
             with self._errors("remove the replaced rows of"):

@@ -1,0 +1,34 @@
+"""The benchmark of snapshots runs, in small, and checks what it measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import snapshot_steps
+from tier_stores import Mismatch
+
+import snapshots
+
+
+def test_every_section_has_figures(tmp_path: Path) -> None:
+    place = tmp_path / "figures.json"
+    command = [sys.executable, str(BENCHMARKS / "snapshots.py"), "--quick", "--folder", str(tmp_path), "--json", place]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(place.read_text())["figures"]
+    assert {figure["section"] for figure in figures} == {"full", "incremental", "checkpoint", "background", "verify"}
+    assert all(figure["value"] > 0 for figure in figures)
+
+
+def test_no_figure_of_a_load_that_gave_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = iter([1, 2])
+    monkeypatch.setattr(snapshot_steps, "digest", lambda embedding: next(digests))
+    with pytest.raises(Mismatch, match="rows that were loaded are not those that were saved"):
+        snapshot_steps.full(tmp_path, snapshot_steps.QUICK)
