@@ -17,8 +17,9 @@ import torch
 from embeddings import DIM, STORES, contents, make, options, train
 from forked import in_process
 from images import change, changed, in_memory, joined, small_chunks, table_of
+from stored import run_python
 
-from tierbed.engine import ClosedError, MultiTableEmbedding, StoreError
+from tierbed.engine import ClosedError, MultiTableEmbedding, StoreError, background
 from tierbed.engine.store.contract import Chunks
 from tierbed.engine.store.image import MemoryImage
 
@@ -218,6 +219,40 @@ def test_a_close_beside_a_reader(tmp_path: Path, store: str) -> None:
             save.wait()
         with contextlib.suppress(ClosedError):
             embedding.close()
+
+
+@pytest.mark.parametrize("waits", ["wait", "finish"])
+def test_a_save_does_not_rest_while_somebody_waits(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
+    monkeypatch.setattr(background, "REST", 1e9)
+    with make(options("device"), "adagrad") as embedding:
+        change(embedding, 0)
+        save = table_of(embedding).save_in_background("snapshot 'one'", writer := Writer(allowed=1 << 20))
+        getattr(save, waits)()
+        assert writer.rows == contents(embedding).tobytes()
+
+
+def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
+    script = (
+        "import threading; from embeddings import make, options, train; from tierbed.engine import background\n"
+        "background.REST = 1e9\n"
+        "def write(chunks):\n"
+        "    threading.main_thread().join()\n"
+        "    print(sum(len(rows) for _, rows in chunks))\n"
+        "embedding = make(options('device'), 'sgd'); train(embedding, range(999))\n"
+        "embedding._table().save_in_background('it', write)\n"
+    )
+    assert run_python(script) == "999\n"
+
+
+def test_a_save_that_ended_holds_nobody_up() -> None:
+    with make(options("device"), "adagrad") as embedding:
+        table, writer = table_of(embedding), Writer(allowed=1 << 20)
+        table.save_in_background("snapshot 'one'", writer).wait()
+        with table.lock:
+            other = threading.Thread(target=table.finish_saving)
+            other.start()
+            other.join(60)
+            assert not other.is_alive()
 
 
 @stores

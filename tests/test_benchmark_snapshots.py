@@ -14,8 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import snapshot_steps
 from tier_stores import Mismatch
 
-import snapshots
-
 
 def test_every_section_has_figures(tmp_path: Path) -> None:
     place = tmp_path / "figures.json"

@@ -142,6 +142,15 @@ def test_live_rows_and_their_mark_are_replaced_together_and_discarded_together(t
         assert store.read_mark() is None
 
 
+def test_live_rows_are_replaced_together_with_what_they_go_back_to(tmp_path: Path) -> None:
+    with StoreFolder(tmp_path) as store:
+        for base, expected in (("one", "one"), (None, "one"), ("two", "two")):
+            store.incoming.mkdir()
+            (store.snapshots / expected).mkdir(parents=True, exist_ok=True)
+            store.replace_live(store.incoming, MARK, base)
+            assert (store.base, store.read_mark()) == (expected, MARK)
+
+
 def test_no_bit_of_a_sealed_record_can_flip_unnoticed() -> None:
     for value in ({}, MARK, {"long": "x" * 300}, {"longer": "x" * 70000}):
         whole = bytearray(seal(value))

@@ -15,6 +15,7 @@ from tierbed.engine.errors import SnapshotError
 from tierbed.engine.store.contract import row_dtype
 from tierbed.snapshots import Snapshot, check_name, latest_snapshot, list_snapshots, write_snapshot
 from tierbed.snapshots.format import npy_header
+from tierbed.snapshots.writer import remove_leftovers
 
 MANIFEST = "manifest.msgpack"
 
@@ -232,7 +233,7 @@ def test_order_is_that_of_saving_and_survives_deletion_and_clock(tmp_path: Path)
     assert latest.name == "a"
 
 
-def test_leftovers_of_killed_processes_are_not_listed_and_removed_by_the_next_save(tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_are_not_listed_and_removed_by_who_holds_the_folder(tmp_path: Path) -> None:
     save(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / ".tmp-b")
     shutil.copytree(tmp_path / "a", tmp_path / ".tmp-c")

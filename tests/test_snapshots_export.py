@@ -216,6 +216,13 @@ def test_what_a_killed_export_left_is_replaced(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["s", "x.npz"]
 
 
+def test_what_others_have_beside_an_export_stays(tmp_path: Path) -> None:
+    snapshot = saved(tmp_path / "s")
+    (tmp_path / ".tmp-other").mkdir()
+    export_snapshot(snapshot, tmp_path / "x", "snapshot")
+    assert sorted(os.listdir(tmp_path)) == [".tmp-other", "s", "x"]
+
+
 def test_row_groups_are_bounded_and_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow.parquet
 

@@ -56,6 +56,20 @@ def test_every_kind_brings_the_rows_back_on_every_store(tmp_path: Path, store: s
                 assert contents(embedding).tobytes() == state
 
 
+def test_an_incremental_snapshot_goes_over_none_that_lacks_its_own_parent(tmp_path: Path) -> None:
+    snapshots = tmp_path / "rows" / "snapshots"
+    with open_at(tmp_path, "device") as embedding:
+        train(embedding, range(9))
+        embedding.save_snapshot("a")
+        embedding.save_snapshot("b", "incremental")
+        (snapshots / "a").rename(tmp_path / "elsewhere")
+        with pytest.raises(SnapshotError, match="'b' goes over another: there is no snapshot 'a'"):
+            embedding.save_snapshot("c", "incremental")
+        (tmp_path / "elsewhere").rename(snapshots / "a")
+        embedding.save_snapshot("c", "incremental")
+    Snapshot.open(snapshots / "c").verify()
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_an_incremental_snapshot_costs_the_change(tmp_path: Path, store: str) -> None:
     with open_at(tmp_path, store) as embedding:
