@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import snapshot_steps
 from tier_stores import Mismatch
+
+BENCHMARKS = Path(snapshot_steps.__file__).parent
 
 
 def test_every_section_has_figures(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from embeddings import STORES, contents, make, options, train
+from embeddings import STORES
 from forked import Disk, disk_path, in_process
 from hypothesis import given
 from hypothesis import strategies as st
 from killed import remarks
 from stored import description, files, flip_bit, joined, make_rows
 
-from tierbed.engine import OptionError, SnapshotError, StoreError, _core
+from tierbed.engine import SnapshotError, StoreError, _core
 from tierbed.engine.scanned import line_addresses
 from tierbed.engine.store.rocksdb import RocksDB, options_text
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
@@ -378,48 +378,3 @@ def test_without_rocksdb_it_says_what_to_install(
     monkeypatch.setattr(_core, "has_rocksdb", False)
     with pytest.raises(SnapshotError, match=r"'s' is a checkpoint.*no RocksDB; install it"):
         snapshot.verify()
-
-
-@pytest.mark.parametrize("store", ON_DISK)
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_saving_one_changes_no_training_and_it_is_loaded_bit_for_bit(
-    tmp_path: Path, store: str, optimizer: str
-) -> None:
-    def run(path: Path, saving: bool) -> tuple[bytes, bytes]:
-        with make(options(store, path), optimizer) as embedding:
-            for number in range(8):
-                ids = [(7 * number + 3 * row) % 61 for row in range(30)]
-                train(embedding, ids, [row % 3 for row in range(30)])
-                if number == 4:
-                    middle = contents(embedding).tobytes()
-                    if saving:
-                        embedding.save_snapshot("linked", kind="checkpoint")
-            end = contents(embedding).tobytes()
-            if saving:
-                embedding.load_snapshot("linked")
-                assert embedding.metrics()["table"]["step"] == 5
-                assert contents(embedding).tobytes() == middle
-        return middle, end
-
-    assert run(tmp_path / "saving", True) == run(tmp_path / "plain", False)
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_one_is_loaded_into_every_store(tmp_path: Path, store: str) -> None:
-    with make(options("ssd", tmp_path / "from"), "adam") as embedding:
-        train(embedding, range(50))
-        expected = contents(embedding).tobytes()
-        embedding.save_snapshot("linked", kind="checkpoint")
-    shutil.copytree(tmp_path / "from" / "rows" / "snapshots", tmp_path / "to" / "rows" / "snapshots")
-    with make(options(store, tmp_path / "to"), "adam") as embedding:
-        embedding.load_snapshot("linked")
-        assert contents(embedding).tobytes() == expected
-
-
-@pytest.mark.parametrize("store", [store for store in STORES if store not in ON_DISK])
-def test_a_store_without_rocksdb_has_none(tmp_path: Path, store: str) -> None:
-    with make(options(store, tmp_path), "adam") as embedding:
-        train(embedding, range(5))
-        with pytest.raises(OptionError, match=r"kind='checkpoint'.*cached_ssd.*'full'"):
-            embedding.save_snapshot("linked", kind="checkpoint")
-        assert embedding.last_snapshot is None
