@@ -36,7 +36,7 @@ def grow(embedding: MultiTableEmbedding, seed: int, steps: int = 3) -> None:
 def test_every_kind_brings_the_rows_back_on_every_store(tmp_path: Path, store: str) -> None:
     states = []
     with open_at(tmp_path, store) as embedding, open_at(tmp_path / "plain", store) as plain:
-        for number, kind in enumerate(["full", *kinds_of(store) * 3]):
+        for number, kind in enumerate(["full", *kinds_of(store), "incremental"]):
             grow(embedding, number)
             grow(plain, number)
             embedding.save_snapshot(f"s{number}", kind)

@@ -35,6 +35,7 @@ def test_a_killed_trainer_leaves_what_its_log_allows(rounds: Rounds, seed: int) 
     rounds.run(draw_round(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", BROKEN.values(), ids=list(BROKEN))
 def test_a_broken_contract_is_found(tmp_path: Path, script: str) -> None:
     broken = Rounds(tmp_path, script)
