@@ -78,7 +78,8 @@ class OpenRows:
     @property
     def rows(self) -> int:
         """How many were written so far and did not leave; may wait for the device."""
-        return self.stored_rows + self.processor.written - self.lifecycle.gone
+        leaving = 0 if self._leaving is None else self._leaving[2]  # the next use of the tiers takes them out
+        return self.stored_rows + self.processor.written - self.lifecycle.gone - leaving
 
     @property
     def in_step(self) -> bool:

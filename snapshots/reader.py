@@ -20,6 +20,8 @@ from .aligned import Order, changed
 from .format import HEADER_BYTES, MANIFEST, Kind, Manifest, RowFile, bucket_of, dtype_of, is_deleted, npy_header
 from .threads import ahead
 
+LONGEST_CHAIN = 100  # snapshots that are read as one table, each by files and threads of its own
+
 _CHUNK_BYTES = 1 << 25
 
 Part = tuple[str, NDArray[np.void]]  # file, rows
@@ -84,6 +86,11 @@ class Snapshot:
         chain = [self]
         while (parent := chain[-1].parent) is not None:  # it ends: sequences descend
             chain.append(parent)
+        if len(chain) > LONGEST_CHAIN:
+            raise SnapshotError(
+                f"snapshot {self.name!r} goes over {len(chain) - 1} others, which are too many to read at once "
+                f"({LONGEST_CHAIN - 1}): make a full one of an earlier one, by `tierbed snapshot merge`, and use that"
+            )
         return chain[::-1]
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:

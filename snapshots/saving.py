@@ -11,7 +11,7 @@ from ..engine.store.contract import Chunks
 from ..engine.store.folder import StoreFolder
 from .difference import Change, changes_between
 from .format import KINDS, Manifest
-from .reader import Snapshot, latest_snapshot
+from .reader import LONGEST_CHAIN, Snapshot, latest_snapshot
 from .writer import Progress, check_free, remove_leftovers, write_incremental, write_snapshot
 
 if TYPE_CHECKING:
@@ -87,4 +87,9 @@ def parent_of(store: StoreFolder) -> Snapshot:
             f"kind='incremental' goes over an earlier snapshot, and the rows in {str(store.path)!r} have none: save "
             "one with kind='full' first"
         )
-    return base.chain[-1]  # raises where it lacks what it goes over
+    if len(base.chain) == LONGEST_CHAIN:
+        raise SnapshotError(
+            f"kind='incremental': {base.name!r} goes over {LONGEST_CHAIN - 1} others already, and no more can be read "
+            "as one table: save one with kind='full' first"
+        )
+    return base

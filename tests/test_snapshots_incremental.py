@@ -18,6 +18,7 @@ from tierbed.engine.store.contract import row_dtype
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
 from tierbed.snapshots.aligned import aligned, among, sort_keys
 from tierbed.snapshots.format import KEY
+from tierbed.snapshots.reader import LONGEST_CHAIN
 
 Row = tuple[int, int, int]  # bucket, table, key; in the order of snapshots
 Table = dict[Row, float]
@@ -84,6 +85,17 @@ def test_a_chain_reads_as_the_table_it_ends_with(
     whole = write_snapshot(folder / "whole", snapshot.description, snapshot.chunks())
     assert whole.rows == len(versions[-1])
     assert table_of(Snapshot.open(folder / "whole")) == versions[-1]
+
+
+def test_the_longest_chain_is_read_and_a_longer_one_refused(tmp_path: Path) -> None:
+    versions: list[Table] = [{(0, 0, 0): float(number)} for number in range(LONGEST_CHAIN + 1)]
+    longer = save_chain(tmp_path, versions)
+    parent = longer.parent
+    assert parent is not None
+    assert table_of(parent) == versions[-2]
+    for read in (longer.verify, longer.chunks):
+        with pytest.raises(SnapshotError, match=rf"'s100' goes over {LONGEST_CHAIN} others, which are too many"):
+            read()
 
 
 @given(left=tables, right=tables, sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)))

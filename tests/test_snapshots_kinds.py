@@ -12,7 +12,7 @@ from embeddings import DIM, STORES, attach, contents, make, options, train
 
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.errors import InputError, OptimizerError, OptionError, SnapshotError
-from tierbed.snapshots import Snapshot
+from tierbed.snapshots import Snapshot, reader, saving
 
 
 def kinds_of(store: str) -> list[str]:
@@ -68,6 +68,35 @@ def test_an_incremental_snapshot_goes_over_none_that_lacks_its_own_parent(tmp_pa
         (tmp_path / "elsewhere").rename(snapshots / "a")
         embedding.save_snapshot("c", "incremental")
     Snapshot.open(snapshots / "c").verify()
+
+
+def test_an_incremental_snapshot_goes_over_no_more_than_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (saving, reader):
+        monkeypatch.setattr(module, "LONGEST_CHAIN", 2)
+    with open_at(tmp_path, "device") as embedding:
+        train(embedding, range(9))
+        embedding.save_snapshot("a")
+        embedding.save_snapshot("b", "incremental")
+        with pytest.raises(SnapshotError, match=r"'b' goes over 1 others already.*kind='full' first"):
+            embedding.save_snapshot("c", "incremental")
+        assert embedding.last_snapshot == "b"
+        embedding.save_snapshot("c")
+        embedding.save_snapshot("d", "incremental")
+
+
+def test_rows_that_a_broken_off_erase_left_are_in_no_count(tmp_path: Path) -> None:
+    with open_at(tmp_path, "device") as embedding:
+        embedding.put(range(9), torch.ones(9, DIM), 0)
+        embedding.save_snapshot("a")
+        table = embedding._table()
+        table._leaving = np.zeros(2, np.uint32), np.array([3, 4], np.uint64), 2, "expired"  # as StoreError leaves it
+        embedding.save_snapshot("b", "incremental")
+        assert embedding.size() == 7
+        embedding.load_snapshot("b")
+        assert contents(embedding)["key"].tolist().count(3) == 0
+        assert embedding.size() == 7
 
 
 @pytest.mark.parametrize("store", STORES)
