@@ -17,9 +17,11 @@ def merge(store: Store, name: Name, new: NewName, as_json: Json = False) -> None
 
     Example: tierbed snapshot merge store/users tuesday tuesday-full
     """
+    from ..snapshots.format import check_name
     from ..snapshots.writer import write_snapshot
 
     begin = time.monotonic()
+    check_name(new)
     with hold(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
         with progress("merging", snapshot.manifest.rows) as told:

@@ -179,7 +179,8 @@ class TableHome:
 
     def _recover(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
         """The last run did not close: its live rows are of different steps."""
-        if self.options.open == "error":
+        was_open = folder.was_open
+        if self.options.open == "error" and was_open:
             raise StoreError(
                 f"store folder {str(folder.path)!r} was not closed by its last run, so its live rows cannot be used; "
                 'open="resume" restores the last snapshot or starts empty'
@@ -193,6 +194,9 @@ class TableHome:
             check_stored(self.spec, snapshot.description, optimizer, StoreError, f"store folder {str(folder.path)!r}")
             folder.discard_live()  # makes room: no run uses these rows again
             table, _ = self.load(optimizer, snapshot, None)
+        if not was_open:
+            log.info("embedding %r: store folder %s is new; %s", self.spec.name, folder.path, found)
+            return table
         log.warning(
             "embedding %r: store folder %s was not closed by its last run; %s; %s",
             self.spec.name,
@@ -211,14 +215,19 @@ class TableHome:
         """
         report = LoadReport()
         described = {**snapshot.description, "rows": snapshot.manifest.rows}
-        stored = selection.description(described)
+        if selection.tables is not None or selection.where is not None:  # counted first: `capacity` must know
+            for _ in selection.chunks(snapshot.chunks(), described, report):
+                pass
+        else:
+            report.rows = snapshot.manifest.rows
+        stored = {**selection.description(described), "rows": report.rows}
         chunks = snapshot.chunks()
         if not selection.state:
             chunks = settled(described, chunks)
-        selected = selection.chunks(chunks, described, report)
+        selected = selection.chunks(chunks, described, LoadReport())
         with contextlib.nullcontext() if running is None else running.lock:
             base = snapshot.name if selection.is_whole else None
-            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, report, base)
+            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, base)
             if self.folder is not None and self._scratch:
                 self.folder.note_step(table.step)
         return table, report
@@ -229,14 +238,13 @@ class TableHome:
         stored: dict[str, Any],
         source: contextlib.AbstractContextManager[Chunks],
         running: OpenTable | None = None,
-        report: LoadReport | None = None,
         base: str | None = None,
         same_rows: bool = False,
     ) -> OpenTable:
         """A table with the rows of `source`, built aside; closes `running` when all are read.
 
-        With `same_rows` they are the live rows, only kept in another way. `report` has counted them at the end, and
-        they go back to the snapshot `base` after a kill.
+        With `same_rows` they are the live rows, only kept in another way. They go back to the snapshot `base` after a
+        kill, where it is given.
         """
         folder = self.folder
         place = folder.incoming if folder is not None and self._on_disk else None
@@ -246,10 +254,8 @@ class TableHome:
         try:
             with source as chunks:
                 count = self._fill(table, stored, chunks)
-            read = count if report is None else report.rows + report.left_out
-            if read != stored["rows"]:
-                raise StoreError(f"{read} rows were found where {stored['rows']} should be")
-            table.stored_rows = count
+            if count != stored["rows"]:
+                raise StoreError(f"{count} rows were found where {stored['rows']} should be")
             if self._on_disk:
                 table.flush()
         except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from ..snapshots.selection import Selection
@@ -63,6 +64,10 @@ def fitting(
     """
     remarks: list[str] = []
     there = len(stored["tables"])
+    if selection.tables is not None and not (isinstance(selection.tables, Collection) and len(selection.tables)):
+        raise InputError(f"tables={selection.tables!r}: give a list of table ids, or None for all")
+    if selection.where is not None and not callable(selection.where):
+        raise InputError(f"where={selection.where!r}: give a function of (table_ids, keys), NumPy arrays, or None")
     for table in selection.tables or ():
         if isinstance(table, bool) or not isinstance(table, int) or not 0 <= table < there:
             raise InputError(f"tables={selection.tables!r}: {what} has tables 0 to {there - 1}; {table!r} is none")

@@ -43,6 +43,11 @@ class Snapshot:
             raise SnapshotError(f"there is no snapshot {folder.name!r} in {str(folder.parent)!r}; those there: {names}")
         try:
             return cls(folder, Manifest.decode(read_record(folder / MANIFEST)))
+        except FileNotFoundError as error:
+            raise SnapshotError(
+                f"{str(folder)!r} has no {MANIFEST}: it is no snapshot, or it is damaged, and then to be restored from "
+                "a copy; give <persistent_path>/<embedding name>/snapshots/<name>"
+            ) from error
         except (OSError, ValueError) as error:
             raise SnapshotError(f"{str(folder / MANIFEST)!r} cannot be read: {error}. {remedy_of(folder)}") from error
 

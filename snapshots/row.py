@@ -73,6 +73,7 @@ def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
     bucket = int(_core.buckets(np.array([table], np.uint32), np.array([key], np.uint64))[0])
     for link in reversed(snapshot.chain):
         if link.manifest.rocksdb is not None:
+            link.verify_own()  # RocksDB may end the process where files are damaged
             place = link.folder / ROCKSDB
             return _find_in_rocksdb(place, link.manifest.width, link.manifest.rocksdb.shards, table, key)
         found = _among(link, bucket_file(bucket), table, key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +57,7 @@ class StoreStatus:
             return "open"
         if self.mark is not None:
             return "closed"
-        return "new" if self.restart.source == "empty" and self.live is None else "unclean"
+        return "new" if self.live is None and self.step is None else "unclean"
 
 
 def store_status(path: Path) -> StoreStatus:
@@ -70,6 +70,9 @@ def store_status(path: Path) -> StoreStatus:
     if "live" not in content:
         mark = {}
     live = mark.get("live") or _kind_of(live_folder)
+    restart = Restart("live", mark["step"]) if mark else _after_kill(path, base, noted)
+    if not content and live is None and noted is None:
+        restart = replace(restart, lost_steps=0)  # no run was here: its snapshots came from elsewhere
     return StoreStatus(
         path,
         holder(path),
@@ -79,7 +82,7 @@ def store_status(path: Path) -> StoreStatus:
         mark.get("step", noted),
         base or None,
         _sizes(path, live_folder),
-        Restart("live", mark["step"]) if mark else _after_kill(path, base, noted),
+        restart,
     )
 
 
@@ -104,7 +107,10 @@ def holder(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StoreError(f"cannot read store folder {str(path)!r}: {error}; run as a user that can") from error
+        raise StoreError(
+            f"cannot read store folder {str(path)!r}: {error}; "
+            "give <persistent_path>/<embedding name>, and run as a user that can"
+        ) from error
     return None
 
 
@@ -122,7 +128,10 @@ def _mark(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     except OSError as error:
-        raise StoreError(f"cannot read the mark of {str(path)!r}: {error}; run as a user that can") from error
+        raise StoreError(
+            f"cannot read the mark of {str(path)!r}: {error}; "
+            "give <persistent_path>/<embedding name>, and run as a user that can"
+        ) from error
     return content if isinstance(content, dict) else {}
 
 

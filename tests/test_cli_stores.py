@@ -206,6 +206,8 @@ def test_a_chain_merges_to_the_same_rows(cli: Cli, tmp_path: Path, store: str) -
     assert cli.says("diff", "more", "merged").startswith("the same: ")
     assert not cli.json("diff", "more", "merged")["differs"]
     assert "choose another name" in cli.fails("merge", "more", "full")
+    for name in ("../x", "a/b", ""):
+        assert "snapshot name" in cli.fails("merge", "more", name)
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".npz", ".safetensors", ""])

@@ -180,7 +180,8 @@ def test_the_reader_is_an_iterator_that_ends(tmp_path: Path) -> None:
     assert keys.dtype == np.int64
     assert values.shape == (len(keys), 2)
     reader.close()
-    assert list(reader) == []
+    with pytest.raises(ClosedError, match="the reader of snapshot 's' was closed"):
+        next(reader)
 
 
 def test_a_running_trainer_is_read_and_not_written(tmp_path: Path) -> None:

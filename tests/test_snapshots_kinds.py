@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from embeddings import DIM, STORES, attach, contents, make, options, train
+from stored import save
 
 from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.errors import InputError, OptimizerError, OptionError, SnapshotError
+from tierbed.engine.errors import CapacityError, InputError, OptimizerError, OptionError, SnapshotError
+from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, reader, saving
+from tierbed.snapshots.status import store_status
 
 
 def kinds_of(store: str) -> list[str]:
@@ -294,3 +298,62 @@ def test_background_is_for_what_takes_long_and_names_what_is_wrong(tmp_path: Pat
         (tmp_path / "rows" / "snapshots" / "b").symlink_to("/nowhere")
         with pytest.raises(SnapshotError, match=r"b' exists"):
             embedding.save_snapshot("b", background=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"tables": 0}, "tables=0: give a list of table ids"),
+        ({"tables": []}, r"tables=\[\]: give a list of table ids"),
+        ({"where": 3}, "where=3: give a function"),
+    ],
+)
+def test_a_selection_that_cannot_be_is_named(tmp_path: Path, arguments: dict[str, Any], problem: str) -> None:
+    with open_at(tmp_path, "host") as embedding:
+        grow(embedding, 0)
+        embedding.save_snapshot("a")
+        with pytest.raises(InputError, match=problem):
+            embedding.load_snapshot("a", **arguments)
+
+
+def test_a_part_that_fits_the_capacity_is_loaded_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_at(tmp_path, "host", capacity=500) as embedding:
+        train(embedding, torch.arange(400))
+        embedding.save_snapshot("a")
+    with open_at(tmp_path / "new", "host", capacity=100) as embedding:
+        assert embedding.size() == 0
+        (tmp_path / "new" / "rows" / "snapshots").mkdir(parents=True)
+        (tmp_path / "new" / "rows" / "snapshots" / "a").symlink_to(tmp_path / "rows" / "snapshots" / "a")
+        caplog.clear()
+        assert embedding.load_snapshot("a", where=lambda tables, keys: keys < 60).rows == 60
+        assert caplog.messages == []
+        train(embedding, torch.arange(60, 100))
+        with pytest.raises(CapacityError):
+            train(embedding, [1000])
+
+
+def test_what_a_killed_save_named_is_not_gone_back_to(tmp_path: Path) -> None:
+    with StoreFolder(tmp_path / "rows") as folder:
+        save(folder.snapshots / "a", width=2 * DIM)
+        folder.set_base("a")
+        folder.expect_base("b")  # and the process was killed
+    with StoreFolder(tmp_path / "rows") as folder:
+        save(folder.snapshots / "b", width=2 * DIM)
+        assert folder.base == "a"
+
+
+def test_a_store_that_was_filled_from_elsewhere_begins_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_at(tmp_path, "host") as embedding:
+        grow(embedding, 0)
+        embedding.save_snapshot("a")
+        state = contents(embedding).tobytes()
+    snapshots = tmp_path / "new" / "rows" / "snapshots"
+    shutil.copytree(tmp_path / "rows" / "snapshots", snapshots)
+    assert store_status(snapshots.parent).state == "new"
+    with open_at(tmp_path / "new", "host", open="error") as embedding:
+        assert contents(embedding).tobytes() == state
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []

@@ -62,6 +62,7 @@ class StoreFolder:
             self.check()
             with self._errors("prepare"):
                 remove_folder(self.incoming)
+            self._settle_base()
         except StoreError:
             self.release()
             raise
@@ -179,6 +180,13 @@ class StoreFolder:
         current = self.base
         self._write({**self._read(), "base": [name] if current is None else [name, current]})
 
+    def _settle_base(self) -> None:
+        """A snapshot that a killed save did not come to write is none to go back to, whatever gets its name later."""
+        there = [name for name in self._bases() if not name or (self.snapshots / name).is_dir()]
+        if there and there != self._bases():
+            with contextlib.suppress(StoreError):  # on a full disk, rows can still be read
+                self._write({**self._read(), "base": there})
+
     def _bases(self) -> list[str]:
         bases = self._read().get("base")
         return [name for name in bases if isinstance(name, str)] if isinstance(bases, list) else []
@@ -187,6 +195,11 @@ class StoreFolder:
     def begun(self) -> bool:
         """Whether a run has ever written here: without it, a folder that has no mark is new."""
         return self._mark.exists() or self.live.exists() or self.snapshots.exists()
+
+    @property
+    def was_open(self) -> bool:
+        """Whether rows were ever live here: without it, what is there are snapshots that came from elsewhere."""
+        return self._mark.exists() or self.live.exists() or self.noted_step is not None
 
     def forget(self) -> None:
         """Make the folder new again: no mark, no live rows. Raises StoreError."""

@@ -86,7 +86,8 @@ class _NpyColumn:
     def read(self, begin: int, end: int) -> NDArray[Any]:
         if self._by_columns:
             raise InputError(f"array {self._name!r} is in Fortran order: save np.ascontiguousarray of it")
-        assert begin == self._at
+        if begin != self._at:
+            raise InputError(f"array {self._name!r} is asked for twice, and a .npz is read once: name another")
         self._at = end
         row = int(np.prod(self.shape[1:], dtype=np.int64))
         return self.read_items((end - begin) * row).reshape(end - begin, *self.shape[1:])

@@ -30,6 +30,7 @@ class PersistentTableReader(Iterator[Chunk]):
     """What `make_persistent_table_reader` makes: an iterator, and a context manager that closes its files."""
 
     def __init__(self, snapshot: Snapshot, storage_dim: int, table_ids: bool) -> None:
+        self._name, self._closed = snapshot.name, False
         self._columns = Columns(snapshot.description)
         self._dim = storage_dim
         self._table_ids = table_ids
@@ -37,12 +38,15 @@ class PersistentTableReader(Iterator[Chunk]):
         self._chunks = chunks if storage_dim == self._columns.width else settled(snapshot.description, chunks)
 
     def __next__(self) -> Chunk:
+        if self._closed:
+            raise ClosedError(f"the reader of snapshot {self._name!r} was closed: make another")
         _, rows = next(self._chunks)
         keys, values = self._columns.user_keys(rows["key"]), rows["values"][:, : self._dim].copy()
         return (keys, values, rows["table"].copy()) if self._table_ids else (keys, values)
 
     def close(self) -> None:
         """End the iteration. May be called again."""
+        self._closed = True
         self._chunks.close()  # type: ignore[attr-defined]
 
     def __enter__(self) -> Self:
