@@ -96,9 +96,10 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path) -> None:
         raise SnapshotError(f"checkpoint {str(folder)!r} was not written: {error}") from error
     finally:
         if os.path.isdir(temporary):  # it was not renamed
-            with contextlib.suppress(OSError):  # what went wrong first is told
-                for embedding in filter(attrgetter("is_open"), embeddings.values()):
+            for embedding in filter(attrgetter("is_open"), embeddings.values()):
+                with contextlib.suppress(SnapshotError):  # what went wrong first is told
                     embedding.opened().discard_rows(name)
+            with contextlib.suppress(OSError):
                 remove_folder(temporary)
 
 

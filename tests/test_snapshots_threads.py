@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import partial
 
 import pytest
@@ -13,9 +13,11 @@ import pytest
 from tierbed.snapshots.threads import Behind, ahead
 
 
-def left() -> list[str]:
-    names = (thread.name for thread in threading.enumerate())
-    return [name for name in names if name in ("tierbed-ahead", "tierbed-behind")]
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert not set(threading.enumerate()) - before
 
 
 def numbers(count: int, closed: list[int], fail: bool = False) -> Generator[int, None, None]:
@@ -34,7 +36,6 @@ def test_items_come_in_order_and_the_source_is_closed(count: int, wanted: int) -
     with ahead(numbers(count, closed)) as items:
         assert [item for item, _ in zip(items, range(wanted), strict=False)] == list(range(min(count, wanted)))
     assert closed == [1]
-    assert not left()
 
 
 def test_what_the_source_raises_comes_after_its_items() -> None:
@@ -66,7 +67,6 @@ def test_tasks_are_done_in_order_and_none_after_one_that_failed() -> None:
     assert done == [0, 1, 2, *range(100)]
     with pytest.raises(KeyError):
         run_tasks(done, failing=-1, fail_at_end=True)
-    assert not left()
 
 
 def take_one(closed: list[int]) -> None:
@@ -80,7 +80,6 @@ def test_a_block_that_fails_ends_the_thread_and_closes_the_source() -> None:
     with pytest.raises(KeyError):
         take_one(closed)
     assert closed == [1]
-    assert not left()
 
 
 def test_at_the_end_of_the_interpreter_the_caller_does_it() -> None:

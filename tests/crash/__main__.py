@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -30,15 +32,17 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="crash-", dir=arguments.folder))
     rounds, results, failed = Rounds(folder), list[Result](), list[int]()
-    for seed in track(range(arguments.seed, arguments.seed + arguments.n), "rounds", console=console):
-        plan = draw_round(seed)
-        try:
-            results.append(rounds.run(plan))
-        except Exception as error:
-            failed.append(seed)
-            report(plan, folder, error)
-        else:
-            shutil.rmtree(folder / f"round-{seed}")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
+    with contextlib.suppress(KeyboardInterrupt):  # the summary is of the rounds so far
+        for seed in track(range(arguments.seed, arguments.seed + arguments.n), "rounds", console=console):
+            plan = draw_round(seed)
+            try:
+                results.append(rounds.run(plan))
+            except Exception as error:
+                failed.append(seed)
+                report(plan, folder, error)
+            else:
+                shutil.rmtree(folder / f"round-{seed}")
     rounds.close()
     summary(results, failed)
     if failed:
