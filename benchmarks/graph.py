@@ -7,11 +7,8 @@ A section has figures only where both sides computed the same. Exits with 1 if a
 
 from __future__ import annotations
 
-import argparse
-import gc
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +18,9 @@ import graph_dense
 import graph_memory
 import graph_overhead
 import graph_pipeline
-import torch
-from report import machine
+from sections import measured, options, prepared
 from tier_report import Figure, report
-from tier_stores import Mismatch
 
-THREADS = 2
 Section = Callable[[Path, bool], list[Figure]]
 
 
@@ -68,24 +62,11 @@ def _busy() -> tuple[float, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", action="append", choices=SECTIONS, help="default: all")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; bars mean nothing")
-    parser.add_argument("--folder", type=Path, help="where stores on disk live (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(THREADS)
-    about = machine("tierbed", "torch", "numpy") | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set")}
-    figures, failed = [], False
+    given = options(__doc__, SECTIONS).parse_args(arguments)
+    about = prepared()
     begin, before = time.perf_counter(), _busy()
-    for name in given.section or SECTIONS:
-        gc.collect()
-        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            try:
-                figures += SECTIONS[name](Path(folder), given.quick)
-            except Mismatch as error:
-                print(f"{name}: no figure, {error}", file=sys.stderr)
-                failed = True
+    names = given.section or SECTIONS
+    figures, failed = measured(names, given.folder, lambda name, folder: SECTIONS[name](folder, given.quick))
     used, own = (now - then for now, then in zip(_busy(), before, strict=True))
     about["others"] = f"{max(used - own, 0.0) / (time.perf_counter() - begin):.2f} cores"
     passed = report(figures, about, given.json)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +19,9 @@ import tier_counting
 import tier_lookahead
 import tier_steps
 import tier_train
-import torch
-from report import machine
+from sections import measured, options, prepared
 from tier_report import Figure, report
-from tier_stores import Mismatch
 
-THREADS = 2
 Section = Callable[[Path, argparse.Namespace], list[Figure]]
 
 
@@ -75,28 +70,18 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", action="append", choices=SECTIONS, help="default: all")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; bars mean nothing")
-    parser.add_argument("--folder", type=Path, help="where stores on disk live (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser = options(__doc__, SECTIONS)
     parser.add_argument("--draw", action="append", choices=tier_train.TRACES, help="train: how ids are drawn")
     parser.add_argument("--ahead", type=int, default=tier_train.AHEAD, help="train: steps announced ahead")
     parser.add_argument("--options", type=json.loads, help="train: of cached_ssd, as JSON; {} for defaults")
     parser.add_argument("--rows", type=int, help="scale: one table of so many rows instead, with its I/O")
     given = parser.parse_args(arguments)
     given.draw = given.draw or ["zipf"]
-    torch.set_num_threads(THREADS)
-    about = machine("tierbed", "torch", "numpy") | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set")}
-    figures, failed = [], False
-    for name in given.section or SECTIONS:
-        gc.collect()
-        with tempfile.TemporaryDirectory(dir=given.folder) as folder, _without_garbage_collection():
-            try:
-                figures += SECTIONS[name](Path(folder), given)
-            except Mismatch as error:
-                print(f"{name}: no figure, {error}", file=sys.stderr)
-                failed = True
+    about = prepared()
+    names = given.section or SECTIONS
+    figures, failed = measured(
+        names, given.folder, lambda name, folder: SECTIONS[name](folder, given), _without_garbage_collection
+    )
     passed = report(figures, about, given.json)
     return int(failed or not (given.quick or passed))
 

@@ -42,17 +42,12 @@ def prune(
 
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
-    from ..snapshots.reader import list_snapshots
-    from ..snapshots.retention import plan_prune
+    from ..snapshots.retention import all_in, plan_prune
     from ..snapshots.retention import prune as prune_store
     from ..snapshots.status import store_status
 
     if dry_run:
-        base = store_status(store).base
-        listing = list_snapshots(store / "snapshots")
-        for error in listing.damaged.values():
-            raise error
-        plan = plan_prune(listing.snapshots, keep_last, keep_every, base)
+        plan = plan_prune(all_in(store / "snapshots"), keep_last, keep_every, store_status(store).base)
     else:
         with hold(store, as_json) as folder:
             plan = prune_store(folder, keep_last, keep_every)

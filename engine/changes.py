@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..snapshots.difference import Change
-from ..snapshots.format import KEY
+from ..snapshots.difference import Change, keys_of
 from . import _core
 from .scanned import line_addresses
 from .store.contract import BUCKETS, Keys, Tables, Tier, row_dtype
@@ -61,6 +60,4 @@ class Changes:
                 rows = np.empty(len(keys[begin : begin + most]), dtype)
                 rows["table"], rows["key"] = tables[begin : begin + most], keys[begin : begin + most]
                 found = top.read(tables[begin : begin + most], keys[begin : begin + most], line_addresses(rows), False)
-                gone = np.empty(len(rows) - int(found.sum()), KEY)
-                gone["table"], gone["key"] = rows["table"][~found], rows["key"][~found]
-                yield bucket, rows if found.all() else rows[found], gone
+                yield bucket, rows if found.all() else rows[found], keys_of(rows[~found])

@@ -17,7 +17,7 @@ from ..snapshots.selection import LoadReport, Selection, Where
 from .background import BackgroundSave
 from .errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from .handle import TableHandle
-from .initializers import make_normal_initializer, make_table_options
+from .initializers import make_normal_initializer
 from .inputs import Lookup, check_lookup, check_output_dtype, check_row, check_weights, keys_from, rows_from
 from .ops import lookup as ops
 from .optimizers import RowOptimizer, row_optimizer
@@ -25,7 +25,7 @@ from .options import store_options_from_dict
 from .pinned import PinnedBatch
 from .row_state import RowState
 from .segments import segment
-from .spec import TableSpec, check_columns, check_dtype, check_key_type, check_name, check_padding, check_seed
+from .spec import check_dtype, table_spec
 from .table import OpenTable
 
 _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
@@ -63,21 +63,13 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         check_dtype(dtype)
-        key_type = check_key_type(key_type)
         if tables is None:
             tables = [default_initializer if default_initializer is not None else make_normal_initializer(0.0, 0.05)]
         elif default_initializer is not None:
             raise OptionError("default_initializer is for tables=None alone; leave it out, or give each table its own")
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
-        self.spec = TableSpec(
-            check_name(name),
-            check_columns(embedding_dim),
-            key_type,
-            tuple(make_table_options(table) for table in tables),
-            check_padding(padding_idx, key_type),
-            check_seed(seed),
-        )
+        self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed)
         self.spec.layout(RowState())  # reports a table whose columns do not fit now, not at the first use
         self.output_dtype = check_output_dtype(output_dtype)
         self.store_options = store_options_from_dict(store_options)

@@ -28,7 +28,7 @@ from .ops.processor import processor_of
 from .optimizers import RowOptimizer
 from .options import CachedSsdOptions, StoreOptions
 from .row_state import RowState
-from .scanned import checked_rows, load_rows, settled
+from .scanned import checked_rows, load_rows
 from .spec import TableSpec
 from .store.contract import Chunks
 from .store.durable import remove_folder
@@ -221,10 +221,7 @@ class TableHome:
         else:
             report.rows = snapshot.manifest.rows
         stored = {**selection.description(described), "rows": report.rows}
-        chunks = snapshot.chunks()
-        if not selection.state:
-            chunks = settled(described, chunks)
-        selected = selection.chunks(chunks, described, LoadReport())
+        selected = selection.rows_of(snapshot, LoadReport())
         with contextlib.nullcontext() if running is None else running.lock:
             base = snapshot.name if selection.is_whole else None
             table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, base)

@@ -52,7 +52,7 @@ class HomeSnapshots:
     def save_in_background(self, table: OpenTable, name: str, kind: str = "full") -> BackgroundSave:
         """`save` by a thread of its own, of the rows as they are now. Only for the kind that takes its time."""
         folder = self._folder_of(name)
-        if kind == "incremental" or kind == "checkpoint":
+        if kind in ("incremental", "checkpoint"):
             raise OptionError(
                 f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
                 "background out"

@@ -5,7 +5,7 @@ It makes the native layout and the stored description.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from . import _core
 from .errors import OptionError
-from .initializers import AnyTableOptions, InitialValues, as_arrays
+from .initializers import AnyTableOptions, InitialValues, as_arrays, make_table_options
 from .row_state import RowState
 from .store.durable import is_folder_name
 
@@ -69,6 +69,26 @@ class TableSpec:
             "padding_idx": self.padding_idx,
             "step": step,
         }
+
+
+def table_spec(
+    name: Any,
+    embedding_dim: Any,
+    key_type: Any,
+    tables: Sequence[Mapping[str, Any]],
+    padding_idx: Any,
+    seed: Any,
+) -> TableSpec:
+    """Of what a user gave, a table option for each of `tables`. Raises OptionError."""
+    key_type = check_key_type(key_type)
+    return TableSpec(
+        check_name(name),
+        check_columns(embedding_dim),
+        key_type,
+        tuple(make_table_options(table) for table in tables),
+        check_padding(padding_idx, key_type),
+        check_seed(seed),
+    )
 
 
 def check_name(name: Any) -> str:

@@ -26,12 +26,10 @@ from torch import Tensor, nn
 
 from ..engine.errors import GraphError, InputError, OptimizerError, SnapshotError
 from ..engine.store.durable import (
-    fsync_dir,
     fsync_file,
     is_folder_name,
-    make_folder,
+    made_aside,
     read_record,
-    remove_folder,
     seal,
     unseal,
 )
@@ -68,39 +66,31 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path) -> None:
     tensors: list[Tensor] = []
     plain = encode(dict(state), tensors, "state")
     metadata = encode(getattr(state, "_metadata", None), tensors, "metadata")  # versions of modules
-    temporary = folder.parent / f".tmp-{folder.name}"
     embeddings = embeddings_of(root)
     try:
-        make_folder(folder.parent)
-        remove_folder(temporary)
-        temporary.mkdir()
-        # equal bytes are written once for each: safetensors refuses tensors that share memory
-        save_file({str(i): t.contiguous().clone() for i, t in enumerate(tensors)}, temporary / TENSORS)
-        fsync_file(temporary / TENSORS)
-        record = {
-            "format": FORMAT,
-            "embeddings": list(embeddings),
-            "snapshot": name,
-            "checksum": _checksum(temporary / TENSORS),
-            "state": plain,
-            "metadata": metadata,
-        }
-        (temporary / STATE).write_bytes(_sealed(record))
-        fsync_file(temporary / STATE)
-        for number, embedding in enumerate(embeddings.values()):
-            embedding.opened().save_rows(temporary / ROWS / str(number) / name)
-        fsync_dir(temporary)
-        temporary.rename(folder)
-        fsync_dir(folder.parent)
+        with made_aside(folder) as place:
+            # equal bytes are written once for each: safetensors refuses tensors that share memory
+            save_file({str(i): t.contiguous().clone() for i, t in enumerate(tensors)}, place / TENSORS)
+            fsync_file(place / TENSORS)
+            record = {
+                "format": FORMAT,
+                "embeddings": list(embeddings),
+                "snapshot": name,
+                "checksum": _checksum(place / TENSORS),
+                "state": plain,
+                "metadata": metadata,
+            }
+            (place / STATE).write_bytes(_sealed(record))
+            fsync_file(place / STATE)
+            for number, embedding in enumerate(embeddings.values()):
+                embedding.opened().save_rows(place / ROWS / str(number) / name)
     except (OSError, ValueError, SafetensorError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} was not written: {error}") from error
     finally:
-        if os.path.isdir(temporary):  # it was not renamed
+        if not os.path.isdir(folder):
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # what went wrong first is told
                     embedding.opened().discard_rows(name)
-            with contextlib.suppress(OSError):
-                remove_folder(temporary)
 
 
 def load(root: nn.Module, folder: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,11 +20,9 @@ from ..engine.store.durable import fsync_dir, open_regular
 from ..engine.store.rocksdb import LiveFile, RocksDB, require_rocksdb
 from .format import ROCKSDB, Manifest, RocksDBFiles
 from .reader import remedy_of
-from .writer import finish, new_snapshot
+from .writer import Progress, finish, new_snapshot
 
 log = logging.getLogger("tierbed")
-
-Progress = Callable[[int], None]
 
 _PIECE_BYTES = 4 << 20
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
@@ -47,7 +45,7 @@ def write_checkpoint(
             other = refusal.errno == errno.EXDEV
             reason = f"is on another filesystem than {tier.folder}" if other else f"cannot have links: {refusal}"
             log.warning("snapshot %r: copied, not linked, as %s %s", folder.name, folder.parent, reason)
-        return finish(place, folder, "checkpoint", description, rows, rocksdb=RocksDBFiles(tier.shards, entries))
+        return finish(place, "checkpoint", description, rows, rocksdb=RocksDBFiles(tier.shards, entries))
 
 
 def verify_checkpoint(folder: Path, manifest: Manifest, progress: Progress | None = None) -> None:

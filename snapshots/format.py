@@ -18,7 +18,6 @@ FORMAT = 2
 MANIFEST = "manifest.msgpack"
 ROCKSDB = "rocksdb"  # the folder of a checkpoint's files
 HEADER_BYTES = 256
-TEMPORARY = ".tmp-"
 KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # of a deleted row
 
 Kind = Literal["full", "incremental", "checkpoint"]

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..engine.errors import SnapshotError
-from ..engine.store.durable import fsync_dir, fsync_file, make_folder, remove_folder
-from .format import MANIFEST, TEMPORARY
+from ..engine.store.durable import fsync_file, made_aside
+from .format import MANIFEST
 from .reader import Snapshot
 from .retention import remove_snapshot
 
@@ -20,20 +20,12 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
 
     Raises SnapshotError, and nothing is left.
     """
-    temporary = folder.parent / f"{TEMPORARY}{folder.name}"
     try:
-        make_folder(folder.parent)
-        remove_folder(temporary)
-        temporary.mkdir()
-        for file in snapshot.folder.iterdir():
-            _link(file, temporary / file.name)
-        fsync_dir(temporary)
-        temporary.rename(folder)
-        fsync_dir(folder.parent)
+        with made_aside(folder) as place:
+            for file in snapshot.folder.iterdir():
+                _link(file, place / file.name)
     except OSError as error:
         raise SnapshotError(f"snapshot {snapshot.name!r} was not put into {str(folder.parent)!r}: {error}") from error
-    finally:
-        remove_folder(temporary)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -13,11 +13,9 @@ from ..engine.store.folder import StoreFolder
 from .format import Manifest, check_name
 from .reader import Snapshot
 from .selection import ALL, LoadReport, Selection
-from .writer import write_snapshot
+from .writer import Progress, write_snapshot
 
-Progress = Callable[[int], None]
-
-OF_THE_MARK = ("live", "rows", "shards")  # what a mark says beside the description of a snapshot
+_OF_THE_MARK = ("live", "rows", "shards")  # what a mark says beside the description of a snapshot
 
 
 def save_live(store: StoreFolder, name: str, progress: Progress | None = None, kind: str = "full") -> Manifest:
@@ -29,7 +27,7 @@ def save_live(store: StoreFolder, name: str, progress: Progress | None = None, k
 
     check_name(name)
     mark = marked(store)
-    description = {field: value for field, value in mark.items() if field not in OF_THE_MARK}
+    description = described(mark)
     if kind == "checkpoint" and mark["live"] == "rocksdb":
         from ..engine.store.rocksdb import RocksDB  # only where it holds the rows
 
@@ -49,23 +47,18 @@ def load_live(
     damaged or of another table. A process killed here leaves the old live rows or the new ones.
     """
     mark = store.read_mark()
-    described = snapshot.description
+    theirs = snapshot.description
     for field in ("key_type", "dtype", "columns"):
-        if mark is not None and mark.get(field) != described[field]:
+        if mark is not None and mark.get(field) != theirs[field]:
             raise SnapshotError(
                 f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
-                f"is {described[field]!r}, theirs {mark.get(field)!r}. Load it in the store it came from"
+                f"is {theirs[field]!r}, theirs {mark.get(field)!r}. Load it in the store it came from"
             )
     if mark is None:
         store.discard_live()  # makes room: no run uses these rows again
     report = LoadReport()
-    chunks = snapshot.chunks()
-    if not selection.state:
-        from ..engine.scanned import settled  # brings torch
-
-        chunks = settled(described, chunks)
-    chosen = selection.chunks(_told(chunks, progress), described, report)
-    description = selection.description(described)
+    chosen = selection.rows_of(snapshot, report, progress)
+    description = selection.description(theirs)
     try:
         manifest = write_snapshot(store.incoming, description, chosen)
         base = snapshot.name if selection.is_whole else None
@@ -109,6 +102,11 @@ def live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
         raise StoreError(f"the mark of {str(store.path)!r} has an unknown live={mark.get('live')!r}: upgrade tierbed")
 
 
+def described(mark: dict[str, Any]) -> dict[str, Any]:
+    """What a mark says of the rows, as a snapshot describes them."""
+    return {field: value for field, value in mark.items() if field not in _OF_THE_MARK}
+
+
 def marked(store: StoreFolder) -> dict[str, Any]:
     """The mark. Raises StoreError where the live rows carry none."""
     mark = store.read_mark()
@@ -123,10 +121,3 @@ def marked(store: StoreFolder) -> dict[str, Any]:
 
 # a file says how it is read; merging files is for a run that has the options they were made with
 _AS_IS = "disable_auto_compactions=true"
-
-
-def _told(chunks: Chunks, progress: Progress | None) -> Chunks:
-    for bucket, rows in chunks:
-        yield bucket, rows
-        if progress is not None:
-            progress(len(rows))

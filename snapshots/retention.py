@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..engine.errors import OptionError, SnapshotError
-from ..engine.store.durable import fsync_dir, remove_folder
+from ..engine.store.durable import TEMPORARY, fsync_dir, remove_folder
 from ..engine.store.folder import StoreFolder
-from .format import TEMPORARY
 from .reader import Snapshot, list_snapshots
 
 
@@ -41,6 +40,14 @@ def plan_prune(
     return Retained([s for s in snapshots if s.name in kept], [s for s in snapshots if s.name not in kept])
 
 
+def all_in(folder: Path) -> list[Snapshot]:
+    """The snapshots in a folder for `plan_prune`. Raises SnapshotError where a manifest is damaged."""
+    listing = list_snapshots(folder)
+    for error in listing.damaged.values():
+        raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
+    return listing.snapshots
+
+
 def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> Retained:
     """Remove the snapshots of a store that `plan_prune` does not keep. Returns what was kept and removed.
 
@@ -48,10 +55,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
     that is left has all it goes over. Raises SnapshotError, and removes nothing, where a manifest is damaged: it is
     unknown then what that snapshot goes over.
     """
-    listing = list_snapshots(store.snapshots)
-    for error in listing.damaged.values():
-        raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
-    plan = plan_prune(listing.snapshots, keep_last, keep_every, store.base)
+    plan = plan_prune(all_in(store.snapshots), keep_last, keep_every, store.base)
     for snapshot in reversed(plan.removed):
         remove_snapshot(snapshot.folder)
     return plan

@@ -49,7 +49,6 @@ def begin_save(store: StoreFolder, name: str, kind: str, held: Held) -> Path:
 
 def save_held(store: StoreFolder, name: str, kind: str, held: Held, progress: Progress | None = None) -> Manifest:
     """Write the live rows of a store as its snapshot `name`. Raises as `begin_save`."""
-    check_kind(kind)
     parent = parent_of(store) if kind == "incremental" else None
     place = begin_save(store, name, kind, held)
     if parent is not None:

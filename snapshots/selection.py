@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.errors import InputError
 from ..engine.store.contract import Chunks, row_dtype
+
+if TYPE_CHECKING:
+    from .reader import Snapshot
 
 Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], NDArray[np.bool_]]
 
@@ -51,6 +54,18 @@ class Selection:
         }
         return {**description, **bare, "width": sum(description["columns"])}
 
+    def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
+        """The selected rows of a snapshot, counted in `report`; without state, as a lookup sees them.
+
+        `progress` is told how many rows were read for each chunk.
+        """
+        chunks = snapshot.chunks()
+        if not self.state:
+            from ..engine.scanned import settled  # brings torch
+
+            chunks = settled(snapshot.description, chunks)
+        return self.chunks(_told(chunks, progress), snapshot.description, report)
+
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
         """The selected rows of a snapshot, counted in `report`."""
         signed = description["key_type"] != "uint64"
@@ -78,6 +93,13 @@ class Selection:
 
 
 ALL = Selection()
+
+
+def _told(chunks: Chunks, progress: Callable[[int], None] | None) -> Chunks:
+    for bucket, rows in chunks:
+        yield bucket, rows
+        if progress is not None:
+            progress(len(rows))
 
 
 def _bare(rows: NDArray[np.void], dim: int) -> NDArray[np.void]:

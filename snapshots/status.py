@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..engine.errors import SnapshotError, StoreError
-from ..engine.store.durable import read_record, unseal
+from ..engine.store.folder_view import FolderView
 from .reader import Snapshot, list_snapshots
 
 
@@ -63,27 +63,25 @@ class StoreStatus:
 def store_status(path: Path) -> StoreStatus:
     """Raises StoreError where there is no store or it cannot be read, SnapshotError where its snapshots cannot."""
     path = existing_store(Path(path))
-    content = _mark(path)
-    mark = {field: value for field, value in content.items() if field not in ("base", "place")}
-    live_folder = path / str(content.get("place", "live"))
-    base, noted = _base(path, content), noted_step(path)
-    if "live" not in content:
-        mark = {}
-    live = mark.get("live") or _kind_of(live_folder)
-    restart = Restart("live", mark["step"]) if mark else _after_kill(path, base, noted)
-    if not content and live is None and noted is None:
-        restart = replace(restart, lost_steps=0)  # no run was here: its snapshots came from elsewhere
-    return StoreStatus(
-        path,
-        holder(path),
-        mark or None,
-        live,
-        mark.get("rows"),
-        mark.get("step", noted),
-        base or None,
-        _sizes(path, live_folder),
-        restart,
-    )
+    view = _AtOneInstant(path)
+    mark, base, noted = view.read_mark(), view.base, view.noted_step
+    live = _kind_of(view.live) if mark is None else mark["live"]
+    restart = _after_kill(path, base, noted) if mark is None else Restart("live", mark["step"])
+    if not view.was_open:
+        restart = replace(restart, lost_steps=0)  # its snapshots came from elsewhere
+    rows, step = (None, noted) if mark is None else (mark.get("rows"), mark["step"])
+    return StoreStatus(path, holder(path), mark, live, rows, step, base or None, _sizes(path, view.live), restart)
+
+
+class _AtOneInstant(FolderView):
+    """A folder with the mark as it was read first: the holder may write another."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._content = super()._read()
+
+    def _read(self) -> dict[str, Any]:
+        return self._content
 
 
 def existing_store(path: Path) -> Path:
@@ -107,39 +105,8 @@ def holder(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StoreError(
-            f"cannot read store folder {str(path)!r}: {error}; "
-            "give <persistent_path>/<embedding name>, and run as a user that can"
-        ) from error
+        raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderView.remedy}") from error
     return None
-
-
-def noted_step(path: Path) -> int | None:
-    """How far the live rows of a store folder came, while they carry no mark; None where that is not known."""
-    try:
-        return int((path / "STEP").read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
-def _mark(path: Path) -> dict[str, Any]:
-    try:
-        content = unseal(read_record(path / "MARK"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    except OSError as error:
-        raise StoreError(
-            f"cannot read the mark of {str(path)!r}: {error}; "
-            "give <persistent_path>/<embedding name>, and run as a user that can"
-        ) from error
-    return content if isinstance(content, dict) else {}
-
-
-def _base(path: Path, content: dict[str, Any]) -> str | None:
-    """As `StoreFolder.base`: "" for none, None where it is unknown."""
-    bases = content.get("base")
-    names = [name for name in bases if isinstance(name, str)] if isinstance(bases, list) else []
-    return next((name for name in names if not name or (path / "snapshots" / name).is_dir()), None)
 
 
 def _after_kill(path: Path, base: str | None, noted: int | None) -> Restart:

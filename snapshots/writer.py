@@ -7,7 +7,7 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import BUCKETS
-from ..engine.store.durable import fsync_dir, make_folder, remove_folder
+from ..engine.store.durable import TEMPORARY, made_aside, remove_folder
 from .aligned import Order
 from .format import (
     HEADER_BYTES,
     MANIFEST,
-    TEMPORARY,
     Kind,
     Manifest,
     Parent,
@@ -34,6 +33,7 @@ from .format import (
     check_name,
     deleted_file,
     dtype_of,
+    is_deleted,
     npy_header,
 )
 from .reader import Snapshot, list_snapshots
@@ -61,7 +61,7 @@ def write_snapshot(
     with new_snapshot(folder, description) as place:
         files = _write_files(place, bucket_file, description["width"], chunks, progress)
         rows = sum(file.rows for file in files.values())
-        return finish(place, folder, "full", description, rows, files=files)
+        return finish(place, "full", description, rows, files=files)
 
 
 def write_incremental(
@@ -90,32 +90,23 @@ def write_incremental(
         keys = ((bucket, part) for bucket in sorted(deleted) for part in deleted[bucket])
         files |= _write_files(place, deleted_file, description["width"], keys, progress)
         over = Parent(parent.name, parent.manifest.id)
-        return finish(place, folder, "incremental", description, rows, files=files, parent=over)
+        return finish(place, "incremental", description, rows, files=files, parent=over)
 
 
 @contextmanager
 def new_snapshot(folder: Path, description: dict[str, Any]) -> Iterator[Path]:
-    """A temporary folder for what `finish` makes the snapshot `folder`; where that is not reached, nothing is left.
-
-    Raises SnapshotError, also for an OSError in the block.
-    """
+    """`made_aside` of the snapshot `folder`, which `finish` ends. Raises SnapshotError, also for an OSError in it."""
     folder = Path(folder)
     check_free(folder)
-    temporary = folder.parent / f"{TEMPORARY}{folder.name}"
     try:
         check_description(description)
     except ValueError as error:
         raise SnapshotError(f"snapshot {folder.name!r} cannot be written: {error}") from error
     try:
-        make_folder(folder.parent)
-        remove_folder(temporary)  # of a killed writer
-        temporary.mkdir()
-        yield temporary
+        with made_aside(folder) as place:
+            yield place
     except OSError as error:
         raise SnapshotError(f"snapshot {folder.name!r} was not written to {str(folder.parent)!r}: {error}") from error
-    finally:
-        with suppress(NotADirectoryError):  # a parent is a file, which was told
-            remove_folder(temporary)  # gone already where the rename was reached
 
 
 def check_free(folder: Path) -> None:
@@ -136,7 +127,6 @@ def remove_leftovers(folder: Path) -> None:
 
 def finish(
     place: Path,
-    folder: Path,
     kind: Kind,
     description: dict[str, Any],
     rows: int,
@@ -145,10 +135,10 @@ def finish(
     rocksdb: RocksDBFiles | None = None,
     parent: Parent | None = None,
 ) -> Manifest:
-    """Write the manifest of what is in `place`, durable as it is, and rename it to `folder`. OSError, SnapshotError."""
-    folder, files = Path(folder), files or {}
-    deleted = sum(file.rows for name, file in files.items() if name.startswith("deleted"))
-    sequence = 1 + max((s.manifest.sequence for s in list_snapshots(folder.parent).snapshots), default=0)
+    """Write the manifest of what is in `place`, durable as it is. Raises OSError, SnapshotError."""
+    files = files or {}
+    deleted = sum(file.rows for name, file in files.items() if is_deleted(name))
+    sequence = 1 + max((s.manifest.sequence for s in list_snapshots(place.parent).snapshots), default=0)
     identity = secrets.token_hex(16)
     manifest = Manifest(kind, identity, parent, description, rows, deleted, files, rocksdb, time.time_ns(), sequence)
     try:
@@ -159,9 +149,6 @@ def finish(
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    fsync_dir(place)
-    place.rename(folder)
-    fsync_dir(folder.parent)
     return manifest
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +15,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from ..interrupts import uninterrupted
 
+TEMPORARY = ".tmp-"  # begins the name of what is being written
 MAX_SEALED = 1 << 24  # bytes; bounds what reading a foreign file may allocate
 
 
@@ -43,6 +45,26 @@ def make_folder(path: Path) -> None:
     fsync_dir(path.parent)
 
 
+@contextlib.contextmanager
+def made_aside(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` that becomes it, durably, where the block ends; where it raises, nothing is left.
+
+    What the block puts there it makes durable. Parents are created; what a killed process left is removed. OSError.
+    """
+    temporary = folder.parent / f"{TEMPORARY}{folder.name}"
+    try:
+        make_folder(folder.parent)
+        remove_folder(temporary)
+        temporary.mkdir()
+        yield temporary
+        fsync_dir(temporary)
+        temporary.rename(folder)
+        fsync_dir(folder.parent)
+    finally:
+        with contextlib.suppress(OSError):  # what went wrong first is told
+            remove_folder(temporary)  # gone already where the rename was reached
+
+
 def remove_folder(path: Path) -> None:
     """Remove a folder with all that is in it, if it is there; of a link to a folder, the link alone."""
     with uninterrupted(), contextlib.suppress(FileNotFoundError):  # shutil loses track of its descriptors otherwise
@@ -59,7 +81,7 @@ def _fsync(path: Path, flags: int) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that at any instant it is the old one or the new one, whole. One writer at a time."""
-    temporary = path.with_name(f".tmp-{path.name}")
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
     with uninterrupted(), temporary.open("wb") as file:
         file.write(data)
         file.flush()

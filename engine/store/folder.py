@@ -6,17 +6,14 @@ import contextlib
 import fcntl
 import os
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..errors import StoreError
 from ..interrupts import uninterrupted
-from .durable import fsync_dir, make_folder, read_record, remove_folder, seal, unseal, write_atomically
-
-_PLACES = ("live", "live-2")
-_OWN = ("base", "place")  # what the folder itself keeps in the mark
+from .durable import fsync_dir, make_folder, remove_folder, seal, write_atomically
+from .folder_view import OWN, PLACES, FolderView
 
 _held: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 
@@ -30,7 +27,7 @@ def _let_go_after_fork() -> None:
 os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
-class StoreFolder:
+class StoreFolder(FolderView):
     """A store folder, `<persistent_path>/<embedding name>`, held exclusively until `release` or the end of the process.
 
     `path` is created, parents included. The folder holds:
@@ -47,13 +44,13 @@ class StoreFolder:
     Raises StoreError if the path or a parent is a file, cannot be written, or another holder has it.
     """
 
+    remedy = "persistent_path must be a folder that this user can write, with room on its device"
+
     def __init__(self, path: Path) -> None:
         self._lock: int | None = None
         self._step_file: int | None = None
-        self.path = Path(path).absolute()  # the working directory may change
+        super().__init__(Path(path).absolute())  # the working directory may change
         self.incoming = self.path / "incoming"
-        self.snapshots = self.path / "snapshots"
-        self._mark = self.path / "MARK"
         with self._errors("open"), uninterrupted():
             make_folder(self.path)
             self._lock = self._acquire()
@@ -124,17 +121,6 @@ class StoreFolder:
     ) -> None:
         self.release()
 
-    @property
-    def live(self) -> Path:
-        """Where the live rows are."""
-        place = self._read().get("place")
-        return self.path / (place if place in _PLACES else _PLACES[0])
-
-    def read_mark(self) -> dict[str, Any] | None:
-        """What `set_mark` stored; None where live rows are scratch or absent, or the mark is damaged. StoreError."""
-        content = self._read()
-        return {field: value for field, value in content.items() if field not in _OWN} if "live" in content else None
-
     def set_mark(self, description: dict[str, Any]) -> None:
         """Declare the live rows consistent. They must be durable already. `live` says how they are kept. StoreError."""
         self._write({**description, **self._own()})
@@ -151,25 +137,12 @@ class StoreFolder:
                 self._step_file = os.open(self.path / "STEP", os.O_WRONLY | os.O_CREAT, 0o644)
             os.pwrite(self._step_file, b"%20d\n" % step, 0)
 
-    @property
-    def noted_step(self) -> int | None:
-        """What `note_step` was told last since the live rows carried a mark; None where that is not known."""
-        try:
-            return int((self.path / "STEP").read_bytes())
-        except (OSError, ValueError):
-            return None
-
     def _forget_step(self) -> None:
         descriptor, self._step_file = self._step_file, None
         if descriptor is not None:
             os.close(descriptor)
         with contextlib.suppress(OSError):
             (self.path / "STEP").unlink()
-
-    @property
-    def base(self) -> str | None:
-        """The snapshot that the live rows go back to: saved or loaded last. "" for none, None where it is unknown."""
-        return next((name for name in self._bases() if not name or (self.snapshots / name).is_dir()), None)
 
     def set_base(self, name: str) -> None:
         """Let the live rows go back to snapshot `name` from here on, or to nothing for "". Raises StoreError."""
@@ -187,24 +160,10 @@ class StoreFolder:
             with contextlib.suppress(StoreError):  # on a full disk, rows can still be read
                 self._write({**self._read(), "base": there})
 
-    def _bases(self) -> list[str]:
-        bases = self._read().get("base")
-        return [name for name in bases if isinstance(name, str)] if isinstance(bases, list) else []
-
-    @property
-    def begun(self) -> bool:
-        """Whether a run has ever written here: without it, a folder that has no mark is new."""
-        return self._mark.exists() or self.live.exists() or self.snapshots.exists()
-
-    @property
-    def was_open(self) -> bool:
-        """Whether rows were ever live here: without it, what is there are snapshots that came from elsewhere."""
-        return self._mark.exists() or self.live.exists() or self.noted_step is not None
-
     def forget(self) -> None:
         """Make the folder new again: no mark, no live rows. Raises StoreError."""
         with self._errors("empty"):
-            for place in _PLACES:
+            for place in PLACES:
                 remove_folder(self.path / place)
             self._mark.unlink(missing_ok=True)
             self._forget_step()
@@ -215,7 +174,7 @@ class StoreFolder:
         if self.read_mark() is not None:  # else nothing is written first, for which a full disk has no room
             self.clear_mark()
         with self._errors("remove the live rows of"):
-            for place in _PLACES:
+            for place in PLACES:
                 remove_folder(self.path / place)
             fsync_dir(self.path)
 
@@ -227,7 +186,7 @@ class StoreFolder:
         """
         self.check()
         old = self.live
-        place = next(place for place in _PLACES if place != old.name) if old.exists() else old.name
+        place = next(place for place in PLACES if place != old.name) if old.exists() else old.name
         with self._errors("replace the live rows of"):
             remove_folder(self.path / place)
             new.rename(self.path / place)
@@ -240,15 +199,7 @@ class StoreFolder:
                 remove_folder(old)
 
     def _own(self) -> dict[str, Any]:
-        return {field: value for field, value in self._read().items() if field in _OWN}
-
-    def _read(self) -> dict[str, Any]:
-        with self._errors("read the mark of"):
-            try:
-                content = unseal(read_record(self._mark))
-            except (FileNotFoundError, ValueError):
-                return {}
-        return content if isinstance(content, dict) else {}
+        return {field: value for field, value in self._read().items() if field in OWN}
 
     def _write(self, content: dict[str, Any]) -> None:
         try:
@@ -258,13 +209,3 @@ class StoreFolder:
         self.check()
         with self._errors("mark"):
             write_atomically(self._mark, data)
-
-    @contextlib.contextmanager
-    def _errors(self, action: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StoreError(
-                f"cannot {action} store folder {str(self.path)!r}: {error}: "
-                "persistent_path must be a folder that this user can write, with room on its device"
-            ) from error

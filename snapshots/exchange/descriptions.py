@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ...engine.errors import InputError
-from ...engine.initializers import make_normal_initializer, make_table_options
+from ...engine.initializers import make_normal_initializer
 from ...engine.optimizers import RowOptimizer
 from ...engine.row_state import RowState
-from ...engine.spec import TableSpec, check_columns, check_key_type, check_name, check_padding, check_seed
+from ...engine.spec import table_spec
 from ...engine.store.folder import StoreFolder
 from ..format import check_description
-from ..live import OF_THE_MARK
+from ..live import described
 from ..reader import Snapshot, list_snapshots
 from ..selection import Selection
 
@@ -35,15 +35,7 @@ def description_for(
     optimizer trains on from. step: how many steps the rows were trained for. Raises OptionError, OptimizerError.
     """
     tables = [make_normal_initializer(0.0, 0.05)] if tables is None else tables
-    key_type = check_key_type(key_type)
-    spec = TableSpec(
-        check_name(name),
-        check_columns(embedding_dim),
-        key_type,
-        tuple(make_table_options(table) for table in tables),
-        check_padding(padding_idx, key_type),
-        check_seed(seed),
-    )
+    spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed)
     state = RowState() if optimizer is None else optimizer.row_state(spec.dim)
     hyper = [] if optimizer is None or step == 0 else optimizer.hyper(step)
     return spec.describe(state, hyper, step)
@@ -65,7 +57,7 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
 def _stored(store: StoreFolder) -> dict[str, Any] | None:
     mark = store.read_mark()
     if mark is not None:
-        return {field: value for field, value in mark.items() if field not in OF_THE_MARK}
+        return described(mark)
     if store.base:
         return Snapshot.open(store.snapshots / store.base).description
     snapshots = list_snapshots(store.snapshots).snapshots

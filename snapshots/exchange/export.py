@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ...engine.errors import InputError, SnapshotError
-from ...engine.scanned import settled
 from ...engine.store.contract import Chunks
-from ...engine.store.durable import fsync_dir, fsync_file, make_folder
-from ..format import TEMPORARY
+from ...engine.store.durable import TEMPORARY, fsync_dir, fsync_file, make_folder
 from ..reader import Snapshot
 from ..selection import LoadReport, Selection
-from ..writer import write_snapshot
+from ..writer import Progress, write_snapshot
 from .aside import ColumnsAside
 from .columns import Columns
 from .npz import write_npz
@@ -24,8 +22,6 @@ from .parquet import write_parquet
 from .tensors import write_safetensors
 
 FORMATS = ("parquet", "npz", "safetensors", "snapshot")
-
-Progress = Callable[[int], None]
 
 
 def export_snapshot(
@@ -58,7 +54,7 @@ def export_snapshot(
     report = LoadReport()
     selection = Selection(tables, state=state)
     description = selection.description(snapshot.description)
-    chunks = selection.chunks(_rows_of(snapshot, state, progress), snapshot.description, report)
+    chunks = selection.rows_of(snapshot, report, progress)
     if format == "snapshot":
         write_snapshot(path, description, chunks)
         return report.rows
@@ -88,14 +84,6 @@ def _write(path: Path, format: str, description: dict[str, Any], chunks: Chunks)
         return
     with ColumnsAside(path.parent, columns, rows) as aside:
         (write_npz if format == "npz" else write_safetensors)(path, aside, metadata)
-
-
-def _rows_of(snapshot: Snapshot, state: bool, progress: Progress | None) -> Chunks:
-    chunks = snapshot.chunks()
-    for bucket, rows in chunks if state else settled(snapshot.description, chunks):
-        yield bucket, rows
-        if progress is not None:
-            progress(len(rows))
 
 
 def _check_tables(tables: Any, number: int) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...engine.errors import InputError, SnapshotError
+from ...engine.errors import InputError
 from ...engine.store.folder import StoreFolder
 from ..format import Manifest, check_name
-from ..writer import write_snapshot
+from ..writer import Progress, check_free, write_snapshot
 from .columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state
 from .sorting import RowSorter
 from .sources import Source, open_source
-
-Progress = Callable[[int], None]
 
 
 def import_snapshot(
@@ -70,8 +67,7 @@ def write_rows(
 
     `progress` is told rows as they are read and again as they are written.
     """
-    if os.path.lexists(folder):
-        raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first")
+    check_free(folder)
     with RowSorter(folder.parent, description["width"]) as sorter:
         for rows in batches:
             sorter.add(rows)

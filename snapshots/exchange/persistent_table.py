@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,13 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...engine.errors import ClosedError, InputError, SnapshotError
+from ...engine.errors import ClosedError, InputError
 from ...engine.scanned import settled
 from ...engine.spec import KEY_TYPES, check_dtype, check_key_type
 from ...engine.store.folder import StoreFolder
 from ..format import check_name
 from ..reader import Snapshot
-from ..writer import write_snapshot
+from ..writer import check_free, write_snapshot
 from .columns import KEY, TABLE, VALUES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state
 from .sorting import RowSorter
@@ -170,8 +169,7 @@ def make_persistent_table_writer(
         description = checked_description(description, "description")
     folder = StoreFolder(Path(path))
     try:
-        if os.path.lexists(folder.snapshots / snapshot_name):
-            raise SnapshotError(f"snapshot {snapshot_name!r} exists: choose another name, or delete it first")
+        check_free(folder.snapshots / snapshot_name)
         description = description or stored_description(folder)
         description = description or description_for(folder.path.name, storage_dim, key_type)
         _check_kind(description, key_type, storage_dim, f"the table of {str(folder.path)!r}")
