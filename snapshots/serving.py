@@ -172,10 +172,13 @@ class StoreServer:
         raise StoreError(f"process {os.getpid()} runs another version of tierbed, and knows no such request")
 
     def _save_for(self, client: socket.socket, pid: int, name: str, kind: str) -> Message:
+        save = _Save(client, self._stopping, self._served, name, kind)
+        if save.given_up():  # while this process was stopped: in nobody's way
+            raise save.undone()
         if not self._saving.acquire(blocking=False):
             what = "another snapshot" if self._save is None else f"snapshot {self._save.name!r}"
             raise StoreError(f"process {os.getpid()} is saving {what}; ask again when it is done")
-        save = self._save = _Save(client, self._stopping, self._served, name, kind)
+        self._save = save
         try:
             save.tell({"waiting": "for the end of a step"})
             manifest = self._served.save_between_steps(name, kind, save.progress, save.given_up)
