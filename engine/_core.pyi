@@ -300,12 +300,12 @@ class TableImage:
     Nothing runs beside anything else, but for `sort` beside what `keep` and `keep_rows` do.
     """
 
-    def __init__(self, table: FullTable, layout: Layout) -> None:
-        """The table has every row: no cache over it has a newer one."""
+    def __init__(self, table: FullTable, layout: Layout, top: Tier) -> None:
+        """The table has every row: `top`, itself or a cache over it, has no newer one."""
     def keep(self, batch: Batch) -> None:
         """To be called before the lines of a pinned batch are written: what they hold is kept aside."""
-    def keep_rows(self, tables: U32, keys: U64, top: Tier) -> None:
-        """The same before rows, distinct, are erased; `top`, the table or a cache over it, has them as they are."""
+    def keep_rows(self, tables: U32, keys: U64) -> None:
+        """The same before rows, distinct, are erased."""
     def list(self, bucket: int) -> None:
         """Begin to read a bucket; they are read in ascending order."""
     def sort(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from ..snapshots.difference import Change, keys_of
 from . import _core
 from .scanned import line_addresses
-from .store.contract import BUCKETS, Keys, Tables, Tier, row_dtype
+from .store.contract import BUCKETS, Keys, Store, Tables, Tracker, row_dtype
 
 CHUNK_BYTES = 1 << 23  # of rows that are read at once
 
@@ -20,14 +21,16 @@ class Changes:
     While a snapshot is being saved they are in two sets, for what changes meanwhile is not in it.
     """
 
-    def __init__(self, since: str) -> None:
+    def __init__(self, since: str, tracker: Tracker[Any] | None) -> None:
+        """`tracker`: of the top of the stack."""
         self.since = since
+        self._tracker = tracker
         self._saving: _core.ChangedRows | None = None  # until the last `cut`
         self._later = _core.ChangedRows()
 
-    def note(self, batch: _core.Batch) -> None:
+    def note(self, batch: Any) -> None:
         """The rows of a batch are written."""
-        self._later.note(batch)
+        (self._tracker or self._later).note(batch)
 
     def note_rows(self, tables: Tables, keys: Keys) -> None:
         """Rows are erased."""
@@ -35,6 +38,8 @@ class Changes:
 
     def cut(self) -> None:
         """What changed until now is about to be saved; where that fails, it is still known."""
+        if self._tracker is not None:
+            self._later.note_rows(*self._tracker.take())
         if self._saving is None:
             self._saving = self._later
         else:
@@ -45,7 +50,7 @@ class Changes:
         """What changed until the last `cut` is in the snapshot of that id."""
         self.since, self._saving = since, None
 
-    def rows(self, top: Tier, width: int) -> Iterator[Change]:
+    def rows(self, top: Store[Any], width: int) -> Iterator[Change]:
         """What changed until the last `cut`, as `top` has it now, in chunks.
 
         Buckets ascend, within one (table, key) of rows and of keys do. Some of the keys may be of rows that came after

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from threading import RLock
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _core
 from .background import BackgroundSave
 from .boundary import Boundary
-from .cache.cached import CachedStore
 from .changes import Changes
 from .errors import ClosedError, StoreError, TierbedError
 from .inputs import Lookup
@@ -19,9 +18,9 @@ from .optim.rule import catches_up
 from .prefetch import Prefetcher
 from .scanned import line_addresses
 from .segments import rows_of
-from .store.contract import Chunks, Keys, Store, Tables, Tier
-from .store.full import FullTable
+from .store.contract import Chunks, Keys, Store, Tables
 from .store.image import KEPT_BYTES, DiskImage, Image, MemoryImage
+from .store.rocksdb import RocksDB
 from .store.stack import Stack
 
 if TYPE_CHECKING:
@@ -102,11 +101,6 @@ class OpenRows:
             yield bucket, rows
 
     @property
-    def tracks(self) -> bool:
-        """Whether rows can be followed as they change, by `track_changes` and `image`: those of the CPU can."""
-        return self.stack is not None and isinstance(self.stack.top, (FullTable, CachedStore))
-
-    @property
     def is_tracking(self) -> bool:
         """Whether changes are noted."""
         return self._changes is not None
@@ -117,8 +111,8 @@ class OpenRows:
             if self._changes is not None:
                 self._changes.cut()
                 self._changes.saved(since)
-            elif self.tracks:
-                self._changes = Changes(since)
+            else:
+                self._changes = Changes(since, self._store().tracker())
 
     def changed(self, since: str) -> Iterator[Change] | None:
         """What changed since the snapshot of that id, read while it is asked for; None where that was not noted.
@@ -132,7 +126,7 @@ class OpenRows:
             if self._changes is None or self._changes.since != since:
                 return None
             self._changes.cut()
-            return self._locked(self._changes.rows(cast(Tier, store), self.layout.width))
+            return self._locked(self._changes.rows(store, self.layout.width))
 
     def changes_saved(self, since: str) -> None:
         """What `changed` gave last, or the last `image` has, is in the snapshot of that id."""
@@ -144,7 +138,7 @@ class OpenRows:
         """All rows as they are now, for another thread to read while they change, until it is closed.
 
         Where they are in memory, up to about `kept_bytes` are kept aside; then steps wait until some were read.
-        Raises StoreError, also while there is another, and on CUDA.
+        Raises StoreError, also while there is another.
         """
         with self.lock, uninterrupted():
             top = self._store()
@@ -152,18 +146,14 @@ class OpenRows:
             self.check_not_saving()
             if self._image is not None:
                 raise StoreError(f"embedding {self.spec.name!r} has an image already; close it first")
-            if not isinstance(top, (FullTable, CachedStore)):
-                raise StoreError(
-                    f"background=True: embedding {self.spec.name!r} is on {self.processor.device}, where no image of "
-                    "rows is kept while they change; leave background out, and the step after waits for the snapshot"
-                )
             top.flush()
             assert self.stack is not None
             bottom = self.stack.bottom
-            if isinstance(bottom, FullTable):
-                self._image = MemoryImage(bottom, top, self.layout, kept_bytes, self.lock, self._forget_image)
-            else:
+            if isinstance(bottom, RocksDB):
                 self._image = DiskImage(bottom.scan(), self.lock, self._forget_image)
+            else:
+                table, width = bottom.image(top), self.layout.width
+                self._image = MemoryImage(table, width, kept_bytes, self.lock, self._forget_image)
             if self._changes is not None:
                 self._changes.cut()
             return self._image

@@ -77,12 +77,14 @@ def train(
     grad: Any = None,
 ) -> Tensor:
     """One step; returns the rows that it saw. Without `grad`, gradients depend on ids, tables and rows."""
-    ids = torch.as_tensor(ids, dtype=embedding.spec.key_type)
-    tables = torch.as_tensor(tables).broadcast_to(ids.shape)
+    place = next(embedding.parameters()).device
+    ids = torch.as_tensor(ids, dtype=embedding.spec.key_type).to(place)
+    tables = torch.as_tensor(tables).to(place).broadcast_to(ids.shape)
     pinned = embedding.pin([Lookup(ids, tables)])
     rows = pinned.gather(0)
     if grad is None:
-        phase = (ids.to(torch.int64) % 1009 + tables).to(torch.float32)[..., None] + torch.arange(embedding.dim)
+        phase = (ids.to(torch.int64) % 1009 + tables).to(torch.float32)[..., None]
+        phase = phase + torch.arange(embedding.dim, device=place)
         grad = torch.sin(phase) + rows / 8
     pinned.update([torch.as_tensor(grad, dtype=torch.float32).expand_as(rows)])
     return rows

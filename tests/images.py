@@ -56,5 +56,32 @@ def changed(how: Any, numbers: range) -> bytes:
         return contents(embedding).tobytes()
 
 
+def check_image(how: Any, other: Any, gaps: list[int], before: int, place: Any = "cpu") -> None:
+    """As many chunks are read as each of `gaps` says, then rows change; on stores of two options, in one place."""
+    with make(how, "adagrad").to(place) as embedding:
+        for number in range(before):
+            change(embedding, number)
+        expected = contents(embedding).tobytes()
+        image = embedding._table().image()
+        steps = iter(range(before, 20))
+
+        def read() -> Chunks:
+            chunks = image.chunks()
+            for gap in gaps:
+                for _ in range(gap):
+                    if (chunk := next(chunks, None)) is None:
+                        return
+                    yield chunk
+                change(embedding, next(steps))
+            yield from chunks
+
+        assert joined(read()) == expected
+        image.close()
+        last = next(steps)
+        change(embedding, last)
+        rows = contents(embedding).tobytes()
+    assert rows == changed(other, range(last + 1))
+
+
 def table_of(embedding: MultiTableEmbedding) -> OpenRows:
     return embedding._table()

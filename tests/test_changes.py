@@ -190,31 +190,15 @@ def in_small_chunks(rows: int) -> Iterator[None]:
         yield
 
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "evicts": {"eviction": "lru", "capacity": 60},
-    "expires": {"ttl_steps": 2, "admission": 2},
-}
+Calls = list[tuple[str, list[Row]]]
 
 
-@stores
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@settings(max_examples=15)
-@given(before=calls, during=calls, after=calls, chunk=st.integers(1, 9))
-def test_noted_changes_make_the_rows_of_now_of_those_before(
-    tmp_path_factory: pytest.TempPathFactory,
-    store: str,
-    policy: dict[str, Any],
-    before: list[tuple[str, list[Row]]],
-    during: list[tuple[str, list[Row]]],
-    after: list[tuple[str, list[Row]]],
-    chunk: int,
-) -> None:
-    how = options(store, tmp_path_factory.mktemp("store"), **policy)
-    with make(how, "adagrad") as embedding, in_small_chunks(chunk):
+def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int, place: Any = "cpu") -> None:
+    """Rows change, are saved, and change again, in a table with these store options; chunks are of so many rows."""
+    with make(how, "adagrad").to(place) as embedding, in_small_chunks(chunk):
         table = embedding._table()
 
-        def go(steps: list[tuple[str, list[Row]]]) -> set[Row]:
+        def go(steps: Calls) -> set[Row]:
             """The rows that may have changed."""
             there = by_name(contents(embedding)).keys()
             for kind, rows in steps:
@@ -245,6 +229,29 @@ def test_noted_changes_make_the_rows_of_now_of_those_before(
         now, names = applied(now, found)
         assert now == by_name(contents(embedding))
         assert names <= touched
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "evicts": {"eviction": "lru", "capacity": 60},
+    "expires": {"ttl_steps": 2, "admission": 2},
+}
+
+
+@stores
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@settings(max_examples=15)
+@given(before=calls, during=calls, after=calls, chunk=st.integers(1, 9))
+def test_noted_changes_make_the_rows_of_now_of_those_before(
+    tmp_path_factory: pytest.TempPathFactory,
+    store: str,
+    policy: dict[str, Any],
+    before: Calls,
+    during: Calls,
+    after: Calls,
+    chunk: int,
+) -> None:
+    check_noted(options(store, tmp_path_factory.mktemp("store"), **policy), before, during, after, chunk)
 
 
 @stores
@@ -278,7 +285,6 @@ def test_chunks_of_changes_are_bounded() -> None:
 def test_what_is_tracked_begins_anew() -> None:
     with make(options("device"), "sgd") as embedding:
         table = embedding._table()
-        assert table.tracks
         assert table.changed(FIRST) is None
         table.track_changes(FIRST)
         train(embedding, range(9))

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_tables import on_one_device, tables_on
 from embeddings import DIM, STORES, contents, make, options, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from images import change, changed, in_memory, joined, small_chunks, table_of
+from images import change, check_image, in_memory, joined, small_chunks, table_of
 from test_lifecycle_stores import POLICIES, batches
 
 from tierbed.engine import ClosedError, StoreError
 from tierbed.engine.inputs import Lookup
-from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.store.contract import Chunks, row_dtype
+from tierbed.engine.store.contract import row_dtype
 from tierbed.engine.store.image import MemoryImage
 
 __all__ = ["small_chunks"]
@@ -38,30 +36,7 @@ def test_an_image_is_of_one_instant_whatever_happens_while_it_is_read(
     tmp_path_factory: pytest.TempPathFactory, store: str, policy: dict[str, Any], gaps: list[int], before: int
 ) -> None:
     path = tmp_path_factory.mktemp("store")
-    with make(options(store, path / "one", **policy), "adagrad") as embedding:
-        for number in range(before):
-            change(embedding, number)
-        expected = contents(embedding).tobytes()
-        image = embedding._table().image()
-        steps = iter(range(before, 20))
-
-        def read() -> Chunks:
-            """As many chunks as each gap says, then a change."""
-            chunks = image.chunks()
-            for gap in gaps:
-                for _ in range(gap):
-                    if (chunk := next(chunks, None)) is None:
-                        return
-                    yield chunk
-                change(embedding, next(steps))
-            yield from chunks
-
-        assert joined(read()) == expected
-        image.close()
-        last = next(steps)
-        change(embedding, last)
-        rows = contents(embedding).tobytes()
-    assert rows == changed(options(store, path / "other", **policy), range(last + 1))
+    check_image(*(options(store, path / part, **policy) for part in ("one", "other")), gaps, before)
 
 
 @stores
@@ -103,32 +78,20 @@ def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, store: str) -> None:
         assert isinstance(image, MemoryImage)
         chunks = image.chunks()
         train(embedding, range(3000))
-        assert image._native is not None
-        kept = [image._native.kept_bytes]
+        assert image._table is not None
+        kept = [image._table.kept_bytes]
         for bucket, _ in chunks:
             if bucket == 32:
                 break
-        kept.append(image._native.kept_bytes)
+        kept.append(image._table.kept_bytes)
         train(embedding, range(3000))  # kept already, or read already
-        kept.append(image._native.kept_bytes)
+        kept.append(image._table.kept_bytes)
         list(chunks)
-        kept.append(image._native.kept_bytes)
+        kept.append(image._table.kept_bytes)
         size = 3000 * row_dtype(2 * DIM).itemsize
         assert size < kept[0] < 4 * size
         assert 0 < kept[1] == kept[2] < 0.7 * kept[0]
         assert kept[3] == 0
-
-
-@on_one_device
-@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
-def test_no_image_of_rows_on_a_gpu(tmp_path: Path, store: str, device: Device) -> None:
-    with tables_on(device) as place, make(options(store, tmp_path, budget_mb=1), "adagrad").to(place) as embedding:
-        table = table_of(embedding)
-        assert not table.tracks
-        table.track_changes("1" * 32)
-        assert table.changed("1" * 32) is None
-        with pytest.raises(StoreError, match="background=True: embedding 'rows' is on "):
-            table.image()
 
 
 def test_there_is_one_image_at_a_time() -> None:

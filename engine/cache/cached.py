@@ -98,6 +98,9 @@ class CachedStore:
         here = [] if place is None else [{"tier": self._tier, **place}]
         return [*here, *self._below.where(table, key)]
 
+    def tracker(self) -> None:
+        """As `FullTable.tracker`."""
+
     def scan(self) -> Chunks:
         self.flush()
         yield from self._below.scan()

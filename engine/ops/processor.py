@@ -14,7 +14,7 @@ from .. import _core
 from ..errors import InputError, TierbedError
 from ..inputs import DEVICES, Gradients, Lookup
 from ..options import CachedHostMemOptions, StoreOptions
-from ..store.contract import FullStore, Loadable, Store, Tier
+from ..store.contract import FullStore, Store, Table, Tier
 
 if TYPE_CHECKING:
     from ..row_state import RowState
@@ -53,7 +53,7 @@ class Processor(Protocol[B]):
     def cache(self, below: Tier, options: CachedHostMemOptions) -> Store[B]:
         """Raises OptionError for a budget that cannot work."""
 
-    def cached_table(self, options: CachedHostMemOptions) -> tuple[Store[B], Loadable]:
+    def cached_table(self, options: CachedHostMemOptions) -> tuple[Store[B], Table]:
         """A cache over a full table in host memory, and that table. Raises OptionError as the two above."""
 
     def batch(self, lookups: Sequence[Lookup]) -> B:

@@ -78,6 +78,39 @@ class Loadable(Level, Protocol):
         """Copy each line to its row, inserting it where it is new."""
 
 
+class TableImage(Protocol):
+    """The rows of a full table as they are when this is made, read bucket by bucket while they change.
+
+    Nothing runs beside anything else, but for `sort` beside what `keep` and `keep_rows` do.
+    """
+
+    def keep(self, batch: Any) -> None:
+        """To be called before the lines of a pinned batch are written: what they hold is kept aside."""
+
+    def keep_rows(self, tables: Tables, keys: Keys) -> None:
+        """The same before rows, distinct, are erased."""
+
+    def list(self, bucket: int) -> None:
+        """Begin to read a bucket; they are read in ascending order."""
+
+    def sort(self) -> None:
+        """Between `list` and the first `next`."""
+
+    def next(self, rows: NDArray[np.uint8]) -> int:
+        """Pack as many rows as there is room for, by (table, key), as `row_dtype`. How many: 0 at the bucket's end."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept aside."""
+
+
+class Table(Loadable, Protocol):
+    """The last tier of a stack without a disk: every row, in memory."""
+
+    def image(self, top: Any) -> TableImage:
+        """`top`: of the stack, which has been flushed."""
+
+
 class Tier(Loadable, Protocol):
     """Something in host memory or on a disk that a cache goes over: the full table, RocksDB, or another cache."""
 
@@ -90,6 +123,16 @@ class Tier(Loadable, Protocol):
 
         touch: whether it counts as a use of the rows, which a cache tells the rows to keep by.
         """
+
+
+class Tracker(Protocol[B]):
+    """The names of rows that changed."""
+
+    def note(self, batch: B) -> None:
+        """The lines of a pinned batch will be written."""
+
+    def take(self) -> tuple[Tables, Keys]:
+        """Of the rows that changed since the last time and were not erased after it; some came more than once."""
 
 
 class Store(Level, Protocol[B]):
@@ -117,6 +160,12 @@ class Store(Level, Protocol[B]):
     def cancel(self) -> None:
         """Forget every announced batch but the pinned one. They may be announced again."""
 
+    def tracker(self) -> Tracker[B] | None:
+        """What tells from now on which rows change; None where `_core.ChangedRows` does."""
+
+    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+        """As `Tier.read`."""
+
     def peek(self, batch: B) -> None:
         """Write the address of each unique row to the batch for reading alone.
 
@@ -124,7 +173,7 @@ class Store(Level, Protocol[B]):
         """
 
 
-class FullStore(Store[B], Loadable, Protocol[B]):
+class FullStore(Store[B], Table, Protocol[B]):
     """Every row, at the top: a stack of one."""
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..errors import CapacityError
 from .contract import BUCKETS, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
+
+if TYPE_CHECKING:
+    from ..cache.cached import CachedStore
 
 
 def check_room(new: int, room: Room | None) -> None:
@@ -63,6 +66,12 @@ class FullTable(WithoutAnnouncements[_core.Batch]):
 
     def flush(self) -> None:
         """Nothing lies below."""
+
+    def tracker(self) -> None:
+        """`_core.ChangedRows` knows batches."""
+
+    def image(self, top: FullTable | CachedStore) -> _core.TableImage:
+        return _core.TableImage(self.native, self._layout, top.native)
 
     def close(self) -> None:
         self.native = _core.FullTable(self._layout)

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Condition, RLock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from .. import _core
 from ..errors import ClosedError
-from .contract import BUCKETS, Chunks, Keys, Tables, row_dtype
-
-if TYPE_CHECKING:
-    from ..cache.cached import CachedStore
-    from .full import FullTable
+from .contract import BUCKETS, Chunks, Keys, TableImage, Tables, row_dtype
 
 KEPT_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20  # what is read while steps wait
@@ -87,7 +82,7 @@ class DiskImage:
 
 
 class MemoryImage:
-    """The rows of a full table, or of a cache `top` over one, which was flushed.
+    """The rows of a full table, of `width` floats, over which there may be a cache.
 
     What a row was is kept aside when it changes for the first time before it was read; `kept_bytes` bounds that but for
     the rows of one step. `closed` is told when it was closed, with the lock.
@@ -95,16 +90,14 @@ class MemoryImage:
 
     def __init__(
         self,
-        table: FullTable,
-        top: FullTable | CachedStore,
-        layout: _core.Layout,
+        table: TableImage,
+        width: int,
         kept_bytes: int,
         lock: Any,
         closed: Callable[[Image], None],
     ) -> None:
-        self._native: _core.TableImage | None = _core.TableImage(table.native, layout)
-        self._top = top.native
-        self._dtype = row_dtype(layout.width)
+        self._table: TableImage | None = table
+        self._dtype = row_dtype(width)
         self._kept_bytes = kept_bytes
         self._tell = closed
         self._changed = Condition(lock)
@@ -115,9 +108,9 @@ class MemoryImage:
         for bucket in range(BUCKETS):
             with self._changed:
                 self._open().list(bucket)
-            native = self._native
-            if native is not None:
-                native.sort()  # may take long, and needs no lock
+            table = self._table
+            if table is not None:
+                table.sort()  # may take long, and needs no lock
             while True:
                 rows = np.empty(most, self._dtype)
                 with self._changed:
@@ -129,34 +122,34 @@ class MemoryImage:
 
     def close(self) -> None:
         with self._changed:
-            if self._native is not None:
-                self._native = None
+            if self._table is not None:
+                self._table = None
                 self._tell(self)
             self._changed.notify_all()
 
     @property
     def is_pressed(self) -> bool:
         with self._changed:
-            return self._native is not None and 2 * self._native.kept_bytes > self._kept_bytes
+            return self._table is not None and 2 * self._table.kept_bytes > self._kept_bytes
 
     def wait_for_room(self) -> None:
         if not self._has_room():
             self.waits += 1
             self._changed.wait_for(self._has_room)
 
-    def before_write(self, batch: _core.Batch) -> None:
+    def before_write(self, batch: Any) -> None:
         self._open().keep(batch)
 
     def before_erase(self, tables: Tables, keys: Keys) -> None:
-        self._open().keep_rows(tables, keys, self._top)
+        self._open().keep_rows(tables, keys)
 
     def _has_room(self) -> bool:
-        return self._native is None or self._native.kept_bytes < self._kept_bytes
+        return self._table is None or self._table.kept_bytes < self._kept_bytes
 
-    def _open(self) -> _core.TableImage:
-        if self._native is None:
+    def _open(self) -> TableImage:
+        if self._table is None:
             raise _closed_error()
-        return self._native
+        return self._table
 
 
 def _closed_error() -> ClosedError:

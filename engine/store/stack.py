@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cache.cached import CachedStore
 from ..options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions
-from .contract import Loadable, Store, Tier
+from .contract import Store, Table, Tier
 from .rocksdb import SHARDS, RocksDB, options_text
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class Stack(NamedTuple):
     """`top` serves steps; `bottom` is the tier that every row reaches in time, the one to load rows into."""
 
     top: Store[Any]
-    bottom: Loadable
+    bottom: RocksDB | Table
 
     def compact(self) -> None:
         """`RocksDB.compact`, where RocksDB is the bottom."""

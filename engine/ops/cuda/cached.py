@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StoreError
-from ...store.contract import Chunks, Found, Keys, Room, Tables, Tier, WithoutAnnouncements
+from ...store.contract import Chunks, Found, Keys, Lines, Room, Tables, Tier, WithoutAnnouncements
 from ...store.full import check_room
 from .batch import Batch, keys_of, lines_among, rows_of
 from .cache import Cache
@@ -19,6 +19,7 @@ from .full import SCAN_ROWS
 from .layout import Layout
 from .staging import Staging
 from .step import count_new, initialise_lines
+from .tracking import WrittenBelow
 
 
 class CachedStore(WithoutAnnouncements[Batch]):
@@ -32,6 +33,7 @@ class CachedStore(WithoutAnnouncements[Batch]):
         self._pinned: tuple[Batch, Tensor, int] | None = None
         self._reads = {"hits": 0, "misses": 0}  # that `peek` served
         self._moved = {"bytes_in": 0, "bytes_out": 0}
+        self._written: WrittenBelow | None = None
 
     def pin(self, batch: Batch, room: Room | None) -> None:
         """As `engine/cache/cached.py`; waits for the device once, and raises its faults at once."""
@@ -130,6 +132,14 @@ class CachedStore(WithoutAnnouncements[Batch]):
             self._cache.written(slots)
         self._below.flush()
 
+    def tracker(self) -> WrittenBelow:
+        self._written = WrittenBelow(self.flush)
+        return self._written
+
+    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+        self.flush()
+        return self._below.read(tables, keys, lines, touch)
+
     def close(self) -> None:
         self._below.close()
 
@@ -149,7 +159,10 @@ class CachedStore(WithoutAnnouncements[Batch]):
         return found
 
     def _write_below(self, count: int) -> None:
-        self._below.write(*self._down.rows(count))
+        tables, keys, lines = self._down.rows(count)
+        self._below.write(tables, keys, lines)
+        if self._written is not None:
+            self._written.add(tables, keys)
         self._moved["bytes_out"] += count * self._layout.stored_bytes
 
     def _place(self, batch: Batch, ranks: Tensor, count: int) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ..._core import GROUP
 from ...errors import StoreError
-from ...store.contract import Chunks, Keys, Room, Tables, WithoutAnnouncements
+from ...store.contract import Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements
 from .batch import Batch, lines_among, rows_of
 from .cache import Cache
 from .device import Argument, launch
@@ -17,6 +17,7 @@ from .faults import Faults
 from .full import FullStore
 from .layout import Layout
 from .step import initialise_lines, initialise_missing, lanes_for
+from .tracking import Marks
 
 
 class CachedTable(WithoutAnnouncements[Batch]):
@@ -82,6 +83,13 @@ class CachedTable(WithoutAnnouncements[Batch]):
     def flush(self) -> None:
         cache, index = self._cache.by_value(), self._below.table.index()
         self._run("flush_rows", self._cache.capacity, self._lanes, cache, *index, self._counts)
+
+    def tracker(self) -> Marks:
+        return self._below.tracker()
+
+    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+        self.flush()
+        return self._below.read(tables, keys, lines, touch)
 
     def close(self) -> None:
         self._below.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import _core
-from ...store.contract import BUCKETS, Chunks, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
+from ...store.contract import BUCKETS, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
 from .batch import Batch, keys_of, lines_among, one_row, rows_of
 from .faults import Faults
+from .image import TableImage
 from .layout import Layout
 from .staging import Staging
 from .step import initialise_lines, initialise_missing
 from .table import FullTable
+from .tracking import Marks
 
 SCAN_ROWS = 1 << 16  # rows a chunk
+
+
+@dataclass(frozen=True)
+class Held:
+    """Written rows [n], by bucket, and within one by (table, key). `bounds`: where each bucket begins, and the end."""
+
+    tables: Tables
+    keys: Keys
+    lines: Tensor
+    numbers: Tensor  # of the lines
+    bounds: NDArray[np.int64]  # [BUCKETS + 1]
 
 
 class FullStore(WithoutAnnouncements[Batch]):
@@ -27,7 +41,7 @@ class FullStore(WithoutAnnouncements[Batch]):
     def __init__(
         self, layout: Layout, host_layout: _core.Layout, capacity: int | None, faults: Faults, tier: str = "device"
     ) -> None:
-        self._layout, self._host_layout = layout, host_layout
+        self.layout, self._host_layout = layout, host_layout
         self._capacity, self._faults, self._tier = capacity, faults, tier
         self.table = FullTable(layout, capacity, faults.word, on_host=tier == "host")
         self.staging = Staging(layout)
@@ -51,14 +65,14 @@ class FullStore(WithoutAnnouncements[Batch]):
     def peek(self, batch: Batch) -> None:
         ranks = self.table.find(batch)
         self.table.count(batch, ranks)
-        initialise_missing(batch, self._layout, ranks)
+        initialise_missing(batch, self.layout, ranks)
         self._faults.post()
 
     def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
         """Rows of host memory, each once. CapacityError."""
         self.staging.reserve(len(keys))
         _core.copy_lines(self._host_layout, lines, self.staging.rows(len(keys))[2])
-        batch = rows_of(self._layout.device, tables, keys, self._faults.word)
+        batch = rows_of(self.layout.device, tables, keys, self._faults.word)
         self.table.insert_missing(batch, self.table.find(batch))
         self._faults.check()
         all_of = torch.ones(batch.size, dtype=torch.int32, device=batch.lines.device)
@@ -67,40 +81,62 @@ class FullStore(WithoutAnnouncements[Batch]):
         ranks.cpu()  # waits: the staging memory is used again
 
     def erase(self, tables: Tables, keys: Keys) -> None:
-        batch = rows_of(self._layout.device, tables, keys, self._faults.word)
+        batch = rows_of(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)
         kept = lines_among(self._pinned, batch, self._faults.word) != 0
-        initialise_lines(batch, self._layout, kept)
+        initialise_lines(batch, self.layout, kept)
         self.table.erase(batch, torch.where(kept, 0, batch.lines))
 
     def scan(self) -> Chunks:
+        held = self.held()
+        for bucket in range(BUCKETS):
+            for begin in range(held.bounds[bucket], held.bounds[bucket + 1], SCAN_ROWS):
+                rows = slice(begin, min(begin + SCAN_ROWS, held.bounds[bucket + 1]))
+                yield bucket, self._packed(held.tables[rows], held.keys[rows], held.lines[rows])
+
+    def held(self) -> Held:
         hashes, tables, lines, updates = self.table.rows()
-        held = updates != 0
-        hashes, tables, lines = hashes[held], tables[held], lines[held]
-        keys = keys_of(self._layout.device, hashes, tables).cpu().numpy().view(np.uint64)
+        numbers = updates.nonzero()[:, 0]
+        hashes, tables = hashes[numbers], tables[numbers]
+        keys = keys_of(self.layout.device, hashes, tables).cpu().numpy().view(np.uint64)
         owners = tables.cpu().numpy().view(np.uint32)
         buckets = hashes.cpu().numpy().view(np.uint64) >> np.uint64(58)
         order = np.lexsort((keys, owners, buckets))
+        numbers = numbers[torch.from_numpy(order).to(numbers.device)]
         bounds = np.searchsorted(buckets[order], np.arange(BUCKETS + 1))
-        for bucket in range(BUCKETS):
-            for begin in range(bounds[bucket], bounds[bucket + 1], SCAN_ROWS):
-                rows = order[begin : min(begin + SCAN_ROWS, bounds[bucket + 1])]
-                chosen = lines[torch.from_numpy(rows).to(lines.device)]
-                yield bucket, self._packed(owners[rows], keys[rows], chosen)
+        return Held(owners[order], keys[order], lines[numbers], numbers, bounds)
+
+    def image(self, top: Any) -> TableImage:
+        return TableImage(self, self._faults.word)
+
+    def tracker(self) -> Marks:
+        return Marks(self.table)
+
+    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+        """Copy each held row to its line in host memory."""
+        batch = rows_of(self.layout.device, tables, keys, self._faults.word)
+        self.table.find(batch)
+        there = (batch.lines != 0).nonzero()[:, 0]
+        self.staging.read(batch.lines[there])
+        rows = there.cpu().numpy()
+        found = np.zeros(len(keys), np.bool_)
+        found[rows] = self.staging.updates(len(rows)) != 0
+        brought = self.staging.rows(len(rows))[2]
+        _core.copy_lines(self._host_layout, brought[found[rows]], lines[found])
+        return found
 
     def flush(self) -> None:
         """Nothing lies below."""
 
     def close(self) -> None:
         self._faults.seen(wait=True)  # kernels may be at work on memory of the host
-        self.table = FullTable(self._layout, None, self._faults.word)
+        self.table = FullTable(self.layout, None, self._faults.word)
 
     def where(self, table: int, key: int) -> list[dict[str, Any]]:
-        batch = one_row(self._layout.device, table, key, self._faults.word)
+        batch = one_row(self.layout.device, table, key, self._faults.word)
         self.table.find(batch)
-        if not (line := int(batch.lines)):
-            return []
-        return [{"tier": self._tier, **self.staging.describe(batch.lines), "line": self.table.number_of(line)}]
+        line = int(self.table.numbers_of(batch.lines))
+        return [] if line < 0 else [{"tier": self._tier, **self.staging.describe(batch.lines), "line": line}]
 
     def metrics(self) -> dict[str, dict[str, float]]:
         counts, room = self.table.counts(), self.table.room
@@ -109,7 +145,7 @@ class FullStore(WithoutAnnouncements[Batch]):
         return {self._tier: {**counts, **moved, **sizes, "index_bytes": self.table.index_bytes}}
 
     def _packed(self, tables: Tables, keys: Keys, lines: Tensor) -> NDArray[np.void]:
-        rows = np.empty(len(keys), row_dtype(self._layout.width))
+        rows = np.empty(len(keys), row_dtype(self.layout.width))
         rows["table"], rows["key"] = tables, keys
-        rows.view(np.uint8).reshape(len(keys), -1)[:, 12:] = self.staging.read(lines)[:, : self._layout.stored_bytes]
+        rows.view(np.uint8).reshape(len(keys), -1)[:, 12:] = self.staging.read(lines)[:, : self.layout.stored_bytes]
         return rows

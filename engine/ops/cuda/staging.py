@@ -63,6 +63,12 @@ class Staging:
         all_of.cpu()  # waits
         return self.lines.numpy().reshape(-1, self._layout.line_bytes)[: len(lines)]
 
+    def updates(self, count: int) -> NDArray[np.uint32]:
+        """How often each of the first rows was written."""
+        begin = self._layout.stored_bytes - 8
+        lines = self.lines.numpy().reshape(-1, self._layout.line_bytes)[:count]
+        return lines[:, begin : begin + 4].copy().view(np.uint32)[:, 0]
+
     def describe(self, lines: Tensor) -> dict[str, int]:
         """How often the row of a line [1] was written, and in which step last."""
         end = self._layout.stored_bytes

@@ -33,7 +33,7 @@ class FullTable:
     ) -> None:
         """`load`: the most rows for each slot of the index. `on_host`: where lines are."""
         self._layout = layout
-        self._device = layout.device
+        self.device = layout.device
         self._program = layout.program("table.cu")
         self._faults = faults
         self._fixed = capacity is not None
@@ -54,12 +54,13 @@ class FullTable:
 
     def find(self, batch: Batch) -> Tensor:
         """Set `batch.lines`, zero where a row is absent. Returns the running count of absent rows, [size]."""
-        missing = batch.empty(torch.int32)
-        self._run(
-            "find_rows", batch.size, PROBE_LANES, *self.index(), batch.hashes, batch.tables, batch.count,
-            np.uint64(batch.size), batch.lines, missing,
-        )  # fmt: skip
-        return missing.cumsum(0, dtype=torch.int32)
+        return self._find(batch, batch.lines).cumsum(0, dtype=torch.int32)
+
+    def lines_of(self, batch: Batch) -> Tensor:
+        """The addresses that `find` would set."""
+        lines = torch.empty_like(batch.lines)
+        self._find(batch, lines)
+        return lines
 
     def insert_missing(self, batch: Batch, ranks: Tensor, record_only: bool = False) -> None:
         """Insert and initialise each row whose line is zero, given what `find` returned.
@@ -100,14 +101,15 @@ class FullTable:
         used, erased, hits, misses, insertions = self._counts.tolist()
         return {"resident_rows": used - erased, "hits": hits, "misses": misses, "insertions": insertions}
 
-    def number_of(self, line: int) -> int:
-        """Which one an address is."""
-        before = 0
+    def numbers_of(self, lines: Tensor) -> Tensor:
+        """Which ones the addresses [n] are, int64 [n]; -1 for those that are no line of this table."""
+        numbers, before = torch.full_like(lines, -1), 0
         for segment in self._segments:
-            if 0 <= (offset := line - segment.data_ptr()) < segment.nbytes:
-                return before + offset // self._layout.line_bytes
+            offsets = lines - segment.data_ptr()
+            inside = (offsets >= 0) & (offsets < segment.nbytes)
+            numbers = torch.where(inside, before + offsets // self._layout.line_bytes, numbers)
             before += segment.nbytes // self._layout.line_bytes
-        raise ValueError(f"{line} is no line of this table")
+        return numbers
 
     @property
     def room(self) -> int:
@@ -142,6 +144,15 @@ class FullTable:
         segments["base_bits"] = self._base_bits
         return self._slots, np.uint32(self._slots.nbytes // SLOT_BYTES - 1), segments
 
+    def _find(self, batch: Batch, lines: Tensor) -> Tensor:
+        """Set lines [size]. Returns which rows are absent, int32 [size]."""
+        missing = batch.empty(torch.int32)
+        self._run(
+            "find_rows", batch.size, PROBE_LANES, *self.index(), batch.hashes, batch.tables, batch.count,
+            np.uint64(batch.size), lines, missing,
+        )  # fmt: skip
+        return missing
+
     def _reserve(self, more: int, ranks: Tensor) -> None:
         if self._bound + more > self._room and more:
             used, erased, missing = torch.stack([*self._counts[:2], ranks[-1].to(torch.int64)]).tolist()  # waits
@@ -167,15 +178,15 @@ class FullTable:
     def _add_segment(self, lines: int) -> None:
         size = lines * self._layout.line_bytes
         if self._on_host:
-            segment = self._device.host_memory(size, torch.uint8)
+            segment = self.device.host_memory(size, torch.uint8)
         else:
-            segment = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
+            segment = torch.empty(size, dtype=torch.uint8, device=self.device.torch_device)
         self._addresses[len(self._segments)] = segment.data_ptr()
         self._segments.append(segment)
         self._room += lines
 
     def _zeros(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, device=self._device.torch_device)
+        return torch.zeros(size, dtype=dtype, device=self.device.torch_device)
 
     def _run(self, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
-        launch(self._device, self._program, kernel, items, lanes, *arguments)
+        launch(self.device, self._program, kernel, items, lanes, *arguments)

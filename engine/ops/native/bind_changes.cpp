@@ -38,13 +38,13 @@ void bind_changed_rows(nb::module_& m) {
 void bind_table_image(nb::module_& m) {
     const nb::call_guard<nb::gil_scoped_release> unlocked;
     nb::class_<TableImage>(m, "TableImage")
-        .def(nb::init<const FullTable&, const Layout&>(), nb::keep_alive<1, 2>())
+        .def(nb::init<const FullTable&, const Layout&, Tier&>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>())
         .def("keep", nb::overload_cast<const Batch&>(&TableImage::keep), unlocked)
         .def("keep_rows",
-             [](TableImage& image, InVector<u32> tables, InVector<u64> keys, Tier& top) {
+             [](TableImage& image, InVector<u32> tables, InVector<u64> keys) {
                  require(tables.size() == keys.size(), "tables and keys differ in length");
                  nb::gil_scoped_release unlocked;
-                 image.keep(tables.data(), keys.data(), keys.size(), top);
+                 image.keep(tables.data(), keys.data(), keys.size());
              })
         .def("list",
              [](TableImage& image, u32 bucket) {

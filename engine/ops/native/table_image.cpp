@@ -49,7 +49,7 @@ void TableImage::keep(const Batch& batch) {
     });
 }
 
-void TableImage::keep(const u32* tables, const u64* keys, std::size_t n, Tier& top) {
+void TableImage::keep(const u32* tables, const u64* keys, std::size_t n) {
     const Grouped grouped = group_by_bucket(tables, keys, n);
     Buffer<u8> memory(n * shape_.line_bytes);
     u64 line = reinterpret_cast<u64>(memory.data());
@@ -63,7 +63,7 @@ void TableImage::keep(const u32* tables, const u64* keys, std::size_t n, Tier& t
         }
     const Rows rows = wanted.rows();
     const auto found = std::make_unique<bool[]>(rows.n);
-    top.read(rows, found.get(), false);
+    top_.read(rows, found.get(), false);
     for (std::size_t i = 0; i < rows.n; ++i)
         keep(bucket_of(rows.hashes[i]), rows.hashes[i], rows.tables[i], found[i] ? floats(rows.lines[i]) : nullptr);
 }

@@ -11,16 +11,18 @@
 
 namespace tierbed {
 
-// Nothing is safe in several threads but `sort` beside `keep`. The table must outlive it.
+// Nothing is safe in several threads but `sort` beside `keep`. The table must outlive it, and `top`, which has the rows
+// as they are: the table itself or a cache over it.
 class TableImage {
 public:
-    explicit TableImage(const FullTable& table, const Layout& layout) : table_(table), shape_(layout.shape) {}
+    TableImage(const FullTable& table, const Layout& layout, Tier& top)
+        : table_(table), top_(top), shape_(layout.shape) {}
     TableImage(const TableImage&) = delete;
 
     // The lines of a batch will be written.
     void keep(const Batch& batch);
-    // Distinct rows will be erased; `top` has them as they are, the table itself or a cache over it.
-    void keep(const u32* tables, const u64* keys, std::size_t n, Tier& top);
+    // Distinct rows will be erased.
+    void keep(const u32* tables, const u64* keys, std::size_t n);
     // What that takes.
     std::size_t kept_bytes() const;
 
@@ -45,6 +47,7 @@ private:
     void keep(u32 bucket, u64 hash, u32 table, const void* stored);
 
     const FullTable& table_;
+    Tier& top_;
     LineShape shape_;
     std::array<Kept, BUCKETS> kept_;
     std::vector<HeldRow> rows_;  // of the bucket that is read; line 0 where a row was kept and is no longer there

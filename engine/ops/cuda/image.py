@@ -1,0 +1,99 @@
+"""The rows of a full table on a device as they were at one instant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...store.contract import BUCKETS, Keys, Tables, row_dtype
+from .batch import Batch, rows_of
+from .staging import Staging
+
+if TYPE_CHECKING:
+    from .full import FullStore
+
+_NAME_BYTES = 12  # of a packed row, before its line
+
+Kept = tuple[NDArray[np.int64], NDArray[np.uint8]]  # places [n], ascending, and lines [n, stored_bytes]
+
+
+class TableImage:
+    """As `engine/store/contract.py`, in host memory what is kept. A call that keeps rows waits for the device.
+
+    A row's line is the image's until another row is brought up in it, before which the row was erased, and so kept. The
+    caches above bring down only what was written after it was kept.
+    """
+
+    def __init__(self, store: FullStore, faults: Tensor) -> None:
+        self._table, self._layout, self._faults = store.table, store.layout, faults
+        self._held = store.held()
+        self._staging = Staging(self._layout)
+        device = self._layout.device.torch_device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        # by the number of a line + 1: the place in `_held` of a row that was neither read nor kept so far, or -1
+        self._places = torch.full((self._table.room + 1,), -1, dtype=torch.int64, device=device)
+        self._places[self._held.numbers + 1] = torch.arange(len(self._held.keys), device=device)
+        self._kept: list[list[Kept]] = [[] for _ in range(BUCKETS)]
+        self._bucket = self._at = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(places.nbytes + lines.nbytes for parts in self._kept for places, lines in parts)
+
+    def keep(self, batch: Batch) -> None:
+        self._keep(self._table.lines_of(batch))
+
+    def keep_rows(self, tables: Tables, keys: Keys) -> None:
+        self._keep(self._table.lines_of(rows_of(self._layout.device, tables, keys, self._faults)))
+
+    def list(self, bucket: int) -> None:
+        self._bucket, self._at = bucket, int(self._held.bounds[bucket])
+
+    def sort(self) -> None:
+        """They are."""
+
+    def next(self, rows: NDArray[np.uint8]) -> int:
+        most = len(rows) // row_dtype(self._layout.width).itemsize
+        begin, end = self._at, min(self._at + most, int(self._held.bounds[self._bucket + 1]))
+        if begin == end:
+            self._kept[self._bucket] = []
+            return 0
+        packed = rows.view(row_dtype(self._layout.width))[: end - begin]
+        packed["table"], packed["key"] = self._held.tables[begin:end], self._held.keys[begin:end]
+        lines = packed.view(np.uint8).reshape(end - begin, -1)[:, _NAME_BYTES:]
+        with self._in_order():
+            lines[:] = self._staging.read(self._held.lines[begin:end])[:, : self._layout.stored_bytes]
+            self._places[self._held.numbers[begin:end] + 1] = -1
+        for places, kept in self._kept[self._bucket]:
+            part = slice(*np.searchsorted(places, (begin, end)))
+            lines[places[part] - begin] = kept[part]
+        self._at = end
+        return end - begin
+
+    def _keep(self, lines: Tensor) -> None:
+        numbers = self._table.numbers_of(lines) + 1
+        numbers = torch.where(numbers < len(self._places), numbers, 0)
+        places = self._places[numbers]
+        wanted = (places >= 0).nonzero()[:, 0]
+        places, order = places[wanted].sort()
+        if len(order) == 0:
+            return
+        was = self._staging.read(lines[wanted[order]])[:, : self._layout.stored_bytes].copy()
+        self._places[numbers[wanted]] = -1
+        there = places.cpu().numpy()
+        bounds = np.searchsorted(there, self._held.bounds)
+        for bucket in np.flatnonzero(np.diff(bounds)).tolist():
+            part = slice(bounds[bucket], bounds[bucket + 1])
+            self._kept[bucket].append((there[part], was[part].copy()))
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Behind what the thread that trains has launched, and before what it will."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            yield

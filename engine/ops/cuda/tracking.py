@@ -1,0 +1,58 @@
+"""Which rows change on a device, without waiting for it in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ... import _core
+from ...store.contract import BUCKETS, Keys, Tables
+from .batch import Batch, keys_of
+from .table import FullTable
+
+
+class Marks:
+    """Of the lines of a full table, for batches that have lines there. A row that was erased loses its mark."""
+
+    def __init__(self, table: FullTable) -> None:
+        self._table = table
+        self._marks = torch.zeros(1, dtype=torch.bool, device=table.nowhere.device)  # by number + 1; 0 is for none
+
+    def note(self, batch: Batch) -> None:
+        if len(self._marks) <= self._table.room:
+            larger = torch.zeros(self._table.room + 1, dtype=torch.bool, device=self._marks.device)
+            larger[: len(self._marks)] = self._marks
+            self._marks = larger
+        self._marks[self._table.numbers_of(self._table.lines_of(batch)) + 1] = True
+
+    def take(self) -> tuple[Tables, Keys]:
+        """Waits for the device."""
+        hashes, tables, lines, _ = self._table.rows()
+        marked = (self._marks[1 : len(lines) + 1] & (lines[: len(self._marks) - 1] != 0)).nonzero()[:, 0]
+        self._marks.zero_()
+        hashes, tables = hashes[marked], tables[marked]
+        keys = keys_of(self._table.device, hashes, tables)
+        return tables.cpu().numpy().view(np.uint32), keys.cpu().numpy().view(np.uint64)
+
+
+class WrittenBelow:
+    """What a cache on a device wrote to the tier of the host below it; `flush` writes the rest."""
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self._flush = flush
+        self._names = _core.ChangedRows()
+
+    def note(self, batch: Batch) -> None:
+        """It is noted when it is written down."""
+
+    def add(self, tables: Tables, keys: Keys) -> None:
+        self._names.note_rows(tables, keys)
+
+    def take(self) -> tuple[Tables, Keys]:
+        self._flush()
+        parts = [self._names.rows(bucket) for bucket in range(BUCKETS)]
+        self._names = _core.ChangedRows(room=self._names.size)
+        tables, keys = zip(*parts, strict=True)
+        return np.concatenate(tables), np.concatenate(keys)
