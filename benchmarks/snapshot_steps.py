@@ -148,13 +148,14 @@ def background(folder: Path, sizes: Sizes) -> list[Figure]:
     saved = GraphStep(model, folder, "host_mem", persistent_path=folder / "saved")
     plain = GraphStep(model, folder, "host_mem")
     with saved.embedding, plain.embedding:
-        shown = _beside(saved.embedding, sizes, cycle(saved, batches), cycle(plain, batches), sizes.model_steps)
+        shown = _beside(saved.embedding, sizes.pairs, cycle(saved, batches), cycle(plain, batches), sizes.model_steps)
         if digest(saved.embedding) != digest(plain.embedding):
             raise Mismatch("training beside saves did not give the rows of training without")
     random = np.random.default_rng(0)
     ids = [torch.from_numpy(random.integers(0, sizes.rows, sizes.batch)) for _ in range(16)]
     with table(folder, sizes.rows) as embedding:
-        bare = _beside(embedding, sizes, lambda at: step(embedding, ids[at % len(ids)]), None, sizes.steps)
+        pairs = (sizes.pairs + 1) // 2  # the longest ones, and no bar is on them
+        bare = _beside(embedding, pairs, lambda at: step(embedding, ids[at % len(ids)]), None, sizes.steps)
     return [
         Figure("background", "a model's steps a second, of those without", shown[0], "", TRAINING_BAR, notes=shown[1]),
         Figure("background", "bare updates a second, of those without", bare[0], notes=bare[1]),
@@ -163,7 +164,7 @@ def background(folder: Path, sizes: Sizes) -> list[Figure]:
 
 def _beside(
     embedding: engine.MultiTableEmbedding,
-    sizes: Sizes,
+    pairs: int,
     take: Callable[[int], object],
     take_again: Callable[[int], object] | None,
     steps: int,
@@ -179,7 +180,7 @@ def _beside(
             number += 1
         return (number - first) / (perf_counter() - begin)
 
-    for pair in range(sizes.pairs + 1):
+    for pair in range(pairs + 1):
         end = number + steps
         before = rate(lambda: number < end)  # noqa: B023
         save = embedding.save_snapshot(f"s{pair}", background=True)

@@ -21,10 +21,15 @@ _NEEDED = "persistent_path must be on a file system that has it: a local one, su
 
 
 def disk_checks(path: Path) -> Iterator[Check]:
-    """Of the folder, or where it is not there of the nearest above it that is."""
+    """Of the folder, or where it is not there of the nearest above it, which is said."""
     folder = path.absolute()
-    while not folder.is_dir() and folder != folder.parent:
+    while not os.path.lexists(folder):
         folder = folder.parent
+    if not folder.is_dir():
+        yield Check("folder", False, f"{folder} is no folder", "give a folder, or the path of a new one")
+        return
+    if folder != path.absolute():
+        yield Check("folder", True, f"{path} is not there yet, so {folder} was looked at")
     free = shutil.disk_usage(folder).free
     yield Check("free space", free >= LITTLE, f"{size(free)} in {folder}", None if free >= LITTLE else "make room")
     try:

@@ -68,7 +68,12 @@ def import_(
     ] = None,
     keys: Annotated[
         Path | None,
-        typer.Option(help="A .npy file with the key of each row; by default its number.", show_default=False),
+        typer.Option(
+            help="A .npy file with the key of each row; by default its number.",
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+        ),
     ] = None,
     table_ids: Annotated[
         str | None, typer.Option(help="The table id of all rows, or a .npy file with one each.", show_default=False)
@@ -88,6 +93,8 @@ def import_(
     begin = time.monotonic()
     names: str | list[str] | None = tensor[0] if tensor and len(tensor) == 1 else tensor or None
     ids = int(table_ids) if table_ids is not None and table_ids.isdigit() else table_ids
+    if isinstance(ids, str) and not Path(ids).is_file():
+        raise typer.BadParameter(f"--table-ids {ids!r}: give a table id, or a .npy file that is there")
     with told_in_use(store, as_json), progress("importing") as told:
         manifest = import_snapshot(store, name, source, keys=keys, table_ids=ids, tensor=names, progress=told)
     report("imported", name, manifest, begin, as_json)

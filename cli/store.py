@@ -88,14 +88,18 @@ def get(
 
     Example: tierbed store get store/users 42 --table 1
     """
+    from ..engine.errors import InputError
     from ..snapshots.row import live_row, plain_row, snapshot_row
 
-    if snapshot is not None:
-        opened = open_snapshot(store, snapshot)
-        row, description = snapshot_row(opened, table, key), opened.description
-    else:
-        with hold(store, as_json) as folder:
-            row, description = live_row(folder, table, key)
+    try:
+        if snapshot is not None:
+            opened = open_snapshot(store, snapshot)
+            row, description = snapshot_row(opened, table, key), opened.description
+        else:
+            with hold(store, as_json) as folder:
+                row, description = live_row(folder, table, key)
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from error
     if row is None:
         fail(f"there is no row of table {table}, key {key}: lookups see its initial value", NO_ROW, as_json)
     found = plain_row(row[0], description)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from .arguments import Json, Store
+from .arguments import Store
 from .entries import HEADER, RIGHT, entry, lines
 from .output import aligned, print_json, text
 
@@ -31,7 +31,7 @@ class View(NamedTuple):
 def watch(
     store: Store,
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.05)] = 1.0,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each change.")] = False,
 ) -> None:
     """Show the snapshots of a store as they come and go, who has it open, and the step; ends on Ctrl-C.
 

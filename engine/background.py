@@ -33,7 +33,7 @@ class BackgroundSave:
         self._process = os.getpid()
         self._over = Condition(lock)
         self._hurry = Event()  # somebody waits
-        self._done = False
+        self._ended = Event()
         self._error: BaseException | None = None
         self._told = False
         self._thread = Thread(target=self._run, args=(image, write), name="tierbed-save")
@@ -42,7 +42,7 @@ class BackgroundSave:
     @property
     def done(self) -> bool:
         """Whether it ended, well or not."""
-        return self._done
+        return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it ends, for `timeout` seconds at most; False where it goes on. Ctrl-C ends the wait alone.
@@ -50,23 +50,22 @@ class BackgroundSave:
         Raises what went wrong with it: then there is no snapshot. StoreError in a forked process, which lacks the
         thread.
         """
-        if not self._done and self._process != os.getpid():
+        if not self.done and self._process != os.getpid():
             raise StoreError(f"{self.what} is being saved by process {self._process}; wait for it there")
         self._hurry.set()
-        with self._over:
-            self._over.wait_for(lambda: self._done, timeout)
+        ended = self._ended.wait(timeout)  # not for the lock, which a step may hold for longer
         if self._error is not None:
             self._told = True
             raise self._error
-        return self._done
+        return ended
 
     def finish(self) -> BaseException | None:
         """Wait until it ends, unless in its own thread. Returns what went wrong, once, where `wait` did not say it."""
-        if not self._done and self._process == os.getpid() and current_thread() is not self._thread:
+        if not self.done and self._process == os.getpid() and current_thread() is not self._thread:
             self._hurry.set()
             with self._over:
-                self._over.wait_for(lambda: self._done)
-        if not self._done or self._told:
+                self._over.wait_for(self._ended.is_set)
+        if not self.done or self._told:
             return None
         self._told = True
         return self._error
@@ -92,5 +91,5 @@ class BackgroundSave:
         finally:
             image.close()
             with self._over:
-                self._done = True
+                self._ended.set()
                 self._over.notify_all()

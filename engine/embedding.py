@@ -190,6 +190,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         saves, the rows as they are now, while training goes on; its `wait()` returns when the snapshot is durable, and
         raises what went wrong. Raises SnapshotError, StoreError, OptionError.
         """
+        if not isinstance(background, bool):
+            raise OptionError(f"background={background!r}: give True or False")
         if background:
             return self.opened().save_in_background(snapshot_name, kind)
         self.opened().save_snapshot(snapshot_name, kind)
@@ -213,6 +215,9 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         Raises SnapshotError, and the rows stay, where it is missing, damaged or of another table; OptimizerError where
         its state is another optimizer's; InputError for a selection that cannot be.
         """
+        for argument, value in (("strict", strict), ("weights_only", weights_only)):
+            if not isinstance(value, bool):
+                raise InputError(f"{argument}={value!r}: give True or False")
         selection = Selection(tables, where, not weights_only)
         return self.opened().load_snapshot(snapshot_name, selection, strict)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.errors import OptionError
+from ..engine.store.durable import write_atomically
 from .summary import NORM_EDGES, Summary
 
 _BARS = 60
@@ -39,8 +41,10 @@ def draw(summary: Summary, title: str, path: Path) -> None:
     _bars(tables, summary.tables, "table", "Rows of each table")
     for axes in (norms, updates, tables):
         axes.yaxis.set_major_formatter("{x:,.0f}")
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix[1:].lower(), dpi=120)
     try:
-        figure.savefig(path, dpi=120)
+        write_atomically(path, picture.getvalue())
     except OSError as error:
         raise OptionError(f"{str(path)!r} cannot be written: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,8 @@ from .writer import Progress, check_free, remove_leftovers, write_incremental, w
 
 if TYPE_CHECKING:
     from ..engine.store.rocksdb import RocksDB
+
+log = logging.getLogger("tierbed")
 
 
 class Held(NamedTuple):
@@ -48,8 +51,19 @@ def begin_save(store: StoreFolder, name: str, kind: str, held: Held) -> Path:
 
 
 def save_held(store: StoreFolder, name: str, kind: str, held: Held, progress: Progress | None = None) -> Manifest:
-    """Write the live rows of a store as its snapshot `name`. Raises as `begin_save`."""
+    """Write the live rows of a store as its snapshot `name`. Raises as `begin_save`.
+
+    Where an incremental one would make a chain that is too long to read, it is a full one, which the log says.
+    """
     parent = parent_of(store) if kind == "incremental" else None
+    if parent is not None and len(parent.chain) == LONGEST_CHAIN:
+        log.warning(
+            "snapshot %r is full, not incremental: %r goes over %d others, and no more are read as one table",
+            name,
+            parent.name,
+            LONGEST_CHAIN - 1,
+        )
+        parent, kind = None, "full"
     place = begin_save(store, name, kind, held)
     if parent is not None:
         changed = held.changes(parent.manifest.id)
@@ -85,10 +99,5 @@ def parent_of(store: StoreFolder) -> Snapshot:
         raise SnapshotError(
             f"kind='incremental' goes over an earlier snapshot, and the rows in {str(store.path)!r} have none: save "
             "one with kind='full' first"
-        )
-    if len(base.chain) == LONGEST_CHAIN:
-        raise SnapshotError(
-            f"kind='incremental': {base.name!r} goes over {LONGEST_CHAIN - 1} others already, and no more can be read "
-            "as one table: save one with kind='full' first"
         )
     return base

@@ -192,7 +192,7 @@ class StoreServer:
             self._save = None
             self._saving.release()
             client.settimeout(_PATIENCE)
-        done = {"name": name, "kind": kind, "rows": manifest.rows, "bytes": manifest.total_bytes}
+        done = {"name": name, "kind": manifest.kind, "rows": manifest.rows, "bytes": manifest.total_bytes}
         return {"done": {**done, "step": manifest.description["step"]}}
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from queue import Empty, Queue
-from threading import Thread
+from queue import Empty, Queue, SimpleQueue
+from threading import Semaphore, Thread
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from weakref import finalize
 
 T = TypeVar("T")
 
@@ -69,26 +70,19 @@ class Behind:
     """
 
     def __init__(self, waiting: int = 2) -> None:
-        self._tasks: Queue[Callable[[], None] | None] = Queue(waiting)
-        self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, name="tierbed-behind", daemon=True)
+        self._tasks = _Tasks(waiting)
+        # Ctrl-C may cut off the block's beginning or end; an error, whose traceback holds this, must not be held by it
+        finalize(self, self._tasks.queue.put, None).atexit = False
+        self._thread = Thread(target=self._tasks.run, name="tierbed-behind", daemon=True)
         self._has_thread = _starts(self._thread)
 
     def do(self, task: Callable[[], None]) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._tasks.error is not None:
+            raise self._tasks.error
         if self._has_thread:
-            self._tasks.put(task)
+            self._tasks.add(task)
         else:
             task()
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            if self._error is None:
-                try:
-                    task()
-                except BaseException as error:
-                    self._error = error
 
     def __enter__(self) -> Self:
         return self
@@ -97,12 +91,34 @@ class Behind:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._error = error
+            self._tasks.error = error
         if self._has_thread:
-            self._tasks.put(None)
+            self._tasks.queue.put(None)
             self._thread.join()
-        if self._error is not None and error is None:
-            raise self._error
+        if self._tasks.error is not None and error is None:
+            raise self._tasks.error
+
+
+class _Tasks:
+    """What the thread of a `Behind` holds, which is not held by it and so can be let go."""
+
+    def __init__(self, waiting: int) -> None:
+        self.error: BaseException | None = None
+        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # garbage may be collected in the midst
+        self._room = Semaphore(waiting)
+
+    def add(self, task: Callable[[], None]) -> None:
+        self._room.acquire()
+        self.queue.put(task)
+
+    def run(self) -> None:
+        while (task := self.queue.get()) is not None:
+            self._room.release()
+            if self.error is None:
+                try:
+                    task()
+                except BaseException as error:
+                    self.error = error
 
 
 def _starts(thread: Thread) -> bool:

@@ -267,6 +267,19 @@ def test_a_wait_holding_the_lock_lets_the_save_go_on(tmp_path: Path, store: str)
         assert writer.rows == contents(embedding).tobytes()
 
 
+def test_a_wait_for_some_time_does_not_wait_for_the_lock() -> None:
+    with make(options("device"), "adagrad") as embedding:
+        change(embedding, 0)
+        table, writer = table_of(embedding), Writer()
+        save = table.save_in_background("snapshot 'one'", writer)
+        waits = threading.Thread(target=save.wait, args=(0.01,))
+        with table.lock:  # as a long step holds it
+            waits.start()
+            waits.join(60)
+            assert not waits.is_alive()
+        writer.let_go()
+
+
 def test_there_is_one_save_at_a_time() -> None:
     with make(options("device"), "adagrad") as embedding:
         change(embedding, 0)
@@ -345,7 +358,7 @@ def test_ctrl_c_while_waiting_ends_the_wait_alone() -> None:
         change(embedding, 0)
         expected, writer = contents(embedding).tobytes(), Writer()
         save = table_of(embedding).save_in_background("snapshot 'one'", writer)
-        with interrupted_when(lambda: bool(save._over._waiters)):  # type: ignore[attr-defined]
+        with interrupted_when(save._hurry.is_set):
             save.wait()
         assert not save.done
         change(embedding, 1)

@@ -210,7 +210,12 @@ def test_doctor_tells_what_is_there_and_how_to_get_the_rest(tmp_path: Path, caps
     assert checks.keys() >= {"tierbed", "python", "torch", "numpy", "core", "rocksdb", "parquet", "plot", "metrics"}
     assert checks.keys() >= {"open files", "free space", "fsync", "rename", "locks", "hard links", "sockets"}
     assert all(check["ok"] or check["remedy"] for check in checks.values())
+    assert checks["folder"]["value"].endswith(f"is not there yet, so {tmp_path} was looked at")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        main(["doctor", str(tmp_path / "file")])
+    assert f"{tmp_path / 'file'} is no folder" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["doctor"])
     lines = [line for line in capsys.readouterr().out.splitlines() if "->" not in line]

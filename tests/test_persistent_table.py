@@ -168,7 +168,7 @@ def test_closing_twice_and_writing_after_it(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ClosedError, match="writer of snapshot 's' was closed"):
         writer.write(np.arange(2), np.zeros((2, 2), np.float32))
-    with pytest.raises(SnapshotError, match="snapshot 's' exists"):
+    with pytest.raises(SnapshotError, match=r"snapshot '.*s' exists"):
         make_persistent_table_writer(tmp_path, "s", *KINDS, 2)
 
 
@@ -269,3 +269,8 @@ def test_arguments_that_are_not_the_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="description: description is not a map; make one by description_for"):
         make_persistent_table_writer(path, "t", *KINDS, DIM, description=[1])  # type: ignore[arg-type]
     assert not (path / "snapshots" / "new").exists()
+    for maker in (make_persistent_table_reader, make_persistent_table_writer):
+        with pytest.raises(InputError, match="path=7: give a path"):
+            maker(7, "a", torch.int64, torch.float32, 4)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="tables=3: give a list"):
+        description_for("rows", 4, tables=3)  # type: ignore[arg-type]

@@ -265,12 +265,13 @@ def test_a_chunk_is_in_memory_at_a_time(tmp_path: Path, format: str, monkeypatch
         ({"format": "npz", "tables": [3]}, r"tables=\[3\]: give a list of table ids from 0 to 2"),
         ({"format": "npz", "tables": 1}, r"tables=1: give a list"),
         ({"format": "snapshot", "tables": [True]}, r"tables=\[True\]: give a list"),
+        ({"format": "npz", "path": 7}, "path=7: give a path"),
     ],
 )
 def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     snapshot = saved(tmp_path / "s")
     with pytest.raises(InputError, match=message):
-        export_snapshot(snapshot, tmp_path / "x", **arguments)
+        export_snapshot(snapshot, **{"path": tmp_path / "x"} | arguments)
 
 
 @pytest.mark.parametrize("state", ["key", "embedding", "values"])

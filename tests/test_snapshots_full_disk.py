@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from forked import Disk, disk_path, in_process
 
 from tierbed.cli import main
 from tierbed.engine import MultiTableEmbedding, SnapshotError, StoreError
-from tierbed.snapshots import list_snapshots
+from tierbed.snapshots import Snapshot, list_snapshots
+from tierbed.snapshots.exchange.export import export_snapshot
 
 __all__ = ["disk_path"]
 
@@ -172,3 +175,29 @@ COMMANDS = {
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=list(COMMANDS))
 def test_a_command_that_finds_no_room_fails_and_leaves_what_there_was(disk_path: Path, words: list[str]) -> None:
     in_process(closed, disk_path, words)
+
+
+@pytest.mark.parametrize("what", ["snapshot", "export"])
+def test_what_is_there_but_may_not_outlive_a_power_loss_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    synced = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(new.parent) and new.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        synced(descriptor)
+
+    with opened(tmp_path, "device") as embedding:
+        train(embedding, range(9))
+        embedding.save_snapshot("first")
+        before = found(tmp_path)
+        snapshots = tmp_path / "rows" / "snapshots"
+        first, new = Snapshot.open(snapshots / "first"), snapshots / "second" if what == "snapshot" else tmp_path / "x"
+        monkeypatch.setattr(os, "fsync", failing)
+        with pytest.raises(SnapshotError, match="Input/output error"):
+            embedding.save_snapshot("second") if what == "snapshot" else export_snapshot(first, new, "npz")
+        monkeypatch.undo()
+        assert found(tmp_path) == before
+        assert embedding.last_snapshot == "first"
+        assert [path.name for path in tmp_path.iterdir()] == ["rows"]

@@ -74,20 +74,33 @@ def test_an_incremental_snapshot_goes_over_none_that_lacks_its_own_parent(tmp_pa
     Snapshot.open(snapshots / "c").verify()
 
 
-def test_an_incremental_snapshot_goes_over_no_more_than_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_switches_are_true_or_false(tmp_path: Path) -> None:
+    with open_at(tmp_path, "device") as embedding:
+        with pytest.raises(OptionError, match="background='yes': give True or False"):
+            embedding.save_snapshot("a", background="yes")  # type: ignore[arg-type]
+        embedding.save_snapshot("a")
+        for switch in ({"strict": "no"}, {"weights_only": 1}):
+            with pytest.raises(InputError, match="give True or False"):
+                embedding.load_snapshot("a", **switch)  # type: ignore[arg-type]
+
+
+def test_a_save_over_as_many_as_can_be_read_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for module in (saving, reader):
-        monkeypatch.setattr(module, "LONGEST_CHAIN", 2)
+        monkeypatch.setattr(module, "LONGEST_CHAIN", 3)
     with open_at(tmp_path, "device") as embedding:
-        train(embedding, range(9))
-        embedding.save_snapshot("a")
-        embedding.save_snapshot("b", "incremental")
-        with pytest.raises(SnapshotError, match=r"'b' goes over 1 others already.*kind='full' first"):
-            embedding.save_snapshot("c", "incremental")
-        assert embedding.last_snapshot == "b"
-        embedding.save_snapshot("c")
-        embedding.save_snapshot("d", "incremental")
+        for name in "abcdef":
+            train(embedding, range(9))
+            embedding.save_snapshot(name, "full" if name == "a" else "incremental")
+        state = contents(embedding).tobytes()
+        embedding.load_snapshot("f")
+        assert contents(embedding).tobytes() == state
+    kinds = [Snapshot.open(tmp_path / "rows" / "snapshots" / name).kind for name in "abcdef"]
+    assert kinds == ["full", "incremental", "incremental", "full", "incremental", "incremental"]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "snapshot 'd' is full, not incremental: 'c' goes over 2 others, and no more are read as one table"
+    ]
 
 
 def test_rows_that_a_broken_off_erase_left_are_in_no_count(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Generator, Iterator
 from functools import partial
 
@@ -80,6 +82,29 @@ def test_a_block_that_fails_ends_the_thread_and_closes_the_source() -> None:
     with pytest.raises(KeyError):
         take_one(closed)
     assert closed == [1]
+
+
+def test_a_block_that_was_cut_off_leaves_no_thread() -> None:
+    behind = Behind()
+    behind.do(lambda: None)
+    thread = next(each for each in threading.enumerate() if each.name == "tierbed-behind")
+    del behind  # as Ctrl-C does between its lines
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_block_that_failed_is_held_by_nobody() -> None:
+    def fail() -> weakref.ref[Behind]:
+        try:
+            with Behind() as behind:
+                there = weakref.ref(behind)
+                raise KeyError
+        except KeyError:
+            return there
+
+    there = fail()
+    gc.collect()
+    assert there() is None
 
 
 def test_at_the_end_of_the_interpreter_the_caller_does_it() -> None:

@@ -58,11 +58,20 @@ def made_aside(folder: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         fsync_dir(temporary)
-        temporary.rename(folder)
-        fsync_dir(folder.parent)
+        put_in_place(temporary, folder)
     finally:
         with contextlib.suppress(OSError):  # what went wrong first is told
             remove_folder(temporary)  # gone already where the rename was reached
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Rename what is durable itself to `path`, which is not there, durably; undone where it raises. OSError."""
+    temporary.rename(path)
+    try:
+        fsync_dir(path.parent)
+    except BaseException:
+        path.rename(temporary)  # it may not outlive a power loss
+        raise
 
 
 def remove_folder(path: Path) -> None:
@@ -82,11 +91,16 @@ def _fsync(path: Path, flags: int) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that at any instant it is the old one or the new one, whole. One writer at a time."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
-    with uninterrupted(), temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with uninterrupted(), temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):  # what went wrong first is told
+            temporary.unlink()
+        raise
     fsync_dir(path.parent)
 
 

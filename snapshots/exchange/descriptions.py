@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...engine.errors import InputError
+from ...engine.errors import InputError, OptionError
 from ...engine.initializers import make_normal_initializer
 from ...engine.optimizers import RowOptimizer
 from ...engine.row_state import RowState
@@ -35,6 +35,8 @@ def description_for(
     optimizer trains on from. step: how many steps the rows were trained for. Raises OptionError, OptimizerError.
     """
     tables = [make_normal_initializer(0.0, 0.05)] if tables is None else tables
+    if not isinstance(tables, (list, tuple)):
+        raise OptionError(f"tables={tables!r}: give a list with the options of each table, as by make_table_options")
     spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed)
     state = RowState() if optimizer is None else optimizer.row_state(spec.dim)
     hyper = [] if optimizer is None or step == 0 else optimizer.hyper(step)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...engine.errors import InputError, SnapshotError
 from ...engine.store.contract import Chunks
-from ...engine.store.durable import TEMPORARY, fsync_dir, fsync_file, make_folder
+from ...engine.store.durable import TEMPORARY, fsync_file, make_folder, put_in_place
 from ..reader import Snapshot
 from ..selection import LoadReport, Selection
 from ..writer import Progress, write_snapshot
@@ -19,6 +19,7 @@ from .aside import ColumnsAside
 from .columns import Columns
 from .npz import write_npz
 from .parquet import write_parquet
+from .sources import path_of
 from .tensors import write_safetensors
 
 FORMATS = ("parquet", "npz", "safetensors", "snapshot")
@@ -48,7 +49,7 @@ def export_snapshot(
     """
     if format not in FORMATS:
         raise InputError(f"format={format!r}: give one of {', '.join(map(repr, FORMATS))}")
-    path = Path(path).absolute()
+    path = path_of(path, "path").absolute()
     if tables is not None:
         _check_tables(tables, len(snapshot.description["tables"]))
     report = LoadReport()
@@ -66,10 +67,12 @@ def export_snapshot(
         temporary.unlink(missing_ok=True)  # of a killed export
         _write(temporary, format, description, chunks)
         fsync_file(temporary)
-        temporary.rename(path)
-        fsync_dir(path.parent)
+        put_in_place(temporary, path)
     except OSError as error:
-        raise SnapshotError(f"snapshot {snapshot.name!r} was not exported to {str(path)!r}: {error}") from error
+        raise SnapshotError(
+            f"snapshot {snapshot.name!r} was not exported to {str(path)!r}: {error.strerror or error}; make room, or "
+            "give a path in a folder that this user can write"
+        ) from error
     finally:
         with suppress(OSError):
             temporary.unlink()  # gone already where the rename was reached

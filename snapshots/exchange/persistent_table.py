@@ -21,6 +21,7 @@ from ..writer import check_free, write_snapshot
 from .columns import KEY, TABLE, VALUES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state
 from .sorting import RowSorter
+from .sources import path_of
 
 Chunk = tuple[NDArray[Any], ...]
 
@@ -129,7 +130,7 @@ def make_persistent_table_reader(
     """
     check_dtype(value_type)
     check_name(snapshot_name)
-    snapshot = Snapshot.open(Path(path) / "snapshots" / snapshot_name)
+    snapshot = Snapshot.open(path_of(path, "path") / "snapshots" / snapshot_name)
     _check_kind(snapshot.description, key_type, storage_dim, f"snapshot {snapshot_name!r}")
     if len(snapshot.description["tables"]) > 1 and not table_ids:
         raise InputError(
@@ -167,7 +168,7 @@ def make_persistent_table_writer(
     check_name(snapshot_name)
     if description is not None:
         description = checked_description(description, "description")
-    folder = StoreFolder(Path(path))
+    folder = StoreFolder(path_of(path, "path"))
     try:
         check_free(folder.snapshots / snapshot_name)
         description = description or stored_description(folder)

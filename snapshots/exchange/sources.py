@@ -205,6 +205,13 @@ def _with(opener: Opener, extra: Mapping[str, Column]) -> Iterator[NamedArrays]:
         yield NamedArrays({**file.columns, **extra})
 
 
+def path_of(value: Any, argument: str) -> Path:
+    """Raises InputError for what is no path."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise InputError(f"{argument}={value!r}: give a path, as str or pathlib.Path")
+    return Path(value)
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, (np.ndarray, Tensor, str, os.PathLike))
 
