@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from threading import Condition, Event, Thread, current_thread, get_native_id, main_thread
 from time import perf_counter
 from typing import Any
@@ -53,11 +53,15 @@ class BackgroundSave:
         if not self.done and self._process != os.getpid():
             raise StoreError(f"{self.what} is being saved by process {self._process}; wait for it there")
         self._hurry.set()
-        ended = self._ended.wait(timeout)  # not for the lock, which a step may hold for longer
+        if self._over._is_owned():  # type: ignore[attr-defined]  # a signal came in a step, and its handler waits
+            with self._over:
+                self._over.wait_for(self._ended.is_set, timeout)
+        else:
+            self._ended.wait(timeout)  # not for the lock, which a step may hold for longer
         if self._error is not None:
             self._told = True
             raise self._error
-        return ended
+        return self.done
 
     def finish(self) -> BaseException | None:
         """Wait until it ends, unless in its own thread. Returns what went wrong, once, where `wait` did not say it."""
@@ -73,18 +77,20 @@ class BackgroundSave:
     def _paced(self, image: Image) -> Chunks:
         """The rows of the image, with rests, so that steps go on at nearly their pace."""
         begin = perf_counter()
-        for chunk in image.chunks():
-            yield chunk
-            if not image.is_pressed and main_thread().is_alive():  # else the process waits, to end
-                self._hurry.wait(REST * (perf_counter() - begin))
-            begin = perf_counter()
+        with closing(image.chunks()) as chunks:  # type: ignore[type-var]
+            for chunk in chunks:
+                yield chunk
+                if not image.is_pressed and main_thread().is_alive():  # else the process waits, to end
+                    self._hurry.wait(REST * (perf_counter() - begin))
+                begin = perf_counter()
 
     def _run(self, image: Image, write: Callable[[Chunks], object]) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
         _core.use_own_pool(1)
         try:
-            write(self._paced(image))
+            with closing(self._paced(image)) as chunks:  # type: ignore[type-var]  # an error's traceback holds it
+                write(chunks)
         except BaseException as error:
             self._error = error
             log.error("%s was not saved: %s", self.what, error)

@@ -39,12 +39,14 @@ class Changes:
     def cut(self) -> None:
         """What changed until now is about to be saved; where that fails, it is still known."""
         if self._tracker is not None:
-            self._later.note_rows(*self._tracker.take())
+            self._later.note_rows(*self._tracker.names())
+            self._tracker.forget()
+        later = _core.ChangedRows(room=self._later.size)  # as many will change again
         if self._saving is None:
             self._saving = self._later
         else:
             self._saving.merge(self._later)
-        self._later = _core.ChangedRows(room=self._later.size)  # as many will change again
+        self._later = later
 
     def saved(self, since: str) -> None:
         """What changed until the last `cut` is in the snapshot of that id."""

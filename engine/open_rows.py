@@ -147,6 +147,8 @@ class OpenRows:
             if self._image is not None:
                 raise StoreError(f"embedding {self.spec.name!r} has an image already; close it first")
             top.flush()
+            if self._changes is not None:
+                self._changes.cut()
             assert self.stack is not None
             bottom = self.stack.bottom
             if isinstance(bottom, RocksDB):
@@ -154,8 +156,6 @@ class OpenRows:
             else:
                 table, width = bottom.image(top), self.layout.width
                 self._image = MemoryImage(table, width, kept_bytes, self.lock, self._forget_image)
-            if self._changes is not None:
-                self._changes.cut()
             return self._image
 
     def save_in_background(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.errors import OptionError
-from ..engine.store.durable import write_atomically
 from .summary import NORM_EDGES, Summary
 
 _BARS = 60
@@ -44,8 +44,10 @@ def draw(summary: Summary, title: str, path: Path) -> None:
     picture = BytesIO()
     figure.savefig(picture, format=path.suffix[1:].lower(), dpi=120)
     try:
-        write_atomically(path, picture.getvalue())
+        path.write_bytes(picture.getvalue())
     except OSError as error:
+        with suppress(OSError):
+            path.unlink()  # a part of it
         raise OptionError(f"{str(path)!r} cannot be written: {error}") from error
 
 

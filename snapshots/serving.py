@@ -173,9 +173,10 @@ class StoreServer:
 
     def _save_for(self, client: socket.socket, pid: int, name: str, kind: str) -> Message:
         save = _Save(client, self._stopping, self._served, name, kind)
-        if save.given_up():  # while this process was stopped: in nobody's way
-            raise save.undone()
-        if not self._saving.acquire(blocking=False):
+        if (gone := save.given_up()) or not self._saving.acquire(blocking=False):
+            client.settimeout(_PATIENCE)
+            if gone:  # while this process was stopped: in nobody's way
+                raise save.undone()
             what = "another snapshot" if self._save is None else f"snapshot {self._save.name!r}"
             raise StoreError(f"process {os.getpid()} is saving {what}; ask again when it is done")
         self._save = save

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import BUCKETS
-from ..engine.store.durable import TEMPORARY, made_aside, remove_folder
+from ..engine.store.durable import TEMPORARY, UnsyncedError, made_aside, remove_folder
 from .aligned import Order
 from .format import (
     HEADER_BYTES,
@@ -53,7 +53,8 @@ def write_snapshot(
 
     `chunks` are (bucket, rows [n] of `row_dtype(width)`): buckets ascending, within one (table, key) strictly
     ascending, as `Tier.scan` yields them; a few are held while they are written. `progress` is told how many rows each
-    chunk added. When this returns, the snapshot is durable; when it raises, nothing of it is left.
+    chunk added. When this returns, the snapshot is durable; when it raises, nothing of it is left, or the error says
+    that it is there and may not outlive a power loss.
 
     Raises SnapshotError if the name cannot be used or is taken, the description or a chunk is not valid, or the device
     fails; what `chunks` raises passes through.
@@ -105,6 +106,8 @@ def new_snapshot(folder: Path, description: dict[str, Any]) -> Iterator[Path]:
     try:
         with made_aside(folder) as place:
             yield place
+    except UnsyncedError as error:
+        raise SnapshotError(f"snapshot {folder.name!r} was written to {str(folder.parent)!r}: {error}") from error
     except OSError as error:
         raise SnapshotError(f"snapshot {folder.name!r} was not written to {str(folder.parent)!r}: {error}") from error
 

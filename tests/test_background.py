@@ -256,14 +256,16 @@ def test_a_save_that_ended_holds_nobody_up() -> None:
 
 
 @stores
-def test_a_wait_holding_the_lock_lets_the_save_go_on(tmp_path: Path, store: str) -> None:
+@pytest.mark.parametrize("waits", ["wait", "finish"])
+def test_a_wait_holding_the_lock_lets_the_save_go_on(tmp_path: Path, store: str, waits: str) -> None:
+    """As in the handler of a signal that came in a step."""
     with make(options(store, tmp_path), "adagrad") as embedding:
         change(embedding, 0)
         table, writer = table_of(embedding), Writer()
         with table.lock, table.lock:
-            table.save_in_background("snapshot 'one'", writer)
+            save = table.save_in_background("snapshot 'one'", writer)
             writer.let_go()
-            assert table.finish_saving() is None
+            getattr(save, waits)()
         assert writer.rows == contents(embedding).tobytes()
 
 

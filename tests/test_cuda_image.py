@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +17,9 @@ from images import check_image, joined, small_chunks, table_of
 from test_changes import Calls, calls, check_noted
 
 from tierbed.engine.inputs import Lookup
+from tierbed.engine.ops.cuda import image, tracking
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.store.contract import row_dtype
+from tierbed.engine.store.contract import Chunks, row_dtype
 from tierbed.engine.store.image import MemoryImage
 from tierbed.snapshots import Snapshot
 
@@ -62,10 +66,10 @@ def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, device: Device, stor
         ids = torch.arange(100, device=place)
         pinned = embedding.pin([Lookup(ids, torch.zeros_like(ids))])  # some are new
         expected = contents(embedding).tobytes()
-        image = table_of(embedding).image()
+        rows = table_of(embedding).image()
         pinned.update([torch.ones(100, DIM, device=place)])
         assert contents(embedding).tobytes() != expected
-        assert joined(image.chunks()) == expected
+        assert joined(rows.chunks()) == expected
 
 
 @on_one_device
@@ -73,20 +77,20 @@ def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, device: Device, stor
 def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, device: Device, store: str) -> None:
     with tables_on(device) as place, make(options(store, tmp_path), "adagrad").to(place) as embedding:
         train(embedding, range(900))
-        image = table_of(embedding).image()
-        assert isinstance(image, MemoryImage)
-        assert image._table is not None
+        rows = table_of(embedding).image()
+        assert isinstance(rows, MemoryImage)
+        assert rows._table is not None
         train(embedding, range(900))
         size = 900 * row_dtype(2 * DIM).itemsize
-        assert 0.9 * size < (kept := image._table.kept_bytes) < 2 * size
+        assert 0.9 * size < (kept := rows._table.kept_bytes) < 2 * size
         train(embedding, range(900))  # kept already
-        assert image._table.kept_bytes == kept
-        for bucket, _ in (chunks := image.chunks()):
+        assert rows._table.kept_bytes == kept
+        for bucket, _ in (chunks := rows.chunks()):
             if bucket == 32:
                 break
-        assert 0 < image._table.kept_bytes < 0.7 * kept
+        assert 0 < rows._table.kept_bytes < 0.7 * kept
         list(chunks)
-        assert image._table.kept_bytes == 0
+        assert rows._table.kept_bytes == 0
 
 
 @on_one_device
@@ -110,3 +114,76 @@ def test_snapshots_cost_the_change_and_training_goes_on(tmp_path: Path, device: 
         assert contents(embedding).tobytes() == state
         embedding.load_snapshot("later")
         assert contents(embedding).tobytes() == after
+
+
+class OutOfMemory:
+    """In the place of a module or a function: its first use fails."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, module: object, name: str) -> None:
+        self._there, self._failed = getattr(module, name), False
+        patch.setattr(module, name, self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._use()(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._use(), name)
+
+    def _use(self) -> Any:
+        if not self._failed:
+            self._failed = True
+            raise torch.OutOfMemoryError
+        return self._there
+
+
+@on_one_device
+@pytest.mark.parametrize("background", [False, True])
+def test_changes_are_known_after_memory_ran_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device, background: bool
+) -> None:
+    with tables_on(device) as place, make(options("device", tmp_path), "adam").to(place) as embedding:
+        train(embedding, range(100))
+        embedding.save_snapshot("first")
+        embedding.save_snapshot("noted", "incremental")
+        train(embedding, range(50))
+        OutOfMemory(monkeypatch, tracking, "keys_of")
+        with pytest.raises(torch.OutOfMemoryError):
+            embedding.save_snapshot("a", "full" if background else "incremental", background=background)
+        embedding.save_snapshot("b", "incremental")
+        assert Snapshot.open(tmp_path / "rows" / "snapshots" / "b").manifest.own_rows == 50
+        save = embedding.save_snapshot("c", background=True)
+        assert save is not None
+        assert save.wait()
+
+
+@on_one_device
+def test_what_could_not_be_kept_is_kept_the_next_time(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    with tables_on(device) as place, make(options("device"), "adam").to(place) as embedding:
+        train(embedding, range(100))
+        expected = contents(embedding).tobytes()
+        rows = table_of(embedding).image()
+        OutOfMemory(monkeypatch, image, "itertools")
+        with pytest.raises(torch.OutOfMemoryError):
+            train(embedding, range(50))
+        train(embedding, range(50))
+        assert joined(rows.chunks()) == expected
+
+
+@on_one_device
+def test_a_save_that_failed_holds_no_rows(device: Device) -> None:
+    with tables_on(device) as place, make(options("device"), "adam").to(place) as embedding:
+        train(embedding, range(100))
+        held: list[weakref.ref[Any]] = []
+
+        def write(chunks: Chunks) -> None:
+            next(chunks)
+            kept = table_of(embedding)._image
+            assert isinstance(kept, MemoryImage)
+            held.append(weakref.ref(kept._table))
+            raise OSError("as planned")
+
+        save = table_of(embedding).save_in_background("it", write)
+        with pytest.raises(OSError, match="as planned"):
+            save.wait()
+        gc.collect()
+        assert held[0]() is None

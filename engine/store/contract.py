@@ -131,8 +131,11 @@ class Tracker(Protocol[B]):
     def note(self, batch: B) -> None:
         """The lines of a pinned batch will be written."""
 
-    def take(self) -> tuple[Tables, Keys]:
-        """Of the rows that changed since the last time and were not erased after it; some came more than once."""
+    def names(self) -> tuple[Tables, Keys]:
+        """Of the rows that changed since the last `forget`, but for some that were erased after it; may wait."""
+
+    def forget(self) -> None:
+        """What `names` has just told is known elsewhere."""
 
 
 class Store(Level, Protocol[B]):

@@ -49,7 +49,8 @@ def make_folder(path: Path) -> None:
 def made_aside(folder: Path) -> Iterator[Path]:
     """A folder beside `folder` that becomes it, durably, where the block ends; where it raises, nothing is left.
 
-    What the block puts there it makes durable. Parents are created; what a killed process left is removed. OSError.
+    What the block puts there it makes durable. Parents are created; what a killed process left is removed. Raises
+    OSError; UnsyncedError where it is there all the same.
     """
     temporary = folder.parent / f"{TEMPORARY}{folder.name}"
     try:
@@ -64,14 +65,17 @@ def made_aside(folder: Path) -> Iterator[Path]:
             remove_folder(temporary)  # gone already where the rename was reached
 
 
+class UnsyncedError(OSError):
+    """What was asked for is there, whole; whether it outlives a power loss is not known."""
+
+
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Rename what is durable itself to `path`, which is not there, durably; undone where it raises. OSError."""
+    """Rename what is durable itself to `path`, which is not there, durably. Raises OSError, UnsyncedError."""
     temporary.rename(path)
     try:
         fsync_dir(path.parent)
-    except BaseException:
-        path.rename(temporary)  # it may not outlive a power loss
-        raise
+    except OSError as error:  # nor would it be known of an undoing
+        raise UnsyncedError(f"it is there, whole, but may not outlive a power loss: {error}") from error
 
 
 def remove_folder(path: Path) -> None:
@@ -97,7 +101,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):  # what went wrong first is told
             temporary.unlink()
         raise

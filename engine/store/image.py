@@ -108,9 +108,7 @@ class MemoryImage:
         for bucket in range(BUCKETS):
             with self._changed:
                 self._open().list(bucket)
-            table = self._table
-            if table is not None:
-                table.sort()  # may take long, and needs no lock
+            self._sort()
             while True:
                 rows = np.empty(most, self._dtype)
                 with self._changed:
@@ -142,6 +140,11 @@ class MemoryImage:
 
     def before_erase(self, tables: Tables, keys: Keys) -> None:
         self._open().keep_rows(tables, keys)
+
+    def _sort(self) -> None:
+        table = self._table
+        if table is not None:
+            table.sort()  # may take long, and needs no lock
 
     def _has_room(self) -> bool:
         return self._table is None or self._table.kept_bytes < self._kept_bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...engine.errors import InputError, SnapshotError
 from ...engine.store.contract import Chunks
-from ...engine.store.durable import TEMPORARY, fsync_file, make_folder, put_in_place
+from ...engine.store.durable import TEMPORARY, UnsyncedError, fsync_file, make_folder, put_in_place
 from ..reader import Snapshot
 from ..selection import LoadReport, Selection
 from ..writer import Progress, write_snapshot
@@ -43,9 +43,9 @@ def export_snapshot(
     as a lookup sees them, of a table at step 0 that no optimizer has trained.
     progress: told how many rows of the snapshot each chunk added that was read.
 
-    The file is written aside and renamed when it is durable; where this raises, nothing of it is left. Raises
-    InputError for an argument, SnapshotError where `path` exists or cannot be written or the snapshot is damaged,
-    OptionError where pyarrow is missing.
+    The file is written aside and renamed when it is durable; where this raises, nothing of it is left, or the error
+    says so. Raises InputError for an argument, SnapshotError where `path` exists or cannot be written or the snapshot
+    is damaged, OptionError where pyarrow is missing.
     """
     if format not in FORMATS:
         raise InputError(f"format={format!r}: give one of {', '.join(map(repr, FORMATS))}")
@@ -68,6 +68,8 @@ def export_snapshot(
         _write(temporary, format, description, chunks)
         fsync_file(temporary)
         put_in_place(temporary, path)
+    except UnsyncedError as error:
+        raise SnapshotError(f"snapshot {snapshot.name!r} was exported to {str(path)!r}: {error}") from error
     except OSError as error:
         raise SnapshotError(
             f"snapshot {snapshot.name!r} was not exported to {str(path)!r}: {error.strerror or error}; make room, or "

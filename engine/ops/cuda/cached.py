@@ -120,6 +120,10 @@ class CachedStore(WithoutAnnouncements[Batch]):
         yield from self._below.scan()
 
     def flush(self) -> None:
+        self._bring_down()
+        self._below.flush()
+
+    def _bring_down(self) -> None:
         for slots in self._cache.dirty().split(SCAN_ROWS):
             hashes, tables, lines = self._cache.rows(slots)
             self._down.reserve(len(lines))
@@ -130,14 +134,14 @@ class CachedStore(WithoutAnnouncements[Batch]):
             all_of.cpu()  # waits
             self._write_below(len(lines))
             self._cache.written(slots)
-        self._below.flush()
 
     def tracker(self) -> WrittenBelow:
-        self._written = WrittenBelow(self.flush)
+        self._bring_down()  # what changed until now
+        self._written = WrittenBelow(self._bring_down)
         return self._written
 
     def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        self.flush()
+        self._bring_down()
         return self._below.read(tables, keys, lines, touch)
 
     def close(self) -> None:

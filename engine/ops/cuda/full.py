@@ -98,13 +98,14 @@ class FullStore(WithoutAnnouncements[Batch]):
         hashes, tables, lines, updates = self.table.rows()
         numbers = updates.nonzero()[:, 0]
         hashes, tables = hashes[numbers], tables[numbers]
-        keys = keys_of(self.layout.device, hashes, tables).cpu().numpy().view(np.uint64)
-        owners = tables.cpu().numpy().view(np.uint32)
-        buckets = hashes.cpu().numpy().view(np.uint64) >> np.uint64(58)
-        order = np.lexsort((keys, owners, buckets))
-        numbers = numbers[torch.from_numpy(order).to(numbers.device)]
-        bounds = np.searchsorted(buckets[order], np.arange(BUCKETS + 1))
-        return Held(owners[order], keys[order], lines[numbers], numbers, bounds)
+        keys = keys_of(self.layout.device, hashes, tables)
+        buckets = (hashes >> 58) & (BUCKETS - 1)
+        order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # as numbers without a sign
+        for names in (tables, buckets):
+            order = order[names[order].argsort(stable=True)]
+        bounds = torch.searchsorted(buckets[order], torch.arange(BUCKETS + 1, device=order.device))
+        owners, numbers = tables[order].cpu().numpy().view(np.uint32), numbers[order]
+        return Held(owners, keys[order].cpu().numpy().view(np.uint64), lines[numbers], numbers, bounds.cpu().numpy())
 
     def image(self, top: Any) -> TableImage:
         return TableImage(self, self._faults.word)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -32,19 +33,20 @@ class TableImage:
 
     def __init__(self, store: FullStore, faults: Tensor) -> None:
         self._table, self._layout, self._faults = store.table, store.layout, faults
+        device = self._layout.device.torch_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # steps may be on another stream than this thread
         self._held = store.held()
         self._staging = Staging(self._layout)
-        device = self._layout.device.torch_device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # by the number of a line + 1: the place in `_held` of a row that was neither read nor kept so far, or -1
         self._places = torch.full((self._table.room + 1,), -1, dtype=torch.int64, device=device)
         self._places[self._held.numbers + 1] = torch.arange(len(self._held.keys), device=device)
         self._kept: list[list[Kept]] = [[] for _ in range(BUCKETS)]
         self._bucket = self._at = 0
-
-    @property
-    def kept_bytes(self) -> int:
-        return sum(places.nbytes + lines.nbytes for parts in self._kept for places, lines in parts)
+        self.kept_bytes = 0
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def keep(self, batch: Batch) -> None:
         self._keep(self._table.lines_of(batch))
@@ -54,6 +56,10 @@ class TableImage:
 
     def list(self, bucket: int) -> None:
         self._bucket, self._at = bucket, int(self._held.bounds[bucket])
+        if len(parts := self._kept[bucket]) > 1:
+            places, lines = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            order = np.argsort(places)
+            self._kept[bucket] = [(places[order], lines[order])]
 
     def sort(self) -> None:
         """They are."""
@@ -62,6 +68,7 @@ class TableImage:
         most = len(rows) // row_dtype(self._layout.width).itemsize
         begin, end = self._at, min(self._at + most, int(self._held.bounds[self._bucket + 1]))
         if begin == end:
+            self.kept_bytes -= sum(places.nbytes + kept.nbytes for places, kept in self._kept[self._bucket])
             self._kept[self._bucket] = []
             return 0
         packed = rows.view(row_dtype(self._layout.width))[: end - begin]
@@ -84,13 +91,18 @@ class TableImage:
         places, order = places[wanted].sort()
         if len(order) == 0:
             return
-        was = self._staging.read(lines[wanted[order]])[:, : self._layout.stored_bytes].copy()
-        self._places[numbers[wanted]] = -1
+        was = self._staging.read(lines[wanted[order]])[:, : self._layout.stored_bytes]
         there = places.cpu().numpy()
         bounds = np.searchsorted(there, self._held.bounds)
-        for bucket in np.flatnonzero(np.diff(bounds)).tolist():
-            part = slice(bounds[bucket], bounds[bucket + 1])
-            self._kept[bucket].append((there[part], was[part].copy()))
+        parts = [
+            (bucket, (there[begin:end].copy(), was[begin:end].copy()))  # each bucket's goes by itself
+            for bucket, (begin, end) in enumerate(itertools.pairwise(bounds.tolist()))
+            if begin < end
+        ]
+        self._places[numbers[wanted]] = -1
+        for bucket, part in parts:
+            self._kept[bucket].append(part)
+        self.kept_bytes += there.nbytes + was.nbytes
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:

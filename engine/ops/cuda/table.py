@@ -42,6 +42,7 @@ class FullTable:
         self._base_bits = SMALLEST_BITS if capacity is None else max(capacity - 1, 1).bit_length()
         self._segments: list[Tensor] = []
         self._addresses = self._zeros(32, torch.int64)
+        self._places = self._zeros((3, 0), torch.int64)  # begin, end and first row's number of each segment
         self._room = 0  # rows that there is memory for
         self._bound = 0  # the most rows that there can be, as far as is known without waiting
         self.nowhere = self._zeros(layout.line_bytes, torch.uint8)  # the line of rows that do not fit
@@ -103,13 +104,13 @@ class FullTable:
 
     def numbers_of(self, lines: Tensor) -> Tensor:
         """Which ones the addresses [n] are, int64 [n]; -1 for those that are no line of this table."""
-        numbers, before = torch.full_like(lines, -1), 0
-        for segment in self._segments:
-            offsets = lines - segment.data_ptr()
-            inside = (offsets >= 0) & (offsets < segment.nbytes)
-            numbers = torch.where(inside, before + offsets // self._layout.line_bytes, numbers)
-            before += segment.nbytes // self._layout.line_bytes
-        return numbers
+        if not self._segments:
+            return torch.full_like(lines, -1)
+        begins, ends, firsts = self._places
+        segment = torch.searchsorted(begins, lines, right=True) - 1  # -1 for an address before all
+        inside = (segment >= 0) & (lines < ends[segment])
+        numbers = firsts[segment] + (lines - begins[segment]) // self._layout.line_bytes
+        return torch.where(inside, numbers, -1)
 
     @property
     def room(self) -> int:
@@ -184,8 +185,14 @@ class FullTable:
         self._addresses[len(self._segments)] = segment.data_ptr()
         self._segments.append(segment)
         self._room += lines
+        firsts = np.cumsum([0, *(each.nbytes // self._layout.line_bytes for each in self._segments)])
+        places = sorted(
+            (each.data_ptr(), each.data_ptr() + each.nbytes, first)
+            for each, first in zip(self._segments, firsts.tolist(), strict=False)
+        )
+        self._places = torch.tensor(places, dtype=torch.int64, device=self._addresses.device).T.contiguous()
 
-    def _zeros(self, size: int, dtype: torch.dtype) -> Tensor:
+    def _zeros(self, size: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.device.torch_device)
 
     def _run(self, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:

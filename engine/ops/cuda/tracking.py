@@ -14,7 +14,8 @@ from .table import FullTable
 
 
 class Marks:
-    """Of the lines of a full table, for batches that have lines there. A row that was erased loses its mark."""
+    """Of the lines of a full table, for batches that have lines there. The mark of a row that is erased goes on to the
+    row that takes its line: by then that one has changed as well, or was never written."""
 
     def __init__(self, table: FullTable) -> None:
         self._table = table
@@ -27,14 +28,18 @@ class Marks:
             self._marks = larger
         self._marks[self._table.numbers_of(self._table.lines_of(batch)) + 1] = True
 
-    def take(self) -> tuple[Tables, Keys]:
+    def names(self) -> tuple[Tables, Keys]:
         """Waits for the device."""
+        if not self._marks[1:].any():
+            return np.empty(0, np.uint32), np.empty(0, np.uint64)
         hashes, tables, lines, _ = self._table.rows()
         marked = (self._marks[1 : len(lines) + 1] & (lines[: len(self._marks) - 1] != 0)).nonzero()[:, 0]
-        self._marks.zero_()
         hashes, tables = hashes[marked], tables[marked]
         keys = keys_of(self._table.device, hashes, tables)
         return tables.cpu().numpy().view(np.uint32), keys.cpu().numpy().view(np.uint64)
+
+    def forget(self) -> None:
+        self._marks.zero_()
 
 
 class WrittenBelow:
@@ -50,9 +55,10 @@ class WrittenBelow:
     def add(self, tables: Tables, keys: Keys) -> None:
         self._names.note_rows(tables, keys)
 
-    def take(self) -> tuple[Tables, Keys]:
+    def names(self) -> tuple[Tables, Keys]:
         self._flush()
-        parts = [self._names.rows(bucket) for bucket in range(BUCKETS)]
-        self._names = _core.ChangedRows(room=self._names.size)
-        tables, keys = zip(*parts, strict=True)
+        tables, keys = zip(*(self._names.rows(bucket) for bucket in range(BUCKETS)), strict=True)
         return np.concatenate(tables), np.concatenate(keys)
+
+    def forget(self) -> None:
+        self._names = _core.ChangedRows(room=self._names.size)
