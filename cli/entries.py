@@ -50,7 +50,8 @@ def report(done: str, name: str, manifest: Manifest, begin: float, as_json: bool
         return
     kind = "" if manifest.kind == "full" else f"{manifest.kind}, "
     held = f"{kind}{manifest.rows:,} rows, {size(manifest.total_bytes)}, step {manifest.description['step']:,}"
-    print(f"{done} {text(name)}: {held}, in {span(seconds)}")
+    left = f", {more['left_out']:,} rows left out" if more.get("left_out") else ""
+    print(f"{done} {text(name)}: {held}, in {span(seconds)}{left}")
 
 
 def complain_of(damaged: Mapping[str, Exception]) -> None:

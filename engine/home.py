@@ -215,11 +215,11 @@ class TableHome:
         """
         report = LoadReport()
         described = {**snapshot.description, "rows": snapshot.manifest.rows}
-        if selection.tables is not None or selection.where is not None:  # counted first: `capacity` must know
-            for _ in selection.chunks(snapshot.chunks(), described, report):
-                pass
-        else:
+        if selection.has_every_row:
             report.rows = snapshot.manifest.rows
+        else:
+            for _ in selection.chunks(snapshot.chunks(), described, report):  # counted first: `capacity` must know
+                pass
         stored = {**selection.description(described), "rows": report.rows}
         selected = selection.rows_of(snapshot, LoadReport())
         with contextlib.nullcontext() if running is None else running.lock:

@@ -57,7 +57,7 @@ def fitting(
     strict: bool,
     what: str,
 ) -> tuple[Selection, list[str]]:
-    """What of a snapshot fits the table, and remarks on what does not and is left out where it is not `strict`.
+    """What of a snapshot fits the table, and remarks on what is left out, which where it is `strict` is padding alone.
 
     Raises InputError for a selection of tables that are not there, SnapshotError and OptimizerError where it cannot be
     loaded so.
@@ -84,4 +84,7 @@ def fitting(
             raise OptimizerError(f"{error}; or load it with weights_only=True") from error
         remarks.append(f"the optimizer's state is begun anew: {error}")
         selection = dataclasses.replace(selection, state=False)
+    if spec.padding_idx not in (None, stored["padding_idx"]):
+        remarks.append(f"padding_idx={spec.padding_idx} was none when {what} was saved: rows of that id are left out")
+        selection = dataclasses.replace(selection, padding=spec.padding_key)
     return selection, remarks

@@ -103,11 +103,11 @@ class _Trainer:
                 return receive(self._connection)
             return receive(self._connection)
         except TimeoutError:
-            found = "came to no end of a step, or of what it reads" if self._waits else "did not answer"
+            found = "came to no end of a step, or of a read," if self._waits else "did not answer"
             raise StoreError(
                 f"process {self.pid} was asked to {wish} and {found} for {self._timeout:g} seconds. Where it is at "
-                "work, ask again with a longer timeout; where it is stopped, let it go on or end it, and save from "
-                "the closed store"
+                "work, see whether it did so after all, and ask again with a longer timeout; where it is stopped, let "
+                "it go on or end it, and save from the closed store"
             ) from None
         except ValueError as error:
             raise StoreError(f"process {self.pid} gave an answer that is none: {error}") from error

@@ -40,7 +40,7 @@ def draw(summary: Summary, title: str, path: Path) -> None:
     _bars(updates, summary.updates, "updates of a row", "How often rows were updated")
     _bars(tables, summary.tables, "table", "Rows of each table")
     for axes in (norms, updates, tables):
-        axes.yaxis.set_major_formatter("{x:,.0f}")
+        _count_rows(axes)
     picture = BytesIO()
     figure.savefig(picture, format=path.suffix[1:].lower(), dpi=120)
     try:
@@ -88,6 +88,13 @@ def _bars(axes: Any, counter: Any, label: str, title: str) -> None:
     else:
         axes.hist(values, np.linspace(low - 0.5, high + 0.5, _BARS + 1), weights=counts)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _count_rows(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
 def _say_empty(axes: Any) -> None:

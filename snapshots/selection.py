@@ -29,16 +29,26 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Selection:
-    """What to load. `tables`: indexes; `where`: of (tables [n], keys [n]), which rows [n]; `state`: the optimizer's."""
+    """What to load.
+
+    `tables`: indexes; `where`: of (tables [n], keys [n]), which rows [n]; `state`: the optimizer's; `padding`: the 64
+    bits of a key that is none of the table's.
+    """
 
     tables: Collection[int] | None = None
     where: Where | None = None
     state: bool = True
+    padding: int | None = None
 
     @property
     def is_whole(self) -> bool:
         """Whether that is all there is."""
-        return self.tables is None and self.where is None and self.state
+        return self.has_every_row and self.state
+
+    @property
+    def has_every_row(self) -> bool:
+        """Whether no row is left out."""
+        return self.tables is None and self.where is None and self.padding is None
 
     def description(self, description: dict[str, Any]) -> dict[str, Any]:
         """What the selected rows belong to: without state, a table that no optimizer has trained."""
@@ -80,6 +90,8 @@ class Selection:
     def _taken(self, rows: NDArray[np.void], signed: bool) -> NDArray[np.void]:
         if self.tables is not None:
             rows = rows[np.isin(rows["table"], list(self.tables))]
+        if self.padding is not None:
+            rows = rows[rows["key"] != np.uint64(self.padding)]
         if self.where is not None:
             keys = rows["key"].copy()
             wanted = np.asarray(self.where(rows["table"].copy(), keys.view(np.int64) if signed else keys))

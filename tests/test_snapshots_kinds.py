@@ -250,6 +250,19 @@ def test_tables_that_the_embedding_lacks_are_left_out_and_told(tmp_path: Path) -
         assert rows_by_key(embedding) == {row: data for row, data in all_rows.items() if row[0] < 2}
 
 
+def test_rows_of_an_id_that_has_become_padding_are_left_out(tmp_path: Path) -> None:
+    with open_at(tmp_path, "device") as embedding:
+        train(embedding, range(9))
+        embedding.save_snapshot("a")
+    with make(options("device", tmp_path, open="fresh"), "adam", padding_idx=3) as embedding:
+        report = embedding.load_snapshot("a")
+        assert (report.rows, report.left_out) == (8, 1)
+        assert report.remarks == ["padding_idx=3 was none when snapshot 'a' was saved: rows of that id are left out"]
+        assert embedding.size() == 8
+        embedding.save_snapshot("b")
+        assert embedding.load_snapshot("b").remarks == []
+
+
 def test_rows_go_back_to_a_whole_snapshot_and_not_to_a_part(tmp_path: Path) -> None:
     with open_at(tmp_path, "host") as embedding:
         grow(embedding, 0)

@@ -124,7 +124,10 @@ class Columns:
         what = f"{where}: {TABLE}"
         if tables is None:
             if number != 1:
-                raise InputError(f"{what}: nothing tells which of {number} tables a row belongs to; give table_ids")
+                raise InputError(
+                    f"{what}: nothing tells which of {number} tables a row belongs to; give a column {TABLE!r}, or "
+                    "table_ids"
+                )
             return
         if isinstance(tables, np.ndarray):
             if tables.dtype.kind not in "iu" or tables.shape != (count,):

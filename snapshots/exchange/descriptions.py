@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 
-from ...engine.errors import InputError, OptionError
+from ...engine.errors import InputError, OptimizerError, OptionError
 from ...engine.initializers import make_normal_initializer
 from ...engine.optimizers import RowOptimizer
 from ...engine.row_state import RowState
@@ -37,6 +38,8 @@ def description_for(
     tables = [make_normal_initializer(0.0, 0.05)] if tables is None else tables
     if not isinstance(tables, (list, tuple)):
         raise OptionError(f"tables={tables!r}: give a list with the options of each table, as by make_table_options")
+    if not isinstance(optimizer, (RowOptimizer, NoneType)):
+        raise OptimizerError(f"optimizer={optimizer!r}: give what engine.row_optimizer makes of an optimizer, or None")
     spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed)
     state = RowState() if optimizer is None else optimizer.row_state(spec.dim)
     hyper = [] if optimizer is None or step == 0 else optimizer.hyper(step)

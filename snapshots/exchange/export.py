@@ -47,6 +47,8 @@ def export_snapshot(
     says so. Raises InputError for an argument, SnapshotError where `path` exists or cannot be written or the snapshot
     is damaged, OptionError where pyarrow is missing.
     """
+    if not isinstance(snapshot, Snapshot):
+        raise InputError(f"snapshot={snapshot!r}: give Snapshot.open(<store folder>/snapshots/<name>)")
     if format not in FORMATS:
         raise InputError(f"format={format!r}: give one of {', '.join(map(repr, FORMATS))}")
     path = path_of(path, "path").absolute()

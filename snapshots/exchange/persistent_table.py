@@ -17,6 +17,7 @@ from ...engine.spec import KEY_TYPES, check_dtype, check_key_type
 from ...engine.store.folder import StoreFolder
 from ..format import check_name
 from ..reader import Snapshot
+from ..status import existing_store
 from ..writer import check_free, write_snapshot
 from .columns import KEY, TABLE, VALUES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state
@@ -126,11 +127,12 @@ def make_persistent_table_reader(
 
     Without the states, values are what a lookup sees; with them, those of a row's latest write, whose step only
     `export_snapshot` tells. Checksums are compared while a bucket is read, so that a damaged one raises SnapshotError
-    at its end. Raises InputError for an argument that is not the snapshot's, SnapshotError where it is missing.
+    at its end. Raises InputError for an argument that is not the snapshot's, SnapshotError where it is missing,
+    StoreError where there is no store.
     """
     check_dtype(value_type)
     check_name(snapshot_name)
-    snapshot = Snapshot.open(path_of(path, "path") / "snapshots" / snapshot_name)
+    snapshot = Snapshot.open(existing_store(path_of(path, "path")) / "snapshots" / snapshot_name)
     _check_kind(snapshot.description, key_type, storage_dim, f"snapshot {snapshot_name!r}")
     if len(snapshot.description["tables"]) > 1 and not table_ids:
         raise InputError(

@@ -138,12 +138,17 @@ def open_source(source: Any, keys: Any = None, table_ids: Any = None, tensor: An
         )
     path = Path(source)
     if path.suffix == ".npy":
+        if tensor is not None:
+            raise InputError(f"tensor={tensor!r}: a .npy file is one array; leave it out")
         return Source(repr(str(path)), _memory({"values": _npy(path)}, extra), _dense("values", extra, table))
     opener = _opener_of(path)
     if tensor is not None:
         return Source(repr(str(path)), partial(_with, opener, extra), _dense(tensor, extra, table))
     if extra or table is not None:
-        raise InputError("keys and table_ids go with a dense tensor; name it by tensor=")
+        raise InputError(
+            f"keys and table_ids go with a dense tensor, which tensor= names; other files have columns {KEY!r} and "
+            f"{TABLE!r} of their own"
+        )
     return Source(repr(str(path)), opener, _by_name)
 
 
@@ -230,13 +235,18 @@ def _npy(path: Path) -> Column:
 @contextmanager
 def _opened_state_dict(path: Path) -> Iterator[NamedArrays]:
     """The tensors of a `torch.save`, which stay on the disk; what is not plain data is refused, so no code runs."""
-    tensors = _tensors(torch.load(path, map_location="cpu", weights_only=True, mmap=True), "")
-    yield NamedArrays({name: TensorColumn(tensor) for name, tensor in tensors})
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:  # torch's advice is to run its code
+        raise InputError(
+            f"{str(path)!r} holds more than tensors, or is damaged: save the state_dict() of a module, not the module"
+        ) from None
+    yield NamedArrays({name: TensorColumn(tensor) for name, tensor in _tensors(loaded, "")})
 
 
 def _tensors(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
-        yield prefix.removesuffix("."), value
+        yield prefix.removesuffix(".") or "tensor", value
     elif isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _tensors(inner, f"{prefix}{name}.")
