@@ -4,62 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
-import torch
-from embeddings import DIM, STORES, contents, make, options, train
-from forked import in_process
-from images import change, changed, in_memory, joined, small_chunks, table_of
-from stored import run_python
+from embeddings import STORES, contents, make, options, train
+from images import change, changed, small_chunks, table_of
+from saves import Writer, no_thread_is_left, until, waits_of
 
-from tierbed.engine import ClosedError, MultiTableEmbedding, StoreError, background
+from tierbed.engine import ClosedError, StoreError
 from tierbed.engine.store.contract import Chunks
-from tierbed.engine.store.image import MemoryImage
 
-__all__ = ["small_chunks"]
+__all__ = ["no_thread_is_left", "small_chunks"]
 pytestmark = pytest.mark.usefixtures("small_chunks")
 stores = pytest.mark.parametrize("store", STORES)
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    yield
-    for writer in Writer.all:
-        writer.let_go()
-    Writer.all.clear()
-
-
-class Writer:
-    """Keeps what it is given; waits before it reads on until it may."""
-
-    all: ClassVar[list[Writer]] = []
-
-    def __init__(self, allowed: int = 0) -> None:
-        self.all.append(self)
-        self.rows = b""
-        self.allowed = threading.Semaphore(allowed)
-        self.began = threading.Event()
-
-    def __call__(self, chunks: Chunks) -> None:
-        def slowly() -> Chunks:
-            while True:
-                self.began.set()
-                self.allowed.acquire()
-                if (chunk := next(chunks, None)) is None:
-                    return
-                yield chunk
-
-        self.rows = joined(slowly())
-
-    def let_go(self) -> None:
-        self.allowed.release(1 << 20)
 
 
 @stores
@@ -80,50 +40,6 @@ def test_training_goes_on_while_a_thread_saves(tmp_path: Path, store: str, kept_
             change(embedding, number)
         rows = contents(embedding).tobytes()
     assert rows == changed(options(store, tmp_path / "other"), range(14))
-
-
-def waits_of(embedding: MultiTableEmbedding) -> int:
-    image = table_of(embedding)._image
-    assert isinstance(image, MemoryImage)
-    return image.waits
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-CALLS: dict[str, Callable[[MultiTableEmbedding], object]] = {
-    "step": lambda embedding: train(embedding, range(50)),
-    "put": lambda embedding: embedding.put([1, 2], torch.ones(2, DIM), 0),
-    "delete": lambda embedding: embedding.delete([1, 2], 0),
-}
-
-
-@in_memory
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_call_waits_where_too_much_is_kept(
-    tmp_path: Path, store: str, call: Callable[[MultiTableEmbedding], object]
-) -> None:
-    with make(options(store, tmp_path), "adagrad") as embedding:
-        change(embedding, 0)
-        expected, writer = contents(embedding).tobytes(), Writer()
-        save = table_of(embedding).save_in_background("'one'", writer, kept_bytes=1)
-        train(embedding, range(50))  # nothing was kept yet
-        rows = contents(embedding).tobytes()
-        waiting = threading.Thread(target=call, args=(embedding,))
-        waiting.start()
-        until(lambda: waits_of(embedding) == 1)
-        assert embedding.get([1], 0).shape == (1, DIM)  # who only reads does not wait
-        assert contents(embedding).tobytes() == rows
-        writer.let_go()
-        waiting.join(60)
-        assert not waiting.is_alive()
-        assert save.wait(60)
-        assert writer.rows == expected
-        assert contents(embedding).tobytes() != rows
 
 
 @stores
@@ -221,67 +137,6 @@ def test_a_close_beside_a_reader(tmp_path: Path, store: str) -> None:
             embedding.close()
 
 
-@pytest.mark.parametrize("waits", ["wait", "finish"])
-def test_a_save_does_not_rest_while_somebody_waits(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
-    monkeypatch.setattr(background, "REST", 1e9)
-    with make(options("device"), "adagrad") as embedding:
-        change(embedding, 0)
-        save = table_of(embedding).save_in_background("snapshot 'one'", writer := Writer(allowed=1 << 20))
-        getattr(save, waits)()
-        assert writer.rows == contents(embedding).tobytes()
-
-
-def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
-    script = (
-        "import threading; from embeddings import make, options, train; from tierbed.engine import background\n"
-        "background.REST = 1e9\n"
-        "def write(chunks):\n"
-        "    threading.main_thread().join()\n"
-        "    print(sum(len(rows) for _, rows in chunks))\n"
-        "embedding = make(options('device'), 'sgd'); train(embedding, range(999))\n"
-        "embedding._table().save_in_background('it', write)\n"
-    )
-    assert run_python(script) == "999\n"
-
-
-def test_a_save_that_ended_holds_nobody_up() -> None:
-    with make(options("device"), "adagrad") as embedding:
-        table, writer = table_of(embedding), Writer(allowed=1 << 20)
-        table.save_in_background("snapshot 'one'", writer).wait()
-        with table.lock:
-            other = threading.Thread(target=table.finish_saving)
-            other.start()
-            other.join(60)
-            assert not other.is_alive()
-
-
-@stores
-@pytest.mark.parametrize("waits", ["wait", "finish"])
-def test_a_wait_holding_the_lock_lets_the_save_go_on(tmp_path: Path, store: str, waits: str) -> None:
-    """As in the handler of a signal that came in a step."""
-    with make(options(store, tmp_path), "adagrad") as embedding:
-        change(embedding, 0)
-        table, writer = table_of(embedding), Writer()
-        with table.lock, table.lock:
-            save = table.save_in_background("snapshot 'one'", writer)
-            writer.let_go()
-            getattr(save, waits)()
-        assert writer.rows == contents(embedding).tobytes()
-
-
-def test_a_wait_for_some_time_does_not_wait_for_the_lock() -> None:
-    with make(options("device"), "adagrad") as embedding:
-        change(embedding, 0)
-        table, writer = table_of(embedding), Writer()
-        save = table.save_in_background("snapshot 'one'", writer)
-        waits = threading.Thread(target=save.wait, args=(0.01,))
-        with table.lock:  # as a long step holds it
-            waits.start()
-            waits.join(60)
-            assert not waits.is_alive()
-        writer.let_go()
-
-
 def test_there_is_one_save_at_a_time() -> None:
     with make(options("device"), "adagrad") as embedding:
         change(embedding, 0)
@@ -336,76 +191,3 @@ def test_the_thread_that_saves_is_nicer_than_those_that_train() -> None:
         table_of(embedding).save_in_background("snapshot 'one'", write).wait()
     ours = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert found == [min(19, ours + 10)]
-
-
-@contextlib.contextmanager
-def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
-    """Ctrl-C comes as soon as the condition holds."""
-
-    def interrupt() -> None:
-        until(condition)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        thread.join()
-
-
-def test_ctrl_c_while_waiting_ends_the_wait_alone() -> None:
-    with make(options("device"), "adagrad") as embedding:
-        change(embedding, 0)
-        expected, writer = contents(embedding).tobytes(), Writer()
-        save = table_of(embedding).save_in_background("snapshot 'one'", writer)
-        with interrupted_when(save._hurry.is_set):
-            save.wait()
-        assert not save.done
-        change(embedding, 1)
-        writer.let_go()
-        assert save.wait()
-        assert writer.rows == expected
-
-
-@in_memory
-def test_ctrl_c_while_a_step_waits_leaves_the_rows(tmp_path: Path, store: str) -> None:
-    with make(options(store, tmp_path), "adagrad") as embedding:
-        change(embedding, 0)
-        expected, writer = contents(embedding).tobytes(), Writer()
-        save = table_of(embedding).save_in_background("snapshot 'one'", writer, kept_bytes=1)
-        train(embedding, range(20))
-        rows = contents(embedding).tobytes()
-        with interrupted_when(lambda: waits_of(embedding) > 0):
-            train(embedding, range(30))
-        assert contents(embedding).tobytes() == rows
-        writer.let_go()
-        assert save.wait()
-        assert writer.rows == expected
-        train(embedding, range(30))
-        assert table_of(embedding).step == 3
-
-
-def _wait_in_a_child(path: Path) -> str:
-    with make(options("device", path), "adagrad") as embedding:
-        change(embedding, 0)
-        writer = Writer()
-        save = table_of(embedding).save_in_background("snapshot 'one'", writer)
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                save.wait()
-            except StoreError as error:
-                os.write(writing, str(error).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        writer.let_go()
-        save.wait()
-        return os.read(reading, 1000).decode().replace(str(os.getpid()), "ours")
-
-
-def test_a_forked_child_does_not_wait(tmp_path: Path) -> None:
-    said = in_process(_wait_in_a_child, tmp_path)
-    assert said == "snapshot 'one' is being saved by process ours; wait for it there"

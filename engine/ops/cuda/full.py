@@ -147,6 +147,5 @@ class FullStore(WithoutAnnouncements[Batch]):
 
     def _packed(self, tables: Tables, keys: Keys, lines: Tensor) -> NDArray[np.void]:
         rows = np.empty(len(keys), row_dtype(self.layout.width))
-        rows["table"], rows["key"] = tables, keys
-        rows.view(np.uint8).reshape(len(keys), -1)[:, 12:] = self.staging.read(lines)[:, : self.layout.stored_bytes]
+        self.staging.pack(tables, keys, lines, rows)
         return rows

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,8 +17,6 @@ from .staging import Staging
 
 if TYPE_CHECKING:
     from .full import FullStore
-
-_NAME_BYTES = 12  # of a packed row, before its line
 
 Kept = tuple[NDArray[np.int64], NDArray[np.uint8]]  # places [n], ascending, and lines [n, stored_bytes]
 
@@ -72,11 +69,11 @@ class TableImage:
             self._kept[self._bucket] = []
             return 0
         packed = rows.view(row_dtype(self._layout.width))[: end - begin]
-        packed["table"], packed["key"] = self._held.tables[begin:end], self._held.keys[begin:end]
-        lines = packed.view(np.uint8).reshape(end - begin, -1)[:, _NAME_BYTES:]
-        with self._in_order():
-            lines[:] = self._staging.read(self._held.lines[begin:end])[:, : self._layout.stored_bytes]
-            self._places[self._held.numbers[begin:end] + 1] = -1
+        held = self._held
+        # behind what the thread that trains has launched, and before what it will
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            lines = self._staging.pack(held.tables[begin:end], held.keys[begin:end], held.lines[begin:end], packed)
+            self._places[held.numbers[begin:end] + 1] = -1
         for places, kept in self._kept[self._bucket]:
             part = slice(*np.searchsorted(places, (begin, end)))
             lines[places[part] - begin] = kept[part]
@@ -103,9 +100,3 @@ class TableImage:
         for bucket, part in parts:
             self._kept[bucket].append(part)
         self.kept_bytes += there.nbytes + was.nbytes
-
-    @contextmanager
-    def _in_order(self) -> Iterator[None]:
-        """Behind what the thread that trains has launched, and before what it will."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            yield

@@ -63,6 +63,15 @@ class Staging:
         all_of.cpu()  # waits
         return self.lines.numpy().reshape(-1, self._layout.line_bytes)[: len(lines)]
 
+    def pack(
+        self, tables: NDArray[np.uint32], keys: NDArray[np.uint64], lines: Tensor, rows: NDArray[np.void]
+    ) -> NDArray[np.uint8]:
+        """Make `rows` [n] of `row_dtype` of names and lines. Returns what is theirs of the lines, [n, stored_bytes]."""
+        rows["table"], rows["key"] = tables, keys
+        packed = rows.view(np.uint8).reshape(-1, rows.dtype.itemsize)[:, -self._layout.stored_bytes :]
+        packed[:] = self.read(lines)[:, : self._layout.stored_bytes]
+        return packed
+
     def updates(self, count: int) -> NDArray[np.uint32]:
         """How often each of the first rows was written."""
         begin = self._layout.stored_bytes - 8

@@ -42,7 +42,7 @@ class FullTable:
         self._base_bits = SMALLEST_BITS if capacity is None else max(capacity - 1, 1).bit_length()
         self._segments: list[Tensor] = []
         self._addresses = self._zeros(32, torch.int64)
-        self._places = self._zeros((3, 0), torch.int64)  # begin, end and first row's number of each segment
+        self._places = self._zeros((3, 0), torch.int64)  # begin, end and first row's number of each segment, by begin
         self._room = 0  # rows that there is memory for
         self._bound = 0  # the most rows that there can be, as far as is known without waiting
         self.nowhere = self._zeros(layout.line_bytes, torch.uint8)  # the line of rows that do not fit
@@ -184,13 +184,11 @@ class FullTable:
             segment = torch.empty(size, dtype=torch.uint8, device=self.device.torch_device)
         self._addresses[len(self._segments)] = segment.data_ptr()
         self._segments.append(segment)
+        begin = segment.data_ptr()
+        place = torch.tensor([[begin], [begin + size], [self._room]], device=self._places.device)
+        places = torch.cat([self._places, place], 1)
+        self._places = places[:, places[0].argsort()]
         self._room += lines
-        firsts = np.cumsum([0, *(each.nbytes // self._layout.line_bytes for each in self._segments)])
-        places = sorted(
-            (each.data_ptr(), each.data_ptr() + each.nbytes, first)
-            for each, first in zip(self._segments, firsts.tolist(), strict=False)
-        )
-        self._places = torch.tensor(places, dtype=torch.int64, device=self._addresses.device).T.contiguous()
 
     def _zeros(self, size: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.device.torch_device)

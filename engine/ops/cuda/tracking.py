@@ -14,8 +14,11 @@ from .table import FullTable
 
 
 class Marks:
-    """Of the lines of a full table, for batches that have lines there. The mark of a row that is erased goes on to the
-    row that takes its line: by then that one has changed as well, or was never written."""
+    """Of the lines of a full table, for batches that have lines there.
+
+    The mark of a row that is erased goes on to the row that takes its line: by then that one has changed as well, or
+    was never written.
+    """
 
     def __init__(self, table: FullTable) -> None:
         self._table = table
