@@ -80,7 +80,7 @@ class Tables:
         return CachedTable(self.layout, host, cache, self.faults)
 
     def table(self, capacity: int, load: float = 0.75) -> FullTable:
-        return FullTable(self.layout, capacity, self.faults.word, load)
+        return FullTable(self.layout, capacity, load)
 
     def batch(self, ids: Tensor) -> Batch:
         return Batch(self.device, [(ids.reshape(-1), None, None)], self.tables, None, self.faults.word)

@@ -132,7 +132,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
         Announce steps in their order, each before it runs, any number of them ahead; the arguments are those of its
         lookup. Rows never depend on it: a step that was not announced, or looks up other ids, takes the plain way. A
-        cache over a slower tier keeps the rows that the announced steps need soonest. On CUDA it does nothing yet.
+        cache over a slower tier keeps the rows that the announced steps need soonest. On CUDA it uses a second stream.
         Raises InputError, OptimizerError, StoreError.
         """
         lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)

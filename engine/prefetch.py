@@ -15,6 +15,7 @@ from threading import Condition, Thread, current_thread
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from . import _core
 from .inputs import Lookup
@@ -30,14 +31,21 @@ QUEUE = 4 * WINDOW  # batches that wait at most
 class _Coming:
     """An announced batch: copies of its lookups, since the caller may fill its tensors anew."""
 
-    def __init__(self, lookups: Sequence[Lookup]) -> None:
+    def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
         self.lookups = [_copy(lookup) for lookup in lookups]
+        self.copied = processor.mark()
+        # a device is not waited for to see that its memory holds the same ids still, which `hand_over` checks late
+        self._given = [_places(lookup) for lookup in lookups] if processor.checks_late else None
+        self._kept = lookups  # so that nothing else comes into their memory
         self.batch: Any = None
+        self.made: Any = None  # a mark as well
         self.announced = False  # the store knows of it
         self.fetched = False  # its rows are up
         self.error: BaseException | None = None
 
     def is_of(self, lookups: Sequence[Lookup]) -> bool:
+        if self._given is not None and self._given == [_places(lookup) for lookup in lookups]:
+            return True
         return len(self.lookups) == len(lookups) and all(map(_same, self.lookups, lookups))
 
 
@@ -45,6 +53,18 @@ def _copy(lookup: Lookup) -> Lookup:
     ids, table_ids, offsets = (None if part is None else part.detach().clone() for part in lookup[:3])
     assert ids is not None
     return Lookup(ids, table_ids, offsets, lookup.pooling)
+
+
+def _places(lookup: Lookup) -> tuple[Any, ...]:
+    """What says that two lookups are of the same memory, and that torch has not written there in between."""
+    return lookup.pooling, *(
+        part if part is None else (part.data_ptr(), _version(part), part.dtype, part.shape, part.stride())
+        for part in lookup[:3]
+    )
+
+
+def _version(part: Tensor) -> Any:
+    return object() if part.is_inference() else part._version  # the former counts no writes
 
 
 def _same(one: Lookup, other: Lookup) -> bool:
@@ -89,7 +109,7 @@ class Prefetcher:
         if len(self._coming) == QUEUE:  # nobody takes them
             self.counts["prefetch_dropped"] += 1
             return
-        coming = _Coming(lookups)
+        coming = _Coming(lookups, self._processor)
         with self._changed:
             if self._thread is None:
                 thread = Thread(target=self._run, name="tierbed-prefetch", daemon=True)
@@ -108,16 +128,16 @@ class Prefetcher:
             yield None
             return
         skipped = next((i for i, coming in enumerate(self._coming) if lookups and coming.is_of(lookups)), None)
-        if skipped == 0:
-            batch = self._take()
+        if skipped == 0 and lookups is not None:
+            batch = self._take(lookups)
             try:
                 yield batch
             except BaseException:  # it may not have come to be pinned: the store forgets it as well
-                self._interrupt(None, step=False)
+                self._interrupt(None, None)
                 self._resume()
                 raise
             return
-        batch = self._interrupt(skipped, step=lookups is not None)
+        batch = self._interrupt(skipped, lookups)
         try:
             yield batch
         finally:
@@ -145,23 +165,24 @@ class Prefetcher:
         self._busy = self._full = False
         self._store.cancel()
 
-    def _take(self) -> Any:
-        """The batch that was announced first."""
+    def _take(self, lookups: Sequence[Lookup]) -> Any:
+        """The batch that was announced first, for a step with these lookups."""
         with self._changed:
             first = self._coming[0]
             self._changed.wait_for(lambda: first.announced or first.error)
             if first.error is None:
                 self._unmatched = 0
                 self.counts["prefetch_hits"] += 1
-                return self._coming.popleft().batch
-        self._interrupt(0, step=True)
+                return self._hand_over(self._coming.popleft(), lookups)
+        self._interrupt(0, lookups)
         self._resume()
         raise first.error
 
-    def _interrupt(self, wanted: int | None, step: bool) -> Any:
+    def _interrupt(self, wanted: int | None, lookups: Sequence[Lookup] | None) -> Any:
         """Pause the thread and let the store forget every batch; they are announced again after `_resume`.
 
-        Returns the batch number `wanted`, as far as it was made, and drops it and those before it.
+        Returns the batch number `wanted`, as far as it was made, and drops it and those before it. `lookups`: of a
+        step.
         """
         with self._changed:
             self._paused = True
@@ -170,16 +191,24 @@ class Prefetcher:
             for coming in self._coming:
                 coming.announced = coming.fetched = False
             self._full = False
-            self.counts["prefetch_misses"] += step
-            self._unmatched += step
-            if wanted is not None:
+            if lookups is not None:
+                self.counts["prefetch_misses"] += 1
+                self._unmatched += 1
+            if wanted is not None and lookups is not None:
                 for _ in range(wanted):
                     self._coming.popleft()
                 self._unmatched = 0
-                return self._coming.popleft().batch
+                return self._hand_over(self._coming.popleft(), lookups)
             if self._unmatched > WINDOW:  # hints that no step wants
                 self._coming.clear()
             return None
+
+    def _hand_over(self, coming: _Coming, lookups: Sequence[Lookup]) -> Any:
+        """Its batch as far as it was made, for the thread of the step."""
+        if coming.batch is not None:
+            self._processor.follow(coming.made)
+            self._processor.hand_over(coming.batch, coming.lookups, lookups)
+        return coming.batch
 
     def _resume(self) -> None:
         with self._changed:
@@ -203,7 +232,8 @@ class Prefetcher:
                 assert coming is not None
                 self._busy = True
             try:
-                self._prepare(coming)
+                with self._processor.beside():
+                    self._prepare(coming)
             except BaseException as error:
                 with self._changed:
                     coming.error = error
@@ -229,7 +259,10 @@ class Prefetcher:
                 self._full = not fetched and ended == self._ended
             return
         if coming.batch is None:
-            coming.batch = self._processor.batch(coming.lookups)
+            self._processor.follow(coming.copied)
+            batch = self._processor.batch(coming.lookups, ahead=True)
+            coming.made = self._processor.mark()
+            coming.batch = batch
         self._store.announce(coming.batch)
         with self._changed:
             coming.announced = True

@@ -60,8 +60,7 @@ class OpenTable(OpenRows):
         self._check_optimizer()
         with self.lock, uninterrupted():
             self._store()
-            if self.processor.ahead:
-                self._prefetcher.announce(lookups)
+            self._prefetcher.announce(lookups)
 
     def gather(self, pinned: PinnedBatch, index: int, weights: Tensor | None) -> Tensor:
         with self.lock:

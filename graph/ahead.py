@@ -54,29 +54,33 @@ def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
     Left out are those whose ids depend on rows, on random numbers, on what this step changes outside of it, or on an op
     that is not torch's own. None where nothing is left.
     """
+    known = known_ahead(module)
+    if not known:
+        return None
+    needed = set().union(*(_sources(node, lookups) for node, lookups in known))
+    cut = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node in needed or node.op == "placeholder":
+            copies[node] = cut.node_copy(node, copies.__getitem__)
+    cut.output([fx.map_arg(lookups, copies.__getitem__) for _, lookups in known])
+    return fx.GraphModule(module, cut)
+
+
+def known_ahead(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
+    """The (embedding, lookups) whose rows can be brought up before the step runs, and the node that pins them."""
     trained: list[tuple[fx.Node, Any]] = []
     for node in module.graph.find_nodes(op="call_function", target=step.prefetch):
         trained.append((node, node.args))
     for node in module.graph.find_nodes(op="call_function", target=accumulate):
         rows: Any = node.args[1]
         trained += [(node, row[:2]) for row in rows]
-    needed: set[fx.Node] = set()
     outside = external(module.graph)
-    known = []
-    for node, lookups in trained:
-        sources = _sources(node, lookups)
-        if all(_is_repeatable(source, outside) for source in sources):
-            needed |= sources
-            known.append(lookups)
-    if not known:
-        return None
-    cut = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node in needed or node.op == "placeholder":
-            copies[node] = cut.node_copy(node, copies.__getitem__)
-    cut.output([fx.map_arg(lookups, copies.__getitem__) for lookups in known])
-    return fx.GraphModule(module, cut)
+    return [
+        (node, lookups)
+        for node, lookups in trained
+        if all(_is_repeatable(source, outside) for source in _sources(node, lookups))
+    ]
 
 
 def _sources(user: fx.Node, arguments: Any) -> set[fx.Node]:

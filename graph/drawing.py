@@ -15,6 +15,8 @@ from xml.etree import ElementTree
 import torch
 from torch import fx
 
+from ..engine.embedding import MultiTableMultiColumnEmbedding
+from .ahead import known_ahead
 from .listing import describe, op_name, statement
 from .stages import STAGES, rows_at, stages
 from .trace import LIVE
@@ -106,10 +108,23 @@ def _boxes(module: fx.GraphModule, stage_of: dict[fx.Node, str]) -> list[_Box]:
         box.before += [box_of[source] for source in sources if box_of[source] is not box]
         box_of[node] = box
     boxes = [box for node, box in box_of.items() if node is box.nodes[-1]]
+    ahead = _ahead(module)
     for box in boxes:
         box.before = list({id(source): source for source in box.before}.values())
         box.lines = [_short(line) for line in _lines(module, box.nodes, named)]
+        box.lines += dict.fromkeys(where for node in box.nodes for where in ahead.get(node, ()))
     return boxes
+
+
+def _ahead(module: fx.GraphModule) -> dict[fx.Node, list[str]]:
+    """Where `Graph.run` does the work of a node ahead of its step; all else is done in order, on one stream."""
+    places: dict[fx.Node, list[str]] = {}
+    for node, (source, _) in known_ahead(module):
+        embedding = getattr(module, source.target)
+        assert isinstance(embedding, MultiTableMultiColumnEmbedding)
+        kind = "stream" if embedding.shadow.is_cuda else "thread"
+        places.setdefault(node, []).append(f"ahead, on a {kind} of its own")
+    return places
 
 
 def _named(module: fx.GraphModule) -> dict[fx.Node, str]:

@@ -68,7 +68,7 @@ class DeviceTable:
         self.layout = Layout(device, initial)
         self.faults = tensor(device, [0], np.uint32)
         self.written = tensor(device, [0], np.int64)
-        self.store = FullTable(self.layout, capacity, self.faults)
+        self.store = FullTable(self.layout, capacity)
 
     def batch(self, segments: Sequence[HostSegment], padding: int | None = None) -> Batch:
         return Batch(self.device, self.segments(segments), self.table.tables, padding, self.faults)

@@ -108,7 +108,7 @@ class Both:
         """A batch that is admitted, fetched, written to, and ends; or that is cancelled before it was fetched."""
         batch, rows = self.batch(keys)
         before = [[way and replace(way) for way in ways] for ways in self.plain.sets]
-        admission = self.cache.admit(batch, self.there.faults)
+        admission = self.cache.admit(batch, self.plain.done)
         up, gone = self.plain.admit(rows)
         self.check_admission(admission, rows, up, gone)
         if end == "release":
@@ -119,7 +119,6 @@ class Both:
             for way in up.values():
                 if way and written:
                     way.updates += 1
-            self.cache.release()
         else:
             self.cache.cancel(admission, end == "restore")
             for row in gone:
@@ -205,10 +204,9 @@ def test_after_a_fault_no_row_comes_up(device: Device) -> None:
     both.step(list(range(120)), written=True)
     both.there.faults.fill_(1)
     batch, rows = both.batch(list(range(80, 200)))
-    admission = both.cache.admit(batch, both.there.faults)
+    admission = both.cache.admit(batch, both.plain.done)
     assert [line != 0 for line in admission.lines.tolist()] == [both.plain.find(row) is not None for row in rows]
     assert both.cache.counts["misses"] == both.plain.counts["misses"]
-    both.cache.release()
     both.check()
 
 

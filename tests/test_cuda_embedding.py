@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,11 @@ class Run:
     seen: list[Tensor] = field(default_factory=list)
 
     def steps(self, seed: int, count: int = STEPS) -> None:
+        for given in self.batches(seed, count):
+            out = self.graph(*given)
+            self.seen += [value.cpu() for value in (out if isinstance(out, tuple) else (out,))]
+
+    def batches(self, seed: int, count: int = STEPS) -> Iterator[tuple[Tensor, ...]]:
         generator = torch.Generator().manual_seed(seed)
         rows = self.graph.rows
         for number in range(count):
@@ -74,8 +80,7 @@ class Run:
             ends = torch.randint(0, 2 * size + 1, (max(size, 1) // 2,), generator=generator).sort().values
             ends = torch.cat([torch.tensor([0]), ends, torch.tensor([2 * size])])[: size + 1 if size else 1]
             ends[-1] = 2 * size
-            out = self.graph(*(given.to(self.place) for given in (ids, tables, grad, bags, weights, ends)))
-            self.seen += [value.cpu() for value in (out if isinstance(out, tuple) else (out,))]
+            yield tuple(given.to(self.place) for given in (ids, tables, grad, bags, weights, ends))
 
 
 def started(

@@ -156,19 +156,25 @@ def test_a_scan_is_loaded_into_another_store(device: Device) -> None:
 
 @on_devices
 def test_faults_are_raised_once_and_name_the_remedy(device: Device) -> None:
-    faults = Faults(device, "users", 4, 10)
+    faults, table = Faults(device, "users", 4, 10), DeviceTable(device, Table([3]))
+    table.faults = tensor(device, [0], np.uint32)
+    ahead = table.batch([([1, 2], [0, 0], None)])  # with a word of its own
+    table.faults = faults.word
+    batch = table.batch([([1, 2], [0, 0], None)])
     for bit, error, message in [
         (1, CapacityError, "raise capacity"),
         (2, InputError, "0 to 3"),
         (4, InputError, "asc"),
     ]:
-        faults.word.fill_(bit)
-        assert not faults.seen(wait=False)  # has not arrived
-        faults.post()
-        with pytest.raises(error, match=message):
+        for found, word in ((batch, faults.word), (ahead, ahead.faults)):
+            word.fill_(bit)
+            assert not faults.seen(wait=False)  # has not arrived
+            faults.post(found)
+            with pytest.raises(error, match=message):
+                faults.check()
+            ahead.faults.zero_()
             faults.check()
-        faults.check()
-        assert not faults.seen(wait=False)
+            assert not faults.seen(wait=False)
 
 
 @on_devices

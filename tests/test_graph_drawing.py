@@ -177,6 +177,25 @@ def test_a_picture_says_which_store_each_lookup_goes_to(tmp_path: Path) -> None:
     assert set(end.text[1].split(", ")) == {"items in device_mem", "users in host_mem"}
 
 
+def test_a_picture_says_whose_rows_come_up_ahead_of_the_step(tmp_path: Path) -> None:
+    store = engine.make_device_mem_store_options()
+    users, items = (MultiTableEmbedding(n, DIM, torch.float32, torch.int64, None, store) for n in ("users", "items"))
+
+    def build(graph: Any, ids: Tensor) -> Tensor:
+        drawn_ids = torch.randint(0, 9, ids.shape)  # known in the step alone
+        loss = (graph.users(ids) * graph.items(drawn_ids)).sum()
+        loss.backward()
+        return loss
+
+    optimizer = torch.optim.SGD([*users.parameters(), *items.parameters()], lr=0.1)
+    graph = graph_of(build, optimizer, users=users, items=items)
+    graph(id_batches(6)[0])
+    svg = drawn(graph, tmp_path)
+    check_places(svg)
+    pinned = {box.text[1]: box.text[2:] for box in boxes(svg) if box.text[0] == "prefetch"}
+    assert pinned == {"users in device_mem": ["ahead, on a thread of its own"], "items in device_mem": []}
+
+
 def test_a_large_step_stays_legible(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(3 * DIM, 8), *(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(20)))
     rows = [embedding() for _ in range(12)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,8 @@ class CpuProcessor:
 
     ahead = True
 
+    checks_late = False
+
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = torch.device("cpu")
         self.layout = spec.layout(state)
@@ -47,10 +50,22 @@ class CpuProcessor:
         host = FullTable(self.layout, "host")
         return self.cache(host, options), host
 
-    def batch(self, lookups: Sequence[Lookup]) -> _core.Batch:
+    def batch(self, lookups: Sequence[Lookup], ahead: bool = False) -> _core.Batch:
         _core.set_threads(torch.get_num_threads())
         segments = [segment(self._spec, lookup) for lookup in lookups]
         return _core.Batch(segments, self._spec.num_tables, self._spec.padding_key)
+
+    def beside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> None:
+        return None
+
+    def follow(self, mark: None) -> None:
+        """What is asked for is done when the call returns."""
+
+    def hand_over(self, batch: _core.Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
+        """They are equal, and memory is free when nobody has it any more."""
 
     def count_written(self, batch: _core.Batch) -> int:
         return batch.unique - _core.count_new(batch, self.layout)

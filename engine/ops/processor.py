@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -38,7 +39,7 @@ class Processor(Protocol[B]):
 
     device: torch.device
     layout: _core.Layout  # of lines in host memory
-    ahead: bool  # whether another thread may make batches and bring up their rows
+    checks_late: bool  # what is wrong with ids is found when the call that was given them has returned
 
     @property
     def written(self) -> int:
@@ -56,8 +57,23 @@ class Processor(Protocol[B]):
     def cached_table(self, options: CachedHostMemOptions) -> tuple[Store[B], Table]:
         """A cache over a full table in host memory, and that table. Raises OptionError as the two above."""
 
-    def batch(self, lookups: Sequence[Lookup]) -> B:
-        """Raises InputError for offsets and table ids that are out of range, or finds it late."""
+    def batch(self, lookups: Sequence[Lookup], ahead: bool = False) -> B:
+        """Raises InputError for offsets and table ids that are out of range, or finds it late.
+
+        `ahead` of its step: what is found late is found in its step.
+        """
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Around what another thread than that of the steps does, which is done beside them."""
+
+    def mark(self) -> Any:
+        """What this thread has asked for until now."""
+
+    def follow(self, mark: Any) -> None:
+        """What this thread asks for from here on comes after that."""
+
+    def hand_over(self, batch: B, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
+        """Another thread made the batch of the former; this one uses it from here on, for the latter."""
 
     def count_written(self, batch: B) -> int:
         """How many unique rows of a batch whose lines are set were ever written; may wait for the device."""

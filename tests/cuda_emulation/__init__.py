@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +40,18 @@ class EmulatedDevice:
         launch = getattr(_library(program), f"launch_{kernel}")
         if not launch(blocks, THREADS, ctypes.c_uint64(self._seed), addresses):
             raise AssertionError(f"{kernel}: a lane waits in a collective that can never complete")
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()  # a thread of its own is all that there is
+
+    def mark(self) -> None:
+        return None  # what was launched is done
+
+    def follow(self, mark: None) -> None:
+        pass
+
+    def keep(self, memory: torch.Tensor) -> None:
+        pass
 
 
 @cache

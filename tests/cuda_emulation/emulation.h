@@ -149,7 +149,7 @@ private:
     bool shuffled_ = false;
 };
 
-inline Scheduler scheduler;
+inline thread_local Scheduler scheduler;  // a thread is a stream
 
 inline void Scheduler::enter() {
     Lane* self = scheduler.current;

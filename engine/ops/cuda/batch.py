@@ -85,14 +85,15 @@ class Batch:
     """The unique rows of lookups in order of first occurrence; `count` [1] says how many, the arrays are as long as
     positions.
 
-    A bad table id or bad offsets set a bit of `faults` [1] and make padding.
+    A bad table id or bad offsets set a bit of `faults` [1] and make padding. A batch that is made ahead of its step has
+    that word to itself.
     """
 
     def __init__(
         self, device: Device, segments: Sequence[Segment], num_tables: int, padding: int | None, faults: Tensor
     ) -> None:
         self.device = device
-        self._faults = faults
+        self.faults = faults
         self.lookups: list[Lookup] = []
         self.size = self.sources = 0
         for keys, _, bags in segments:
@@ -141,6 +142,13 @@ class Batch:
         self._owned.append(memory)
         return memory.data_ptr()
 
+    def keep(self) -> None:
+        """Another thread made the batch; this one uses it from here on."""
+        parts = [*vars(self).values(), *self._owned, *(lookup.begins for lookup in self.lookups)]
+        for part in [*parts, *vars(self.groups).values()]:
+            if isinstance(part, Tensor):
+                self.device.keep(part)
+
     def empty(self, dtype: torch.dtype) -> Tensor:
         """[size], at least one element."""
         return torch.empty(max(self.size, 1), dtype=dtype, device=self.device.torch_device)[: self.size]
@@ -149,7 +157,7 @@ class Batch:
         size, count, length, begins = len(keys), len(keys), 1, None
         if isinstance(bags, Tensor):
             count, length, begins = len(bags) - 1, 0, torch.empty_like(bags)
-            self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), begins, self._faults)
+            self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), begins, self.faults)
         elif bags is not None:
             count, length = size // bags, bags
         self.lookups.append(Lookup(self.size, self.sources, size, count, length, begins, bags is not None))

@@ -33,6 +33,12 @@ class Admission:
     hit: Tensor  # [size], whether the line holds the row already
     gone: Tensor  # [size], whether its slot held another row, and a dirty one, as in admission.h
     before: Tensor  # [size, WAY_BYTES], what that was
+    number: int  # of the batch
+
+    def fits(self) -> bool:
+        """Whether every row has a slot; waits for the device."""
+        rows = torch.arange(self.batch.size, device=self.slots.device) < self.batch.count
+        return not ((self.slots == -1) & rows).any()
 
     def by_value(self) -> np.ndarray:
         """admission.h's Admission."""
@@ -45,7 +51,8 @@ class Admission:
 class Cache:
     """A cache of lines of `budget_bytes`, their metadata included. It decides and remembers; it moves nothing.
 
-    Batches are admitted one at a time. A row that differs from what the tier below has is dirty: its record tells.
+    Batches have numbers, in the order in which they are admitted. A row is pinned while the last one that needs it is
+    not over. A row that differs from what the tier below has is dirty: its record tells.
     """
 
     def __init__(self, layout: Layout, budget_bytes: int, policy: str = "lru") -> None:
@@ -65,11 +72,13 @@ class Cache:
         self._ways = torch.zeros(sets * WAYS, WAY_BYTES // 4, dtype=torch.int32, device=device)
         self._memory = torch.empty(sets * WAYS * layout.line_bytes, dtype=torch.uint8, device=device)
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
-        self._now = self._done = 0  # the number of the latest batch, and of the latest that is over
+        self.now = 0  # the number of the latest batch
 
-    def admit(self, batch: Batch, faults: Tensor) -> Admission:
-        """Make room for the batch's rows and pin them; after a fault [1] only those that are up."""
-        self._now = (self._now + 1) % (1 << 32)
+    def admit(self, batch: Batch, over: int) -> Admission:
+        """Make room for the batch's rows, where batches up to number `over` are over; after a fault of the batch pin
+        only those that are up.
+        """
+        self.now = (self.now + 1) % (1 << 32)
         n = np.uint64(batch.size)
         places = batch.empty(torch.int32)
         self._run("place_rows", batch.size, 1, batch.hashes, batch.count, n, np.uint32(self._sets), places)
@@ -81,11 +90,12 @@ class Cache:
             batch.empty(torch.uint8),
             batch.empty(torch.uint8),
             torch.empty(batch.size * WAY_BYTES, dtype=torch.uint8, device=places.device),
+            self.now,
         )
         self._run(
-            "admit_rows", batch.size, GROUP, self.by_value(), np.uint32(self._now), np.uint32(self._done),
+            "admit_rows", batch.size, GROUP, self.by_value(), np.uint32(self.now), np.uint32(over),
             np.uint32(self._policy), batch.hashes, batch.tables, ordered, order, n, admission.by_value(), self._counts,
-            faults,
+            batch.faults,
         )  # fmt: skip
         return admission
 
@@ -94,15 +104,10 @@ class Cache:
         batch = admission.batch
         self._run("note_fetched", batch.size, 1, self.by_value(), admission.by_value(), batch.count)
 
-    def release(self) -> None:
-        """End the pins of the latest admission."""
-        self._done = self._now
-
     def cancel(self, admission: Admission, restore: bool) -> None:
         """Undo the latest admission: `restore` where its victims were not written down."""
         batch, cache = admission.batch, self.by_value()
         self._run("cancel_rows", batch.size, 1, cache, admission.by_value(), batch.count, np.uint32(restore))
-        self._done = self._now
 
     def find(self, batch: Batch) -> Tensor:
         """Set `batch.lines`, 0 where a row is not up; changes nothing else. Returns flags [size] int32 of those."""
@@ -128,8 +133,8 @@ class Cache:
         lines = self._memory.data_ptr() + slots * self._layout.line_bytes
         return self._ways.view(torch.int64)[slots, 0], self._ways[slots, 2], lines
 
-    def where(self, table: int, key: int, staging: Staging, faults: Tensor) -> list[dict[str, Any]]:
-        """As `Level.where` says, of this tier alone."""
+    def where(self, table: int, key: int, staging: Staging, faults: Tensor, over: int) -> list[dict[str, Any]]:
+        """As `Level.where` says, of this tier alone, where batches up to number `over` are over."""
         batch = one_row(self._layout.device, table, key, faults)
         self.find(batch)
         if not (line := int(batch.lines)):
@@ -137,7 +142,7 @@ class Cache:
         slot = (line - self._memory.data_ptr()) // self._layout.line_bytes
         last, stored = self._ways[slot, [3, 6]].tolist()
         record = staging.describe(batch.lines)
-        up = {"slot": slot, "overflow": False, "pinned": last % (1 << 32) == self._now != self._done}
+        up = {"slot": slot, "overflow": False, "pinned": 0 < (last - over) % (1 << 32) < 1 << 31}
         return [{"tier": "device", **record, **up, "dirty": record["updates"] != stored % (1 << 32)}]
 
     def written(self, slots: Tensor) -> None:

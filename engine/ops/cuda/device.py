@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cache
+from contextlib import AbstractContextManager
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,10 +21,11 @@ from .program import Program
 
 THREADS = 256  # a block
 Argument = Tensor | np.generic | np.ndarray | None  # memory, a number of the parameter's type, a struct by value
+Mark = Any  # what a thread had launched at one instant
 
 
 class Device(Protocol):
-    """A place that kernels run at, in the order that they are launched."""
+    """A place that kernels run at, those of a thread in the order in which it launches them."""
 
     torch_device: torch.device
     blocks: int  # the most that a launch should have; kernels stride over more items
@@ -33,6 +35,18 @@ class Device(Protocol):
 
     def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
         """Launch a kernel with THREADS threads a block."""
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Around what a thread launches that runs beside the steps of other threads."""
+
+    def mark(self) -> Mark:
+        """What this thread has launched."""
+
+    def follow(self, mark: Mark) -> None:
+        """What this thread launches from here on comes after that."""
+
+    def keep(self, memory: Tensor) -> None:
+        """Memory that another thread allocated is not used again before what this thread has launched is over."""
 
 
 def launch(device: Device, program: Program, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
@@ -72,8 +86,8 @@ class CudaDevice:
         return torch.frombuffer(memory, dtype=torch.uint8, count=bytes_).view(dtype)[:size]
 
     def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
-        stream = torch.cuda.current_stream(self.torch_device).cuda_stream
-        with self._cupy.cuda.Device(self.torch_device.index), self._cupy.cuda.ExternalStream(stream):
+        stream = self._cupy.cuda.ExternalStream(self._stream.cuda_stream)
+        with self._cupy.cuda.Device(self.torch_device.index), stream:
             function = self._functions.get((program, kernel))
             if function is None:
                 code = compiled(self._cupy.cuda.nvrtc, program, self._architecture)
@@ -82,6 +96,26 @@ class CudaDevice:
                     self._functions[program, name] = module.get_function(name)
                 function = self._functions[program, kernel]
             function((blocks,), (THREADS,), tuple(arguments))
+
+    def beside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._second_stream)
+
+    def mark(self) -> Mark:
+        return self._stream.record_event()
+
+    def follow(self, mark: Mark) -> None:
+        self._stream.wait_event(mark)
+
+    def keep(self, memory: Tensor) -> None:
+        memory.record_stream(self._stream)
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.torch_device)
+
+    @cached_property
+    def _second_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.torch_device)
 
 
 @cache

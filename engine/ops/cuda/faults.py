@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from ...errors import CapacityError, InputError, TierbedError
+from .batch import Batch
 from .device import Device
 
 NO_ROOM, BAD_TABLE, BAD_OFFSETS = 1, 2, 4  # as in items.h
+CHANGED = 8
 
 
 class Faults:
@@ -19,8 +21,10 @@ class Faults:
         self._seen.zero_()
         self._name, self._num_tables, self._capacity = name, num_tables, capacity
 
-    def post(self) -> None:
-        """Send the word to the host, without waiting."""
+    def post(self, batch: Batch) -> None:
+        """Send the word to the host, with what is wrong with a batch that has its step now, without waiting."""
+        if batch.faults is not self.word:
+            self.word |= batch.faults
         self._seen.copy_(self.word, non_blocking=True)
 
     def seen(self, wait: bool) -> int:
@@ -38,6 +42,11 @@ class Faults:
             return InputError(f"table_ids of {where}: one is not from 0 to {self._num_tables - 1}. {since}")
         if found & BAD_OFFSETS:
             return InputError(f"offsets of {where}: they do not ascend from 0 to the number of ids. {since}")
+        if found & CHANGED:
+            return InputError(
+                f"ids of {where}: between being announced and their step they were changed by what torch does not see, "
+                f"such as .data, NumPy or DLPack; change them by torch's in-place ops, or give ahead=0. {since}"
+            )
         return CapacityError(
             f"capacity of {where}: a batch brought more new rows than {self._capacity} leaves room for; raise "
             f"capacity, or leave unseen ids out. {since}"

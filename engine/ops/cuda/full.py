@@ -43,7 +43,7 @@ class FullStore(WithoutAnnouncements[Batch]):
     ) -> None:
         self.layout, self._host_layout = layout, host_layout
         self._capacity, self._faults, self._tier = capacity, faults, tier
-        self.table = FullTable(layout, capacity, faults.word, on_host=tier == "host")
+        self.table = FullTable(layout, capacity, on_host=tier == "host")
         self.staging = Staging(layout)
         self._pinned: Batch | None = None
 
@@ -55,7 +55,7 @@ class FullStore(WithoutAnnouncements[Batch]):
         ranks = self.table.find(batch)
         self.table.insert_missing(batch, ranks)
         self.table.count(batch, ranks)
-        self._faults.post()
+        self._faults.post(batch)
         self._pinned = batch
 
     def unpin(self, batch: Batch, dirty: bool) -> None:
@@ -66,7 +66,7 @@ class FullStore(WithoutAnnouncements[Batch]):
         ranks = self.table.find(batch)
         self.table.count(batch, ranks)
         initialise_missing(batch, self.layout, ranks)
-        self._faults.post()
+        self._faults.post(batch)
 
     def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
         """Rows of host memory, each once. CapacityError."""
@@ -95,17 +95,8 @@ class FullStore(WithoutAnnouncements[Batch]):
                 yield bucket, self._packed(held.tables[rows], held.keys[rows], held.lines[rows])
 
     def held(self) -> Held:
-        hashes, tables, lines, updates = self.table.rows()
-        numbers = updates.nonzero()[:, 0]
-        hashes, tables = hashes[numbers], tables[numbers]
-        keys = keys_of(self.layout.device, hashes, tables)
-        buckets = (hashes >> 58) & (BUCKETS - 1)
-        order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # as numbers without a sign
-        for names in (tables, buckets):
-            order = order[names[order].argsort(stable=True)]
-        bounds = torch.searchsorted(buckets[order], torch.arange(BUCKETS + 1, device=order.device))
-        owners, numbers = tables[order].cpu().numpy().view(np.uint32), numbers[order]
-        return Held(owners, keys[order].cpu().numpy().view(np.uint64), lines[numbers], numbers, bounds.cpu().numpy())
+        with self.table.alone():
+            return self._held()
 
     def image(self, top: Any) -> TableImage:
         return TableImage(self, self._faults.word)
@@ -131,7 +122,7 @@ class FullStore(WithoutAnnouncements[Batch]):
 
     def close(self) -> None:
         self._faults.seen(wait=True)  # kernels may be at work on memory of the host
-        self.table = FullTable(self.layout, None, self._faults.word)
+        self.table = FullTable(self.layout, None)
 
     def where(self, table: int, key: int) -> list[dict[str, Any]]:
         batch = one_row(self.layout.device, table, key, self._faults.word)
@@ -145,7 +136,21 @@ class FullStore(WithoutAnnouncements[Batch]):
         moved = {"bytes_in": 0, "bytes_out": 0}  # no tier is above
         return {self._tier: {**counts, **moved, **sizes, "index_bytes": self.table.index_bytes}}
 
+    def _held(self) -> Held:
+        hashes, tables, lines, updates = self.table.rows()
+        numbers = updates.nonzero()[:, 0]
+        hashes, tables = hashes[numbers], tables[numbers]
+        keys = keys_of(self.layout.device, hashes, tables)
+        buckets = (hashes >> 58) & (BUCKETS - 1)
+        order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # as numbers without a sign
+        for names in (tables, buckets):
+            order = order[names[order].argsort(stable=True)]
+        bounds = torch.searchsorted(buckets[order], torch.arange(BUCKETS + 1, device=order.device))
+        owners, numbers = tables[order].cpu().numpy().view(np.uint32), numbers[order]
+        return Held(owners, keys[order].cpu().numpy().view(np.uint64), lines[numbers], numbers, bounds.cpu().numpy())
+
     def _packed(self, tables: Tables, keys: Keys, lines: Tensor) -> NDArray[np.void]:
         rows = np.empty(len(keys), row_dtype(self.layout.width))
-        self.staging.pack(tables, keys, lines, rows)
+        with self.table.alone():
+            self.staging.pack(tables, keys, lines, rows)
         return rows

@@ -46,10 +46,11 @@ class TableImage:
             torch.cuda.synchronize(device)
 
     def keep(self, batch: Batch) -> None:
-        self._keep(self._table.lines_of(batch))
+        with self._table.alone():
+            self._keep(self._table.lines_of(batch))
 
     def keep_rows(self, tables: Tables, keys: Keys) -> None:
-        self._keep(self._table.lines_of(rows_of(self._layout.device, tables, keys, self._faults)))
+        self.keep(rows_of(self._layout.device, tables, keys, self._faults))
 
     def list(self, bucket: int) -> None:
         self._bucket, self._at = bucket, int(self._held.bounds[bucket])

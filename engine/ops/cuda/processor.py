@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,8 +24,8 @@ from .batch import Batch, Segment
 from .cache import Cache
 from .cached import CachedStore
 from .cached_table import CachedTable
-from .device import Device
-from .faults import Faults
+from .device import Device, Mark
+from .faults import CHANGED, Faults
 from .full import FullStore
 from .layout import Layout
 
@@ -48,7 +49,7 @@ def on_device(device: Device, options: StoreOptions) -> Factory:
 class CudaProcessor:
     """Finds bad table ids and offsets, and rows beyond a fixed capacity, late: a call returns before the device ran."""
 
-    ahead = False
+    checks_late = True
 
     def __init__(self, device: Device, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = device.torch_device
@@ -89,10 +90,37 @@ class CudaProcessor:
         host = self.full_table("host")
         return CachedTable(self._layout, host, self._cache(options), self._faults), host
 
-    def batch(self, lookups: Sequence[Lookup]) -> Batch:
+    def batch(self, lookups: Sequence[Lookup], ahead: bool = False) -> Batch:
+        """One that is made ahead has its occurrences grouped by row already."""
         _core.set_threads(torch.get_num_threads())  # tiers below a cache are of the host
         segments = [_segment(lookup) for lookup in lookups]
-        return Batch(self._on, segments, self._spec.num_tables, self._spec.padding_key, self._faults.word)
+        faults = torch.zeros_like(self._faults.word) if ahead else self._faults.word
+        batch = Batch(self._on, segments, self._spec.num_tables, self._spec.padding_key, faults)
+        if ahead:
+            for part in (part for lookup in lookups for part in lookup[:3]):
+                if part is not None:
+                    self._on.keep(part)
+            _ = batch.groups  # made here, not in the step
+        return batch
+
+    def beside(self) -> AbstractContextManager[object]:
+        return self._on.beside()
+
+    def mark(self) -> Mark:
+        return self._on.mark()
+
+    def follow(self, mark: Mark) -> None:
+        self._on.follow(mark)
+
+    def hand_over(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
+        batch.keep()
+        differ = [
+            (was != now).any()
+            for pair in zip(announced, lookups, strict=True)
+            for was, now in zip(pair[0][:3], pair[1][:3], strict=True)
+            if was is not None and now is not None
+        ]
+        batch.faults |= torch.stack(differ).any().to(torch.int32) * CHANGED
 
     def count_written(self, batch: Batch) -> int:
         return int(batch.count) - int(kernels.count_new(self._layout, batch.lines, batch.count))

@@ -195,6 +195,15 @@ def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
     launch(layout.device, layout.program("lines.cu"), "copy_lines", len(source), lanes, source, to, n)
 
 
+def copy_present(batch: Batch, layout: Layout) -> None:
+    """Let each row that has a line have a copy of it, in memory of the batch."""
+    memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
+    copies = batch.own(memory) + layout.line_bytes * torch.arange(batch.size, device=batch.lines.device)
+    copies = torch.where(batch.lines != 0, copies, 0)
+    copy_lines(layout, batch.lines, copies)
+    batch.lines.copy_(copies)
+
+
 def struct_name(rule: str) -> str:
     """What the rule is called in the header that engine/optim/kernel.py makes."""
     return "".join(part.capitalize() for part in rule.split("_"))

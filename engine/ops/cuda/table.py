@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,18 +27,15 @@ class FullTable:
     """Every row in device memory, or its line in memory of the host that kernels reach.
 
     With a capacity it has all of its memory from the start and never waits for the device: rows that do not fit set a
-    bit of `faults`, and the step that brought them changes nothing. Without, it grows, and waits only when its
+    fault of their batch, and the step that brought them changes nothing. Without, it grows, and waits only when its
     rows could exceed what it has room for.
     """
 
-    def __init__(
-        self, layout: Layout, capacity: int | None, faults: Tensor, load: float = 0.75, on_host: bool = False
-    ) -> None:
+    def __init__(self, layout: Layout, capacity: int | None, load: float = 0.75, on_host: bool = False) -> None:
         """`load`: the most rows for each slot of the index. `on_host`: where lines are."""
         self._layout = layout
         self.device = layout.device
         self._program = layout.program("table.cu")
-        self._faults = faults
         self._fixed = capacity is not None
         self._load = load
         self._on_host = on_host
@@ -48,6 +48,8 @@ class FullTable:
         self.nowhere = self._zeros(layout.line_bytes, torch.uint8)  # the line of rows that do not fit
         self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
         self._counts = self._zeros(len(COUNTS), torch.int64)
+        # around each look at its rows from outside of a store's calls, for a table that another thread changes as well
+        self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
         self._erased = self._zeros(1, torch.int32)  # numbers + 1 of rows whose lines are free, or more
         if capacity is not None:
             self._grow_index(capacity)
@@ -75,9 +77,9 @@ class FullTable:
         self._run(
             "insert_rows", batch.size, WARP, *self.index(), self._counts, self._erased, batch.hashes, batch.tables,
             batch.count, ranks, n, batch.lines, self._layout.initial, np.uint32(record_only), self.nowhere,
-            self._faults,
+            batch.faults,
         )  # fmt: skip
-        self._run("count_inserted", min(batch.size, 1), 1, ranks, n, self._counts, self._faults)
+        self._run("count_inserted", min(batch.size, 1), 1, ranks, n, self._counts, batch.faults)
 
     def erase(self, batch: Batch, lines: Tensor) -> None:
         """Drop the rows of a batch whose line is not 0 in lines [size], as `find` set it; waits for the device."""
@@ -90,6 +92,7 @@ class FullTable:
         erased = batch.empty(torch.int32)
         self._run("erase_rows", batch.size, 1, slots, mask, batch.hashes, batch.tables, clusters, order, n, erased)
         free = int(self._counts[1])
+        self.device.keep(self._erased)
         self._erased = torch.cat([self._erased[:free], erased[erased != 0], self._zeros(1, torch.int32)])
         self._counts[1] = len(self._erased) - 1
 
@@ -174,6 +177,7 @@ class FullTable:
             return
         larger = self._zeros(size * SLOT_BYTES, torch.uint8)
         self._run("move_rows", slots, 1, self._slots, np.uint64(slots), larger, np.uint32(size - 1))
+        self.device.keep(self._slots)
         self._slots = larger
 
     def _add_segment(self, lines: int) -> None:
@@ -187,6 +191,7 @@ class FullTable:
         begin = segment.data_ptr()
         place = torch.tensor([[begin], [begin + size], [self._room]], device=self._places.device)
         places = torch.cat([self._places, place], 1)
+        self.device.keep(self._places)
         self._places = places[:, places[0].argsort()]
         self._room += lines
 

@@ -29,10 +29,18 @@ class Marks:
             larger = torch.zeros(self._table.room + 1, dtype=torch.bool, device=self._marks.device)
             larger[: len(self._marks)] = self._marks
             self._marks = larger
-        self._marks[self._table.numbers_of(self._table.lines_of(batch)) + 1] = True
+        with self._table.alone():
+            self._marks[self._table.numbers_of(self._table.lines_of(batch)) + 1] = True
 
     def names(self) -> tuple[Tables, Keys]:
         """Waits for the device."""
+        with self._table.alone():
+            return self._names()
+
+    def forget(self) -> None:
+        self._marks.zero_()
+
+    def _names(self) -> tuple[Tables, Keys]:
         if not self._marks[1:].any():
             return np.empty(0, np.uint32), np.empty(0, np.uint64)
         hashes, tables, lines, _ = self._table.rows()
@@ -40,9 +48,6 @@ class Marks:
         hashes, tables = hashes[marked], tables[marked]
         keys = keys_of(self._table.device, hashes, tables)
         return tables.cpu().numpy().view(np.uint32), keys.cpu().numpy().view(np.uint64)
-
-    def forget(self) -> None:
-        self._marks.zero_()
 
 
 class WrittenBelow:

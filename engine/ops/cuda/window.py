@@ -1,0 +1,126 @@
+"""Batches that a cache on a device brings up ahead of their steps: in another thread, on a stream of its own.
+
+Steps and whatever else uses the cache come one at a time, as a table has a lock; that thread uses sets and staging
+memory only between them. The lines of a batch that is up are pinned, so a step works on them beside all this.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Condition
+
+from ...errors import StoreError
+from .batch import Batch
+from .cache import Admission, Cache
+from .device import Device, Mark
+
+
+class _Coming:
+    """An announced batch."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.mark: Mark = None
+        self.admission: Admission | None = None  # set last: its rows are up
+
+
+class Window:
+    """The batch of a step, and those that were announced, in the order of their steps."""
+
+    def __init__(self, device: Device, cache: Cache) -> None:
+        self._device, self._cache = device, cache
+        self._pinned: Admission | None = None
+        self._coming: deque[_Coming] = deque()
+        self._changed = Condition()
+        self._wanted = 0  # a step waits for its turn
+        # what steps have launched that comes before what is brought up ahead, and the last batch that it ends
+        self._of_steps: tuple[Mark, int] = (device.mark(), cache.now)
+        self._beside = device.mark()  # what was launched ahead of steps
+
+    @property
+    def pinned(self) -> Batch | None:
+        return None if self._pinned is None else self._pinned.batch
+
+    @property
+    def over(self) -> int:
+        """The number of the last batch that pins nothing any more."""
+        first = self._pinned or (self._coming[0].admission if self._coming else None)
+        return self._cache.now if first is None else (first.number - 1) % (1 << 32)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around what steps, and all that is not done ahead of them, do with the cache; may be nested."""
+        self._wanted += 1
+        with self._changed:
+            self._wanted -= 1
+            self._device.follow(self._beside)
+            try:
+                yield
+            finally:
+                self._of_steps = self._device.mark(), self.over
+                self._changed.notify_all()
+
+    def announce(self, batch: Batch) -> None:
+        self._coming.append(_Coming(batch))
+
+    def bring_up(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
+        """Let `admit(over)` bring the rows of an announced batch up, ahead of its step; None says that it could not.
+
+        Returns False for that, and True where nobody waits for the batch any more.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._wanted)
+            coming = next((one for one in tuple(self._coming) if one.batch is batch), None)
+            if coming is None:
+                return True
+            mark, over = self._of_steps
+            self._device.follow(mark)
+            try:
+                admission = admit(over)
+            finally:
+                coming.mark = self._beside = self._device.mark()
+            coming.admission = admission
+            return admission is not None
+
+    def take(self, batch: Batch) -> Admission | None:
+        """Pin a batch whose rows are up. Otherwise None, and it is no longer announced if it was."""
+        admission = self._take(batch)
+        if admission is None:
+            with self.turn():  # they may be coming up
+                admission = self._take(batch)
+                if admission is None and self._coming:
+                    self._coming.popleft()
+        return admission
+
+    def pin(self, admission: Admission) -> None:
+        """Of a batch that was brought up in its step."""
+        self._pinned = admission
+
+    def unpin(self, batch: Batch) -> None:
+        if self.pinned is not batch:
+            raise StoreError("unpin of a batch that is not pinned")
+        self._pinned = None
+
+    def cancel(self) -> None:
+        """Forget what was announced. Rows that are up for it stay, as any that no batch pins."""
+        if self._coming:
+            with self.turn():
+                self._coming.clear()
+
+    def _take(self, batch: Batch) -> Admission | None:
+        if self._pinned is not None:
+            raise StoreError("a batch is still pinned; one step at a time")
+        if not self._coming:
+            return None
+        first = self._coming[0]
+        if first.batch is not batch:
+            raise StoreError("another batch was announced; cancel it")
+        if first.admission is None:
+            return None
+        self._coming.popleft()
+        self._device.follow(first.mark)
+        self._pinned = first.admission
+        self._of_steps = self._device.mark(), self.over
+        return first.admission
