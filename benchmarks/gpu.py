@@ -216,8 +216,8 @@ def main() -> int:
         print("no NVIDIA GPU: nothing to measure", file=sys.stderr)
         return 2
     device = cuda_device(torch.cuda.current_device())
-    machine, figures = _machine(), []
-    print(machine)
+    about, figures = machine(), []
+    print(about)
 
     def report(name: str, figure: float, unit: str, bar: float | None, below: bool) -> None:
         good = bar is None or (figure <= bar if below else figure >= bar)
@@ -246,12 +246,13 @@ def main() -> int:
     share = moved / milliseconds(lambda _: gather(), repeats) / 1e6 / copied
     report(f"gather of {DIM} columns", share, "of the copy", GATHER_BAR, below=False)
     if arguments.json is not None:
-        content = {"machine": machine, "copy_gb_per_s": copied, "figures": figures}
+        content = {"machine": about, "copy_gb_per_s": copied, "figures": figures}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n")
     return int(not all(figure["passed"] for figure in figures))
 
 
-def _machine() -> str:
+def machine() -> str:
+    """The device, its driver, and versions."""
     import cupy  # type: ignore[import-not-found]
 
     name = torch.cuda.get_device_name()

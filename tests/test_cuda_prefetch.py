@@ -39,7 +39,7 @@ MANY_SETS_MB = 0.1
 class Cached:
     """A cache of a device over a full table of the host, by kernels alone ("table") or as over a disk ("tier")."""
 
-    def __init__(self, device: Device, below: str, sets: int) -> None:
+    def __init__(self, device: Device, below: str, sets: int, capacity: int | None = None) -> None:
         self.host = Table([3])
         self.there = DeviceTable(device, self.host)
         self.faults = Faults(device, "t", self.host.tables, None)
@@ -48,19 +48,29 @@ class Cached:
         cache = Cache(layout, sets * 64 * (layout.line_bytes + 33))
         self.store: CachedStore | CachedTable
         if below == "table":
-            full = FullStore(layout, host_layout, None, self.faults, "host")
+            full = FullStore(layout, host_layout, capacity, self.faults, "host")
             self.store = CachedTable(layout, full, cache, self.faults)
         else:
             self.store = CachedStore(layout, FullTable(host_layout, "host"), cache, self.faults)
 
-    def batch(self, keys: range) -> Batch:
+    def batch(self, keys: range, last_table: int = 0) -> Batch:
         """As one that is made ahead."""
         self.there.faults = tensor(self.there.device, [0], np.uint32)
-        return self.there.batch([(list(keys), [0] * len(keys), None)])
+        return self.there.batch([(list(keys), [0] * (len(keys) - 1) + [last_table], None)])
+
+    def step(self, batch: Batch, value: float) -> None:
+        self.store.pin(batch, None)
+        self.write(batch, value)
+        self.store.unpin(batch, dirty=True)
 
     def write(self, batch: Batch, value: float) -> None:
         values = torch.full((batch.size, 3), value, device=batch.lines.device)
         cuda.assign(batch, self.there.layout, values, 1, self.there.written, self.faults.word)
+
+    def pin_and_wait(self, batch: Batch) -> None:
+        """What is wrong with it may be found after it."""
+        self.store.pin(batch, None)
+        self.faults.check()
 
     def read(self, batch: Batch) -> list[float]:
         """The first number of each row."""
@@ -137,12 +147,42 @@ def test_a_row_without_a_set_is_not_read_below_while_its_step_has_it(device: Dev
 
 @on_devices
 @caches
+def test_a_mistake_in_a_batch_ahead_stops_no_step_before_it(device: Device, below: str) -> None:
+    cached = Cached(device, below, sets=1)
+    cached.step(cached.batch(range(40)), 1.0)
+    bad, good = cached.batch(range(41), last_table=99), cached.batch(range(30, 40))  # whose other rows are up
+    cached.store.announce(bad)
+    assert cached.store.prefetch(bad) == (below == "table")  # a tier is not asked for rows of such a batch
+    cached.faults.check()
+    cached.store.cancel()
+    cached.step(good, 2.0)
+    assert cached.read(good) == [2.0] * 10
+    cached.store.announce(bad)
+    with pytest.raises(InputError, match="table_ids"):
+        cached.pin_and_wait(bad)
+
+
+@on_devices
+def test_a_batch_that_had_no_room_ahead_may_have_it_in_its_step(device: Device) -> None:
+    cached = Cached(device, "table", sets=4, capacity=10)
+    cached.step(cached.batch(range(10)), 1.0)
+    coming = cached.batch(range(10, 15))
+    cached.store.announce(coming)
+    assert not cached.store.prefetch(coming)
+    cached.store.cancel()
+    cached.store.erase(np.zeros(5, np.uint32), np.arange(5, dtype=np.uint64))
+    cached.store.announce(coming)
+    assert cached.store.prefetch(coming)
+    cached.step(coming, 2.0)
+    cached.faults.check()
+    assert cached.read(coming) == [2.0] * 5
+
+
+@on_devices
+@caches
 def test_what_was_looked_up_stays_while_its_place_is_taken(device: Device, below: str) -> None:
     cached = Cached(device, below, sets=1)
-    first = cached.batch(range(64))
-    cached.store.pin(first, None)
-    cached.write(first, 3.0)
-    cached.store.unpin(first, dirty=True)
+    cached.step(cached.batch(range(64)), 3.0)
     looked_up, coming = cached.batch(range(64)), cached.batch(range(100, 164))
     cached.store.peek(looked_up)
     cached.store.announce(coming)

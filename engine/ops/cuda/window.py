@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from threading import Condition
 
 from ...errors import StoreError
+from ...interrupts import uninterrupted
 from .batch import Batch
 from .cache import Admission, Cache
 from .device import Device, Mark
@@ -52,15 +53,16 @@ class Window:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Around what steps, and all that is not done ahead of them, do with the cache; may be nested."""
-        self._wanted += 1
-        with self._changed:
-            self._wanted -= 1
-            self._device.follow(self._beside)
-            try:
-                yield
-            finally:
-                self._of_steps = self._device.mark(), self.over
-                self._changed.notify_all()
+        with uninterrupted():
+            self._wanted += 1
+            with self._changed:
+                self._wanted -= 1
+                self._device.follow(self._beside)
+                try:
+                    yield
+                finally:
+                    self._of_steps = self._device.mark(), self.over
+                    self._changed.notify_all()
 
     def announce(self, batch: Batch) -> None:
         self._coming.append(_Coming(batch))
