@@ -56,7 +56,8 @@ class Cached:
     def batch(self, keys: range, last_table: int = 0) -> Batch:
         """As one that is made ahead."""
         self.there.faults = tensor(self.there.device, [0], np.uint32)
-        return self.there.batch([(list(keys), [0] * (len(keys) - 1) + [last_table], None)])
+        tables = [last_table if key == keys[-1] else 0 for key in keys]
+        return self.there.batch([(list(keys), tables, None)])
 
     def step(self, batch: Batch, value: float) -> None:
         self.store.pin(batch, None)
@@ -160,6 +161,21 @@ def test_a_mistake_in_a_batch_ahead_stops_no_step_before_it(device: Device, belo
     cached.store.announce(bad)
     with pytest.raises(InputError, match="table_ids"):
         cached.pin_and_wait(bad)
+
+
+@on_devices
+@pytest.mark.parametrize("before", [0, 60])  # rows of a step that leave no room in the set
+def test_lines_that_hints_took_are_given_back(device: Device, before: int) -> None:
+    cached = Cached(device, "table", sets=1, capacity=before + 10)
+    first, wrong = cached.batch(range(before)), cached.batch(range(100, 110))
+    cached.store.pin(first, None)
+    cached.store.announce(wrong)
+    for _ in range(2):
+        assert cached.store.prefetch(wrong) == (before == 0)
+    cached.store.unpin(first, dirty=False)
+    cached.store.cancel()
+    cached.step(cached.batch(range(200, 210)), 1.0)
+    cached.faults.check()
 
 
 @on_devices
