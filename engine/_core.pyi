@@ -70,6 +70,9 @@ class Batch:
     offsets: U32  # [unique + 1], where each row's occurrences start
 
     own_lines: U64  # [unique], the lines of rows that `Ledger.admit` refused, 0 for others; empty where it refused none
+
+    def sibling(self) -> Batch:
+        """A batch of the same ids for another table: it shares what follows from them, and has lines of its own."""
     def allocate(self, n: int, layout: Layout) -> U64:
         """[n], the addresses of fresh lines that live as long as the batch."""
     def use_own_lines(self) -> None:

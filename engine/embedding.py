@@ -324,9 +324,9 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
         return self._table().read_weights_grad(lookup, grad)
 
-    def pin(self, lookups: list[Lookup]) -> PinnedBatch:
+    def pin(self, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
         """The rows of all lookups of a training step, pinned until they are updated. See `ops/step.py`."""
-        return self._trained().pin(lookups, self.output_dtype)
+        return self._trained().pin(lookups, self.output_dtype, like)
 
     def announce(self, lookups: list[Lookup]) -> None:
         """`prefetch` of a step with several lookups, checked, in the order in which the step pins them.

@@ -42,16 +42,19 @@ class OpenTable(OpenRows):
             batch = self._peek(lookup)
             return self.processor.weights_grad(batch, 0, lookup, grad)
 
-    def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32) -> PinnedBatch:
+    def pin(
+        self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, like: PinnedBatch | None = None
+    ) -> PinnedBatch:
         """Deduplicate the ids, bring their rows up and pin them. `dtype`: of what is gathered, and of gradients.
 
-        Raises CapacityError and pins nothing where they do not fit.
+        like: a batch of another table, as `Processor.batch` takes it; one that was made ahead for this table comes
+        first. Raises CapacityError and pins nothing where they do not fit.
         """
         self._check_optimizer()
         if self.boundary.wanted:
             self.boundary.give_way(self)
         with self.lock, uninterrupted():
-            pinned = self._pin(lookups, dtype)
+            pinned = self._pin(lookups, dtype, like)
             self._settle(pinned.core)
             return pinned
 
@@ -111,7 +114,7 @@ class OpenTable(OpenRows):
             )
         self._wait_for_image()
         with self.lock, uninterrupted():
-            pinned = self._pin([lookup], torch.float32, is_step=False)
+            pinned = self._pin([lookup], torch.float32, None, is_step=False)
             self.check()
             with self._writing(pinned, self.step):
                 if rule := self._lagging:
@@ -138,11 +141,13 @@ class OpenTable(OpenRows):
             if pinned is not None:
                 self._unpin(pinned, dirty=False)
 
-    def _pin(self, lookups: list[Lookup], dtype: torch.dtype, is_step: bool = True) -> PinnedBatch:
+    def _pin(
+        self, lookups: list[Lookup], dtype: torch.dtype, like: PinnedBatch | None, is_step: bool = True
+    ) -> PinnedBatch:
         self.release()
         self._store()  # what is leaving has left before rows are counted
         with self._prefetcher.step(lookups if is_step else None) as prepared:
-            batch = self._batch(lookups) if prepared is None else prepared
+            batch = self._batch(lookups, like) if prepared is None else prepared
             step = self.step + is_step
             if victims := self.lifecycle.admit(batch, self.layout, step, training=is_step):
                 self._erase(*victims, "evicted")
@@ -208,6 +213,6 @@ class OpenTable(OpenRows):
         if self.optimizer is None:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
 
-    def _batch(self, lookups: list[Lookup]) -> Any:
+    def _batch(self, lookups: list[Lookup], like: PinnedBatch | None = None) -> Any:
         self._raise_late(wait=False)
-        return self.processor.batch(lookups)
+        return self.processor.batch(lookups, None if like is None else like.core)

@@ -71,7 +71,7 @@ def known_ahead(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     """The (embedding, lookups) whose rows can be brought up before the step runs, and the node that pins them."""
     trained: list[tuple[fx.Node, Any]] = []
     for node in module.graph.find_nodes(op="call_function", target=step.prefetch):
-        trained.append((node, node.args))
+        trained.append((node, node.args[:2]))
     for node in module.graph.find_nodes(op="call_function", target=accumulate):
         rows: Any = node.args[1]
         trained += [(node, row[:2]) for row in rows]

@@ -33,6 +33,7 @@ from .passes import (
     keep_outputs,
     name_placeholders,
 )
+from .sharing import share_batches
 from .step_end import StepEnd
 from .trace import Trace
 
@@ -170,6 +171,7 @@ def compile_step(
         names = identifiers(kinds, [*reserved, *optimizer_names, *embedding_names])
         add_schedules(module, dict(zip(names, schedulers, strict=True)), ended)
     expand_reads(module, label)
+    share_batches(module)
     drop_dead(graph)
     shadows = {
         node: label(by_shadow[id(t)].handle) for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow

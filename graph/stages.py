@@ -52,6 +52,7 @@ def rows_at(module: fx.GraphModule, node: fx.Node) -> str | None:
         return f"{node.target} in {value.store_options.store}" if is_embedding else None
     if node.target not in _OF_TARGET:
         return None
-    sources = [n for n in node.all_input_nodes if n.op == "get_attr" or n.target is step.prefetch]
+    fetched = node.target is not step.prefetch  # a batch that this one is like is of other rows
+    sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (fetched and n.target is step.prefetch)]
     found = [rows for source in sources if (rows := rows_at(module, source)) is not None]
     return ", ".join(dict.fromkeys(found)) or None

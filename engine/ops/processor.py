@@ -57,10 +57,11 @@ class Processor(Protocol[B]):
     def cached_table(self, options: CachedHostMemOptions) -> tuple[Store[B], Table]:
         """A cache over a full table in host memory, and that table. Raises OptionError as the two above."""
 
-    def batch(self, lookups: Sequence[Lookup], ahead: bool = False) -> B:
+    def batch(self, lookups: Sequence[Lookup], like: B | None = None, ahead: bool = False) -> B:
         """Raises InputError for offsets and table ids that are out of range, or finds it late.
 
-        `ahead` of its step: what is found late is found in its step.
+        like: a batch of these lookups that was made for another table, with as many tables and the same padding; its
+        unique rows are taken. `ahead` of its step: what is found late is found in its step.
         """
 
     def beside(self) -> AbstractContextManager[object]:

@@ -15,9 +15,14 @@ if TYPE_CHECKING:
     from ..pinned import PinnedBatch
 
 
-def prefetch(embedding: MultiTableMultiColumnEmbedding, lookups: list[Lookup]) -> PinnedBatch:
-    """Deduplicate the ids of all lookups, bring their rows to the top tier and pin them."""
-    return embedding.pin(lookups)
+def prefetch(
+    embedding: MultiTableMultiColumnEmbedding, lookups: list[Lookup], like: PinnedBatch | None = None
+) -> PinnedBatch:
+    """Deduplicate the ids of all lookups, bring their rows to the top tier and pin them.
+
+    like: a batch that another embedding has of the same lookups: they were deduplicated there.
+    """
+    return embedding.pin(lookups, like)
 
 
 def gather(batch: PinnedBatch, index: int, weights: Tensor | None = None) -> Tensor:

@@ -6,8 +6,8 @@ Numbers of rows stay there, too: kernels are launched for as many rows as there 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -85,15 +85,15 @@ class Batch:
     """The unique rows of lookups in order of first occurrence; `count` [1] says how many, the arrays are as long as
     positions.
 
-    A bad table id or bad offsets set a bit of `faults` [1] and make padding. A batch that is made ahead of its step has
-    that word to itself.
+    A bad table id or bad offsets set a bit of `wrong` [1] and make padding. `faults` [1] is the word of the table that has
+    the batch, or of the batch alone while it is made ahead of its step.
     """
 
     def __init__(
         self, device: Device, segments: Sequence[Segment], num_tables: int, padding: int | None, faults: Tensor
     ) -> None:
         self.device = device
-        self.faults = faults
+        self.wrong = torch.zeros_like(faults)  # with the ids
         self.lookups: list[Lookup] = []
         self.size = self.sources = 0
         for keys, _, bags in segments:
@@ -106,9 +106,22 @@ class Batch:
                 "hash_ids", lookup.size, keys, table_ids, lookup.begins, np.uint64(lookup.bags),
                 np.uint64(lookup.length), np.uint64(lookup.size), np.uint32(num_tables), np.uint32(padding is not None),
                 np.uint64(padding or 0), np.uint64(lookup.begin), np.uint64(lookup.source), hashes, tables,
-                self._sources, faults,
+                self._sources, self.wrong,
             )  # fmt: skip
         self._find_unique(hashes, tables)
+        self._groups: list[Groups] = []  # one, when it was asked for, by any sibling
+        self._begin(faults)
+
+    def sibling(self, faults: Tensor) -> Batch:
+        """A batch of the same ids for another table: it shares what follows from them, and has lines of its own."""
+        other = copy(self)
+        other._begin(faults)
+        return other
+
+    def _begin(self, faults: Tensor) -> None:
+        """As a batch of the table whose fault word is given."""
+        self.faults = faults
+        faults |= self.wrong
         self.lines = torch.zeros_like(self.hashes)  # addresses
         self.views = self.lines  # what lookups see
         self._owned: list[Tensor] = []
@@ -125,9 +138,14 @@ class Batch:
         self._run("recover_keys", self.size, self.hashes, self.tables, self.count, keys)
         return keys[: self.unique]
 
-    @cached_property
+    @property
     def groups(self) -> Groups:
         """Which occurrences each row has."""
+        if not self._groups:
+            self._groups.append(self._group())
+        return self._groups[0]
+
+    def _group(self) -> Groups:
         rows, order = torch.sort(self.inverse, stable=True)
         positions = self.empty(torch.int32)
         sources = self.empty(torch.int32) if self.pooled else None
@@ -157,7 +175,7 @@ class Batch:
         size, count, length, begins = len(keys), len(keys), 1, None
         if isinstance(bags, Tensor):
             count, length, begins = len(bags) - 1, 0, torch.empty_like(bags)
-            self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), begins, self.faults)
+            self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), begins, self.wrong)
         elif bags is not None:
             count, length = size // bags, bags
         self.lookups.append(Lookup(self.size, self.sources, size, count, length, begins, bags is not None))

@@ -90,9 +90,11 @@ class CudaProcessor:
         host = self.full_table("host")
         return CachedTable(self._layout, host, self._cache(options), self._faults), host
 
-    def batch(self, lookups: Sequence[Lookup], ahead: bool = False) -> Batch:
+    def batch(self, lookups: Sequence[Lookup], like: Batch | None = None, ahead: bool = False) -> Batch:
         """One that is made ahead has its occurrences grouped by row already."""
         _core.set_threads(torch.get_num_threads())  # tiers below a cache are of the host
+        if like is not None:
+            return like.sibling(self._faults.word)
         segments = [_segment(lookup) for lookup in lookups]
         faults = torch.zeros_like(self._faults.word) if ahead else self._faults.word
         batch = Batch(self._on, segments, self._spec.num_tables, self._spec.padding_key, faults)
@@ -120,7 +122,8 @@ class CudaProcessor:
             for was, now in zip(pair[0][:3], pair[1][:3], strict=True)
             if was is not None and now is not None
         ]
-        batch.faults |= torch.stack(differ).any().to(torch.int32) * CHANGED
+        batch.wrong |= torch.stack(differ).any().to(torch.int32) * CHANGED
+        batch.faults |= batch.wrong
 
     def count_written(self, batch: Batch) -> int:
         return int(batch.count) - int(kernels.count_new(self._layout, batch.lines, batch.count))

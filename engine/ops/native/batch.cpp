@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "pool.h"
 
@@ -117,7 +118,7 @@ Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
     return group(chunks, n, NONE, std::nullopt, nullptr, nullptr);
 }
 
-Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding) {
+Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding) {
     std::vector<Chunk> chunks;
     for (const Segment& segment : segments) {
         append_chunks(chunks, segment, size, sources);
@@ -156,7 +157,6 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) bucket_begin[bucket + 1] = bucket_begin[bucket] + uniques[bucket];
     unique = bucket_begin[BUCKETS];
     hashes = Buffer<u64>(unique);
-    lines = Buffer<u64>(unique);
     tables = Buffer<u32>(unique);
     offsets = Buffer<u32>(unique + 1);
     offsets[unique] = static_cast<u32>(n);
@@ -170,7 +170,6 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
             UniqueRow& row = rows[begin + i];
             hashes[base + i] = row.hash;
             tables[base + i] = row.table;
-            lines[base + i] = 0;
             offsets[base + i] = start;
             start += row.count;
             row.count = offsets[base + i];  // from here on: where the row's next occurrence goes
@@ -183,6 +182,10 @@ Batch::Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional
             inverse[position] = static_cast<i32>(base + local[i]);
         }
     });
+}
+
+Batch::Batch(std::shared_ptr<const Deduplicated> shared) : shared_(std::move(shared)), lines(unique) {
+    std::fill_n(lines.data(), unique, u64{0});
 }
 
 Buffer<u64>& Batch::keys() {

@@ -34,21 +34,9 @@ struct Grouped {
 // Positions number the rows as they are given.
 Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 
-class Batch {
-public:
-    Batch(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding);
-    Batch(const Batch&) = delete;
-
-    u64 key(std::size_t row) const { return key_of(tables[row], hashes[row]); }
-    // [unique], made when they are asked for first
-    Buffer<u64>& keys();
-    // Memory for `n` lines that lives as long as the batch.
-    std::vector<u64> allocate(std::size_t n, const LineShape& shape);
-    // Puts `own_lines` in the place of what a tier has for those rows.
-    void use_own_lines() {
-        for (std::size_t row = 0; row < own_lines.size(); ++row)
-            if (own_lines[row]) lines[row] = own_lines[row];
-    }
+// What follows from the ids of lookups alone, which batches of several tables share: nothing changes it.
+struct Deduplicated {
+    Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding);
 
     // A segment as the batch keeps it: ids and table ids are no longer needed.
     struct Lookup {
@@ -63,15 +51,50 @@ public:
     std::size_t sources = 0;  // output rows
     std::size_t unique = 0;
     bool pooled = false;                    // any segment
-    Buffer<u64> hashes, lines;              // [unique]
-    Buffer<u64> views;                      // [unique] what lookups read; empty where those are the lines
-    Buffer<u64> own_lines;                  // [unique] where a row is that no tier may hold, 0 for others; or empty
+    Buffer<u64> hashes;                     // [unique]
     Buffer<u32> tables;                     // [unique]
     Buffer<i32> inverse;                    // [size]
     Buffer<u32> occurrences;                // [size - padding], positions
     Buffer<u32> occurrence_sources;         // [size - padding] their output rows, empty where those are the positions
     Buffer<u32> offsets;                    // [unique + 1]
     std::size_t bucket_begin[BUCKETS + 1];  // unique rows by bucket
+};
+
+// Unique rows, and where one table has them.
+class Batch {
+    const std::shared_ptr<const Deduplicated> shared_;
+
+public:
+    explicit Batch(std::shared_ptr<const Deduplicated> shared);
+    Batch(const Batch&) = delete;
+
+    using Lookup = Deduplicated::Lookup;
+    const std::shared_ptr<const Deduplicated>& shared() const { return shared_; }
+    u64 key(std::size_t row) const { return key_of(tables[row], hashes[row]); }
+    // [unique], made when they are asked for first
+    Buffer<u64>& keys();
+    // Memory for `n` lines that lives as long as the batch.
+    std::vector<u64> allocate(std::size_t n, const LineShape& shape);
+    // Puts `own_lines` in the place of what a tier has for those rows.
+    void use_own_lines() {
+        for (std::size_t row = 0; row < own_lines.size(); ++row)
+            if (own_lines[row]) lines[row] = own_lines[row];
+    }
+
+    const std::vector<Lookup>& lookups = shared_->lookups;
+    const std::size_t size = shared_->size, sources = shared_->sources, unique = shared_->unique;
+    const bool pooled = shared_->pooled;
+    const Buffer<u64>& hashes = shared_->hashes;
+    const Buffer<u32>& tables = shared_->tables;
+    const Buffer<i32>& inverse = shared_->inverse;
+    const Buffer<u32>& occurrences = shared_->occurrences;
+    const Buffer<u32>& occurrence_sources = shared_->occurrence_sources;
+    const Buffer<u32>& offsets = shared_->offsets;
+    const std::size_t (&bucket_begin)[BUCKETS + 1] = shared_->bucket_begin;
+
+    Buffer<u64> lines;      // [unique]
+    Buffer<u64> views;      // [unique] what lookups read; empty where those are the lines
+    Buffer<u64> own_lines;  // [unique] where a row is that no tier may hold, 0 for others; or empty
 
 private:
     Buffer<u64> keys_;

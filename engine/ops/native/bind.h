@@ -95,10 +95,14 @@ nb::ndarray<nb::numpy, bool, nb::ndim<1>> flags(std::size_t n, const Body& body)
     return {values, {n}, owner};
 }
 
-// A view of Buffer memory that `owner` holds.
+// A view of Buffer memory that `owner` holds; read-only where the Buffer is const.
 template <class T>
 Array<T> view(Buffer<T>& values, nb::handle owner) {
     return Array<T>(values.data(), {values.size()}, owner);
+}
+template <class T>
+Array<const T> view(const Buffer<T>& values, nb::handle owner) {
+    return Array<const T>(values.data(), {values.size()}, owner);
 }
 
 // What `where` tells of a row, as a dict that more is added to.

@@ -52,9 +52,12 @@ void bind_batch(nb::module_& m) {
                 for (nb::handle item : segments) views.push_back(segment_from(nb::cast<nb::tuple>(item), kept));
                 require(num_tables > 0, "num_tables must be positive");
                 nb::gil_scoped_release unlocked;
-                new (self) Batch(views, num_tables, padding);
+                new (self) Batch(std::make_shared<const Deduplicated>(views, num_tables, padding));
             },
             nb::arg("segments"), nb::arg("num_tables"), nb::arg("padding").none())
+        .def(
+            "sibling", [](const Batch& batch) { return new Batch(batch.shared()); },
+            nb::call_guard<nb::gil_scoped_release>())
         .def_ro("size", &Batch::size)
         .def_ro("sources", &Batch::sources)
         .def_ro("unique", &Batch::unique)
