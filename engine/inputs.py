@@ -195,7 +195,10 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
     given = _array(table_ids, error)
     if given.dtype.kind not in "iu" or (given.astype(np.int64) != given).any():
         raise InputError(error)
-    return torch.from_numpy(given.astype(np.int64)).to(device, non_blocking=True)  # a step need not wait for it
+    values = given.astype(np.int64)
+    if values.ndim == 0:  # an op, of which a trace tells whether it is that of another lookup
+        return torch.full((), int(values), dtype=torch.int64, device=device)
+    return torch.from_numpy(values).to(device, non_blocking=True)  # a step need not wait for it
 
 
 def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32]:

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from cuda_tables import DeviceTable, HostSegment, array, on_devices
+from cuda_tables import DeviceTable, HostSegment, array, on_devices, tensor
 from rows import SPECIAL_KEYS, Table
 
 from tierbed.engine.ops.cuda.device import Device
@@ -44,7 +44,10 @@ def check(device: Device, segments: list[HostSegment], num_tables: int, padding:
     for row, occurrences in enumerate(expected.values()):
         inverse[occurrences] = row
     np.testing.assert_array_equal(array(batch.inverse, np.int32), inverse)
-    groups = batch.groups
+    sibling = batch.sibling(table.faults)
+    groups = sibling.groups
+    assert batch.groups is groups
+    assert batch.lines.data_ptr() != sibling.lines.data_ptr() or not positions
     offsets = array(groups.offsets, np.uint32)[: len(expected) + 1].tolist()
     order, sources = array(groups.positions, np.uint32).tolist(), array(groups.sources, np.uint32).tolist()
     grouped = [order[begin:end] for begin, end in pairwise(offsets)]
@@ -106,3 +109,14 @@ def test_bad_offsets_set_a_fault_and_are_safe_to_follow(device: Device, offsets:
     begins = batch.lookups[0].begins
     assert begins is not None
     assert all(0 <= begin <= 4 for begin in begins.tolist())
+
+
+@on_devices
+def test_the_faults_of_shared_ids_are_of_each_table_and_no_others(device: Device) -> None:
+    table = DeviceTable(device, Table([2], tables=4))
+    others = [tensor(device, [NO_ROOM], np.uint32), tensor(device, [BAD_OFFSETS], np.uint32)]
+    bad = table.batch([([7, 8, 9], [0, 4, 3], None)])
+    good = table.batch([([7, 8, 9], [0, 1, 3], None)])
+    for faults, batch in zip(others, (bad, good), strict=True):
+        batch.sibling(faults)
+    assert [int(faults) for faults in (table.faults, *others)] == [BAD_TABLE, NO_ROOM | BAD_TABLE, BAD_OFFSETS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from tierbed.engine.ops import step
 from tierbed.graph import passes
 from tierbed.graph.ahead import cut_lookups
 from tierbed.graph.dense import dense_step
+from tierbed.graph.sharing import share_batches
 from tierbed.graph.step_end import StepEnd, accumulate, end_step, schedule
 
 aten = torch.ops.aten
 ROWS = embedding()
+OTHERS = {"others": embedding(), "padded": embedding(padding_idx=0), "tables": embedding(tables=2)}
 
 
 @torch.library.custom_op("tierbed_test::sample", mutates_args=())
@@ -55,9 +58,13 @@ class Sketch:
                 node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
         return node
 
-    def train(self, ids: fx.Node) -> fx.Node:
-        """Prefetch, gather, update; the batch."""
-        batch = self.call(step.prefetch, self.rows, [Lookup(ids)])
+    def train(self, ids: fx.Node, name: str | None = None) -> fx.Node:
+        """Prefetch, gather, update of `ROWS`, or of one of `OTHERS`; the batch."""
+        rows = self.rows
+        if name is not None:
+            setattr(self.module, name, OTHERS[name])
+            rows = self.graph.get_attr(name)
+        batch = self.call(step.prefetch, rows, [Lookup(ids)])
         rows = self.call(step.gather, batch, 0)
         rows.meta["val"] = self.mode.from_tensor(torch.zeros(4, ROWS.dim))
         self.call(step.update, batch, [self.call(aten.mul.Tensor, rows, 2.0)])
@@ -176,3 +183,51 @@ def test_drop_dead_keeps_the_end_of_a_step_and_its_schedule() -> None:
     passes.drop_dead(module.graph)
     assert unread not in module.graph.nodes
     assert targets(module.graph)[-1] is end_step
+
+
+def test_a_prefetch_of_the_same_ids_takes_the_earlier_batch() -> None:
+    sketch = Sketch()
+    first = sketch.train(sketch.call(aten.remainder.Scalar, sketch.ids, 10))
+    second = sketch.train(sketch.call(aten.remainder.Scalar, sketch.ids, 10), "others")  # as another function makes it
+    other = sketch.train(sketch.call(aten.remainder.Scalar, sketch.ids, 9), "padded")
+    module = sketch.end()
+    share_batches(module)
+    passes.drop_dead(module.graph)
+    module.graph.lint()
+    assert second.args == (second.args[0], first.args[1], first)
+    assert [len(node.args) for node in (first, other)] == [2, 2]
+    step_of_rows = [step.prefetch, step.gather, step.update, aten.mul.Tensor]
+    made = aten.remainder.Scalar
+    assert Counter(targets(module.graph)) == Counter([made, *step_of_rows, *step_of_rows, made, *step_of_rows])
+
+
+def test_what_may_differ_is_not_shared() -> None:
+    def draw(sketch: Sketch) -> fx.Node:
+        return sketch.call(aten.randint.default, 9, [4])
+
+    def users(sketch: Sketch) -> fx.Node:
+        return sketch.call(torch.ops.tierbed_test.sample.default, sketch.ids)
+
+    for make in (draw, users):
+        sketch = Sketch()
+        sketch.train(make(sketch))
+        second = sketch.train(make(sketch), "others")
+        share_batches(sketch.end())
+        assert len(second.args) == 2
+    for name in ("padded", "tables"):
+        sketch = Sketch()
+        sketch.train(sketch.ids)
+        second = sketch.train(sketch.ids, name)
+        share_batches(sketch.end())
+        assert len(second.args) == 2
+
+
+def test_ids_that_the_step_writes_to_are_not_shared() -> None:
+    for direct in (True, False):
+        sketch = Sketch()
+        made = (lambda s: s.ids) if direct else lambda s: s.call(aten.add.Tensor, s.ids, 1)
+        sketch.train(made(sketch))
+        sketch.call(aten.mul_.Tensor, sketch.ids, 2)
+        second = sketch.train(made(sketch), "others")
+        share_batches(sketch.end())
+        assert len(second.args) == 2

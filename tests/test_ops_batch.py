@@ -33,6 +33,16 @@ def check(segments: list[Segment], num_tables: int, padding: int | None = None) 
     return batch
 
 
+def check_sibling(batch: _core.Batch) -> None:
+    """It has the same rows, and lines of its own."""
+    sibling = batch.sibling()
+    for name in ("keys", "tables", "inverse", "occurrences", "offsets", "lines"):
+        np.testing.assert_array_equal(getattr(sibling, name), getattr(batch, name), err_msg=name)
+    assert (sibling.size, sibling.sources, sibling.unique) == (batch.size, batch.sources, batch.unique)
+    sibling.lines.fill(7)
+    assert not batch.lines.any()
+
+
 @st.composite
 def segments(draw: st.DrawFn) -> tuple[list[Segment], int]:
     num_tables = draw(st.sampled_from([1, 2, 3, 26, 300, 1000]))
@@ -47,7 +57,7 @@ def segments(draw: st.DrawFn) -> tuple[list[Segment], int]:
 
 @given(segments(), st.none() | st.sampled_from(SPECIAL_KEYS))
 def test_batch_equals_the_reference(case: tuple[list[Segment], int], padding: int | None) -> None:
-    check(*case, padding)
+    check_sibling(check(*case, padding))
 
 
 @pytest.mark.parametrize(
@@ -105,3 +115,10 @@ def test_buckets_are_the_top_bits_of_the_hash() -> None:
     tables = rng.integers(0, 1000, len(keys), np.uint32)
     expected = [naive.bucket(table, key) for table, key in zip(tables.tolist(), keys.tolist(), strict=True)]
     assert _core.buckets(tables, keys).tolist() == expected
+
+
+def test_a_sibling_outlives_what_it_was_made_of() -> None:
+    keys = np.arange(100_000, dtype=np.uint64)
+    sibling = _core.Batch([(keys, None, None)], 1, None).sibling()
+    _core.Batch([(keys + np.uint64(7), None, None)], 1, None)  # takes the memory of what is gone
+    assert sorted(sibling.keys.tolist()) == keys.tolist()
