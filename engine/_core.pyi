@@ -46,7 +46,7 @@ class Batch:
     """The unique rows of one or several lookups.
 
     Positions number the ids of all segments one after another. Unique rows are ordered by bucket, then by first
-    occurrence.
+    occurrence. What follows from the ids alone is read-only.
     """
 
     def __init__(self, segments: Sequence[Segment], num_tables: int, padding: int | None) -> None:
