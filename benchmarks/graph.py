@@ -18,6 +18,7 @@ import graph_dense
 import graph_memory
 import graph_overhead
 import graph_pipeline
+import graph_sharing
 from sections import measured, options, prepared
 from tier_report import Figure, report
 
@@ -36,6 +37,10 @@ def pipeline(folder: Path, quick: bool) -> list[Figure]:
     return graph_pipeline.measure(folder, graph_pipeline.QUICK if quick else graph_pipeline.Sizes())
 
 
+def sharing(folder: Path, quick: bool) -> list[Figure]:
+    return graph_sharing.measure(graph_sharing.QUICK if quick else graph_sharing.Sizes())
+
+
 def compile_time(folder: Path, quick: bool) -> list[Figure]:
     return graph_compile.measure(graph_compile.QUICK if quick else graph_compile.Sizes())
 
@@ -48,6 +53,7 @@ SECTIONS: dict[str, Section] = {
     "overhead": overhead,
     "dense_share": dense_share,
     "pipeline": pipeline,
+    "sharing": sharing,
     "compile": compile_time,
     "memory": memory,
 }
