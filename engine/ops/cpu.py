@@ -50,9 +50,7 @@ class CpuProcessor:
         host = FullTable(self.layout, "host")
         return self.cache(host, options), host
 
-    def batch(
-        self, lookups: Sequence[Lookup], like: _core.Batch | None = None, ahead: bool = False
-    ) -> _core.Batch:
+    def batch(self, lookups: Sequence[Lookup], like: _core.Batch | None = None, ahead: bool = False) -> _core.Batch:
         _core.set_threads(torch.get_num_threads())
         if like is not None:
             return like.sibling()

@@ -85,8 +85,8 @@ class Batch:
     """The unique rows of lookups in order of first occurrence; `count` [1] says how many, the arrays are as long as
     positions.
 
-    A bad table id or bad offsets set a bit of `wrong` [1] and make padding. `faults` [1] is the word of the table that has
-    the batch, or of the batch alone while it is made ahead of its step.
+    A bad table id or bad offsets set a bit of `wrong` [1] and make padding. `faults` [1] is the word of the table that
+    has the batch, or of the batch alone while it is made ahead of its step.
     """
 
     def __init__(
