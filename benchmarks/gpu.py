@@ -66,7 +66,8 @@ class Tables:
         self.layout = Layout(device, initial)
         self.faults = Faults(device, "benchmark", tables, None)
         self.written = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
-        self.rule = cuda.RuleKernels(self.layout, self.optimizer.rule, reduces=False)
+        self.rule = cuda.RuleKernels(self.layout, self.optimizer.rule)
+        self.numbers = cuda.new_numbers(device.torch_device)
         self.steps = 0
 
     def store(self, kind: str, capacity: int) -> FullStore | CachedTable:
@@ -92,8 +93,8 @@ class Tables:
         store.pin(batch, None)
         out = torch.empty_like(grads)
         cuda.gather(batch, self.layout, 0, out)
-        hyper = self.optimizer.hyper(self.steps)
-        self.rule.update(batch, [grads], [False], [None], hyper, self.steps, self.written, self.faults.word)
+        self.rule.write_numbers(self.optimizer.hyper(self.steps), self.steps, 1.0, self.numbers)
+        self.rule.update(batch, [grads], [False], [None], self.numbers, self.written, self.faults.word)
         store.unpin(batch, dirty=True)
         return out
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import InputError, OptionError
 from .spec import KEY_TYPES, TableSpec
@@ -198,7 +199,8 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
     values = given.astype(np.int64)
     if values.ndim == 0:  # an op, of which a trace tells whether it is that of another lookup
         return torch.full((), int(values), dtype=torch.int64, device=device)
-    return torch.from_numpy(values).to(device, non_blocking=True)  # a step need not wait for it
+    with _disable_current_modes():  # a constant of a traced step, which need not bring it to the device each time
+        return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32]:

@@ -61,6 +61,7 @@ class OpenRows:
         self.optimizer: RowOptimizer | None = None
         self.stored_rows = 0
         self.step = 0
+        self.updates = 0  # that the processor was asked for
         self.failure: BaseException | None = None  # what left the rows in doubt
         self.lifecycle = lifecycle
         self._leaving: tuple[Tables, Keys, int, str] | None = None  # what `_erase` was told and has not finished
@@ -246,8 +247,9 @@ class OpenRows:
         late = None if untold else self.processor.late(wait)
         if late is None:
             return untold
-        self.step -= late.undone
-        if late.undone and self.optimizer is not None:
+        undone, self.updates = self.updates - late.taken, late.taken
+        self.step -= undone
+        if undone and self.optimizer is not None:
             self.hyper = self.optimizer.hyper(self.step) if self.step else []
         return late.error
 

@@ -84,6 +84,10 @@ class PinnedBatch:
         """
         self._table.update(self, grads, weights or [None] * len(self.lookups), scale, clip_value)
 
+    def record_update(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+        """`update`, for a device that records what it launches."""
+        self._table.record_update(self, grads, weights or [None] * len(self.lookups))
+
     def release(self) -> None:
         """End the pin; the rows stay as they are."""
         self._table.release()

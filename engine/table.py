@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -50,13 +50,18 @@ class OpenTable(OpenRows):
         like: a batch of another table, as `Processor.batch` takes it; one that was made ahead for this table comes
         first. Raises CapacityError and pins nothing where they do not fit.
         """
+        self.give_way()
+        with self.lock, uninterrupted():
+            pinned = self._pin(lookups, dtype, like)
+            self._set_numbers()
+            self._settle(pinned.core)
+            return pinned
+
+    def give_way(self) -> None:
+        """Before a training step: let a visitor of the boundary go first."""
         self._check_optimizer()
         if self.boundary.wanted:
             self.boundary.give_way(self)
-        with self.lock, uninterrupted():
-            pinned = self._pin(lookups, dtype, like)
-            self._settle(pinned.core)
-            return pinned
 
     def announce(self, lookups: list[Lookup]) -> None:
         """A coming step has these lookups: its batch may be made ready ahead. Steps are announced in their order."""
@@ -92,18 +97,76 @@ class OpenTable(OpenRows):
         clip_value: float | None,
     ) -> None:
         assert self.optimizer is not None
-        step = self.step + 1
+        rule, step = self.optimizer.rule, self.step + 1
         hyper = self.optimizer.hyper(step, clip_value)
-        gradients, rule = self._gradients(pinned, grads, weights), self.optimizer.rule
+        gradients = self._gradients(pinned, grads, weights)
         self._wait_for_image()
         with self.lock, uninterrupted():
             with self._writing(pinned, step):
-                self.processor.update(pinned.core, gradients, rule, hyper, step, scale)
-                self.step, self.hyper = step, hyper
+                self.processor.set_numbers(rule, hyper, step, scale)
+                self.processor.update(pinned.core, gradients, rule)
+                self.updated(step, hyper)
                 self.lifecycle.written(pinned.core, step)
             if expired := self.lifecycle.expired(step):
                 with suppress(StoreError):  # this step was taken: the next call erases them, or says why it cannot
                     self._erase(*expired, "expired")
+
+    @property
+    def recorded(self) -> Hashable | None:
+        """What the `record_` calls depend on: while it stays, what they launched may be run again.
+
+        None while it may not: a snapshot is being saved in the background, and what changes has to be kept for it.
+        """
+        if self._image is not None:
+            return None
+        return self.optimizer and self.optimizer.rule, self._lagging, self._changes
+
+    def record_pin(self, lookups: list[Lookup], dtype: torch.dtype) -> PinnedBatch:
+        """The launches of `pin` alone, for a device that records them. What else a step does is `begin_replay`'s."""
+        batch = self.processor.batch(lookups)
+        self._opened().pin(batch, self._room)
+        self._settle(batch)
+        self._pinned = PinnedBatch(self, batch, lookups, dtype)
+        return self._pinned
+
+    def record_update(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> None:
+        """Those of `update`."""
+        assert self.optimizer is not None
+        self._check_pinned(pinned)
+        self._before_batch(pinned.core)
+        self.processor.update(pinned.core, self._gradients(pinned, grads, weights), self.optimizer.rule)
+        self.release()
+
+    def record_peek(self, lookup: Lookup) -> Any:
+        """Those of a lookup that only reads, up to what it is read for."""
+        batch = self.processor.batch([lookup])
+        self._opened().peek(batch)
+        self._settle(batch)
+        return batch
+
+    def begin_replay(self, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
+        """Before what was recorded runs: what the host does in `pin` and `update`, or in `read`, up to the launches.
+
+        Returns step and numbers for `updated`. Raises what they do, and nothing has changed.
+        """
+        if trains:
+            self.release()
+        self._store()
+        self._raise_late(wait=False)
+        if not trains:
+            self._set_numbers()
+            return self.step, self.hyper
+        assert self.optimizer is not None
+        step = self.step + 1
+        hyper = self.optimizer.hyper(step, clip_value)
+        self._before_write(step)
+        self.processor.set_numbers(self.optimizer.rule, hyper, step)
+        return step, hyper
+
+    def updated(self, step: int, hyper: list[float]) -> None:
+        """An update was launched."""
+        self.step, self.hyper = step, hyper
+        self.updates += 1
 
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
         """Write values [n, dim] to the rows of n ids; of a repeated id the last stands. Optimizer state stays."""
@@ -118,7 +181,8 @@ class OpenTable(OpenRows):
             self.check()
             with self._writing(pinned, self.step):
                 if rule := self._lagging:
-                    self.processor.catch_up(pinned.core, rule, self._hyper_now(), self.step + 1)
+                    self._set_numbers()
+                    self.processor.catch_up(pinned.core, rule)
                 self.processor.assign(pinned.core, values, self.step)
                 self.lifecycle.written(pinned.core, self.step)
 
@@ -170,13 +234,19 @@ class OpenTable(OpenRows):
     def _peek(self, lookup: Lookup) -> Any:
         batch = self._batch([lookup])
         self._store().peek(batch)
+        self._set_numbers()
         self._settle(batch)
         return batch
 
     def _settle(self, batch: Any) -> None:
         """Let lookups of the batch see rows as they are after the last step."""
         if rule := self._lagging:
-            self.processor.settle(batch, rule, self._hyper_now(), self.step + 1)
+            self.processor.settle(batch, rule)
+
+    def _set_numbers(self) -> None:
+        """Those of the step that comes, where rows may lag."""
+        if rule := self._lagging:
+            self.processor.set_numbers(rule, self._hyper_now(), self.step + 1)
 
     @contextmanager
     def _writing(self, pinned: PinnedBatch, step: int) -> Iterator[None]:

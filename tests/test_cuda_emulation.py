@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from cuda_emulation import EmulatedDevice
+from cuda_tables import on_devices
+from torch import Tensor
 
-from tierbed.engine.ops.cuda.device import THREADS
+from tierbed.engine.ops.cuda.batch import keys_of
+from tierbed.engine.ops.cuda.device import THREADS, Device
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,40 @@ def run(body: str, seed: int = 0) -> np.ndarray:
     out = np.full(2 * THREADS, 0xFFFF, np.uint32)
     EmulatedDevice(seed).start(Text(body), "kernel", 2, [np.uint64(out.ctypes.data)])  # type: ignore[arg-type]
     return out
+
+
+@on_devices
+def test_what_is_recorded_runs_at_each_replay_and_not_before(device: Device) -> None:
+    place = device.torch_device
+    given, total = torch.ones(5, dtype=torch.int64, device=place), torch.zeros(5, dtype=torch.int64, device=place)
+    hashes, tables = torch.arange(5, device=place), torch.zeros(5, dtype=torch.int32, device=place)
+    keys_of(device, hashes, tables)  # compiles
+
+    def launches() -> tuple[torch.Tensor, torch.Tensor]:
+        total.add_(given * 2)
+        return keys_of(device, hashes, tables), torch.cat([total, given]).view(2, 5).sum(0)
+
+    replay, (keys, sums) = device.record(launches)
+    assert not total.any()
+    for number in (1, 2):
+        given.fill_(number)
+        hashes += 7
+        replay()
+        assert torch.equal(keys, keys_of(device, hashes, tables))
+        assert torch.equal(sums, total + number)
+    assert total.tolist() == [6] * 5
+
+
+@on_devices
+@pytest.mark.parametrize("wait", [Tensor.item, Tensor.tolist, bool, lambda t: t.expand(3)[t.expand(3) > 0]])
+def test_a_recording_refuses_what_waits(device: Device, wait: Callable[[Tensor], object]) -> None:
+    one = torch.ones(1, device=device.torch_device)
+    with pytest.raises(RuntimeError, match="captur"):
+        device.record(lambda: wait(one))
+    replay, doubled = device.record(lambda: one * 2)  # nothing of it is left
+    replay()
+    assert doubled.item() == 2
+    wait(one)
 
 
 ALL = "const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, lane = threadIdx.x & 31;"

@@ -56,11 +56,12 @@ class Both:
         args = (kernel.name, hyper, step, dtype)
         new = _core.update(self.host, self.table.layout, raw, means, weights, *args)
         before = int(self.there.written)
-        rule = cuda.RuleKernels(self.there.layout, kernel.name, bool(kernel.term))
+        rule, numbers = cuda.RuleKernels(self.there.layout, kernel.name), self.there.numbers
         on_device = [a.to(self.there.device.torch_device) for a in arrays]
         scales = [None if w is None else self.tensor(w) for w in weights]
         written, faults = self.there.written, self.there.faults
-        rule.update(self.device, on_device, means, scales, hyper, step, written, faults)
+        rule.write_numbers(hyper, step, 1.0, numbers)
+        rule.update(self.device, on_device, means, scales, numbers, written, faults)
         assert int(self.there.written) - before == new
 
 
@@ -211,8 +212,9 @@ def test_nothing_is_written_after_a_fault(device: Device) -> None:
     there, before = both.there, both.there.contents(both.device)
     ones = both.tensor(np.ones((3, 4), np.float32))
     there.faults.fill_(2)
-    rule = cuda.RuleKernels(there.layout, "sgd", False)
-    rule.update(both.device, [ones], [False], [None], [0.1, 0, 0, 0, 0], 1, there.written, there.faults)
+    rule = cuda.RuleKernels(there.layout, "sgd")
+    rule.write_numbers([0.1, 0, 0, 0, 0], 1, 1.0, there.numbers)
+    rule.update(both.device, [ones], [False], [None], there.numbers, there.written, there.faults)
     cuda.assign(both.device, there.layout, ones, 1, there.written, there.faults)
     more = there.pinned([([8, 9], None, None)])
     assert not any(values.any() for values in there.read(more.lines))
@@ -226,7 +228,8 @@ def test_a_step_with_a_capacity_is_captured_in_a_cuda_graph() -> None:
     device, rng = cuda_device(0), np.random.default_rng(7)
     host = Table([8], tables=1)
     table = DeviceTable(device, host, capacity=500)
-    rule = cuda.RuleKernels(table.layout, "sgd", False)
+    rule = cuda.RuleKernels(table.layout, "sgd")
+    rule.write_numbers([0.5, 0.0, 0.0, 0.0, 0.0], 1, 1.0, table.numbers)
     ids = torch.zeros(100, dtype=torch.int64, device=device.torch_device)
     grads = torch.ones(100, 8, device=device.torch_device)
     out = torch.empty_like(grads)
@@ -235,7 +238,7 @@ def test_a_step_with_a_capacity_is_captured_in_a_cuda_graph() -> None:
         batch = Batch(device, [(ids, None, None)], 1, None, table.faults)
         table.store.insert_missing(batch, table.store.find(batch))
         cuda.gather(batch, table.layout, 0, out)
-        rule.update(batch, [grads], [False], [None], [0.5, 0.0, 0.0, 0.0, 0.0], 1, table.written, table.faults)
+        rule.update(batch, [grads], [False], [None], table.numbers, table.written, table.faults)
 
     step()  # compiles
     ids.fill_(1)

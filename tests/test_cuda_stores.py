@@ -68,8 +68,9 @@ class Trained:
             self.erase(erased, 1, host)
         self.host.update(host, grads, "adagrad", HYPER, number)
         there = [tensor(self.there.device, grads, np.float32)]
-        rule = cuda.RuleKernels(self.there.layout, "adagrad", False)
-        rule.update(batch, there, [False], [None], HYPER, number, self.there.written, self.faults.word)
+        rule, numbers = cuda.RuleKernels(self.there.layout, "adagrad"), self.there.numbers
+        rule.write_numbers(HYPER, number, 1.0, numbers)
+        rule.update(batch, there, [False], [None], numbers, self.there.written, self.faults.word)
         self.store.unpin(batch, dirty=True)
         self.faults.check()
 

@@ -22,12 +22,14 @@ from ..store.full import FullTable
 if TYPE_CHECKING:
     from ..row_state import RowState
     from ..spec import TableSpec
+    from .processor import Recorder
 
 
 class CpuProcessor:
     """As `Processor`. It finds nothing late: what it is asked for is done when the call returns."""
 
     ahead = True
+    recorder: Recorder | None = None
 
     checks_late = False
 
@@ -36,6 +38,8 @@ class CpuProcessor:
         self.layout = spec.layout(state)
         self.written = 0
         self._spec = spec
+        self._hyper: Sequence[float] = ()
+        self._step, self._scale = 0, 1.0
 
     def late(self, wait: bool) -> None:
         return None
@@ -86,10 +90,12 @@ class CpuProcessor:
         _core.weights_grad(batch, self.layout, index, array_of(grad), flat(out), mean, dtype)
         return out
 
-    def update(
-        self, batch: _core.Batch, gradients: Gradients, rule: str, hyper: Sequence[float], step: int, scale: float
-    ) -> None:
+    def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
+        self._hyper, self._step, self._scale = hyper, step, scale
+
+    def update(self, batch: _core.Batch, gradients: Gradients, rule: str) -> None:
         given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
+        hyper, step, scale = self._hyper, self._step, self._scale
         self.written += _core.update(batch, self.layout, *given, rule, hyper, step, dtype, scale)
 
     def square_gradients(self, batch: _core.Batch, gradients: Gradients, rule: str) -> Tensor:
@@ -99,11 +105,11 @@ class CpuProcessor:
     def assign(self, batch: _core.Batch, values: NDArray[np.float32], step: int) -> None:
         self.written += _core.assign(batch, self.layout, values, step)
 
-    def settle(self, batch: _core.Batch, rule: str, hyper: Sequence[float], step: int) -> None:
-        _core.settle(batch, self.layout, rule, hyper, step)
+    def settle(self, batch: _core.Batch, rule: str) -> None:
+        _core.settle(batch, self.layout, rule, self._hyper, self._step)
 
-    def catch_up(self, batch: _core.Batch, rule: str, hyper: Sequence[float], step: int) -> None:
-        _core.catch_up(self.layout, batch.lines, rule, hyper, step)
+    def catch_up(self, batch: _core.Batch, rule: str) -> None:
+        _core.catch_up(self.layout, batch.lines, rule, self._hyper, self._step)
 
 
 def _arrays(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:

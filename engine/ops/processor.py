@@ -22,13 +22,20 @@ if TYPE_CHECKING:
     from ..spec import TableSpec
 
 B = TypeVar("B")
+R = TypeVar("R")
+
+
+class Recorder(Protocol):
+    """As `Device` of `cuda/device.py`."""
+
+    def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]: ...
 
 
 class Late(NamedTuple):
     """A mistake that the processor found when the call that made it had returned; nothing changed since."""
 
     error: TierbedError
-    undone: int  # of the latest updates, how many did not happen
+    taken: int  # how many updates took place, of all that were asked for
 
 
 class Processor(Protocol[B]):
@@ -40,6 +47,7 @@ class Processor(Protocol[B]):
     device: torch.device
     layout: _core.Layout  # of lines in host memory
     checks_late: bool  # what is wrong with ids is found when the call that was given them has returned
+    recorder: Recorder | None  # what records launches, to run them again
 
     @property
     def written(self) -> int:
@@ -85,10 +93,14 @@ class Processor(Protocol[B]):
     def weights_grad(self, batch: B, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
         """The gradient of its weights, float32 of the shape of its ids, 0 for padding; grad as gathered."""
 
-    def update(
-        self, batch: B, gradients: Gradients, rule: str, hyper: Sequence[float], step: int, scale: float
-    ) -> None:
-        """Reduce each row's gradients, times `scale`, and apply the rule.
+    def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
+        """What `update`, `settle` and `catch_up` go by from here on.
+
+        hyper: the rule's, as `RowOptimizer.hyper`. step: the embedding's. scale: of gradients.
+        """
+
+    def update(self, batch: B, gradients: Gradients, rule: str) -> None:
+        """Reduce each row's gradients and apply the rule.
 
         TypeError or ValueError for wrong gradients, and nothing is written.
         """
@@ -102,11 +114,11 @@ class Processor(Protocol[B]):
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:
         """Write values [positions, dim] to the rows of a lookup without bags, the last occurrence standing."""
 
-    def settle(self, batch: B, rule: str, hyper: Sequence[float], step: int) -> None:
-        """Let lookups see rows at the beginning of `step`, for a rule that catches up. No line changes."""
+    def settle(self, batch: B, rule: str) -> None:
+        """Let lookups see rows at the beginning of the step, for a rule that catches up. No line changes."""
 
-    def catch_up(self, batch: B, rule: str, hyper: Sequence[float], step: int) -> None:
-        """Bring the lines of the batch to the beginning of `step`, for a rule that catches up."""
+    def catch_up(self, batch: B, rule: str) -> None:
+        """Bring the lines of the batch to the beginning of the step, for a rule that catches up."""
 
 
 # makes the processor of a table: (spec, state, the most rows or None)

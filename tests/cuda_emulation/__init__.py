@@ -6,10 +6,12 @@ import ctypes
 import hashlib
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from threading import local
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +19,18 @@ import torch
 from tierbed.engine.ops.cuda.device import THREADS
 from tierbed.engine.ops.cuda.program import Program
 
+from .recording import NoHost, Recording
+
+R = TypeVar("R")
 HEADER = Path(__file__).with_name("emulation.h")
 BUILT = Path(__file__).parents[2] / "build" / "cuda_emulation"
 COMPILE = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fno-gnu-unique", "-w", "-x", "c++"]
+
+
+
+
+class _Recording(local):
+    current: Recording | None = None  # of a thread, as CUDA has it of a stream
 
 
 class EmulatedDevice:
@@ -30,12 +41,29 @@ class EmulatedDevice:
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
+        self._recording = _Recording()
 
     def host_memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype)
 
     def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
         values = [np.ascontiguousarray(argument) for argument in arguments]
+        run = partial(self._run, program, kernel, blocks, values)
+        if self._recording.current is None:
+            run()
+        else:
+            self._recording.current.add(run)
+
+    def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
+        self._recording.current = recording = Recording()
+        try:
+            with recording, NoHost():
+                result = launches()
+        finally:
+            self._recording.current = None
+        return recording.replay, result
+
+    def _run(self, program: Program, kernel: str, blocks: int, values: list[np.ndarray]) -> None:
         addresses = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
         launch = getattr(_library(program), f"launch_{kernel}")
         if not launch(blocks, THREADS, ctypes.c_uint64(self._seed), addresses):

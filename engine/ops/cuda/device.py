@@ -5,11 +5,13 @@ Memory is torch's, on both sides of a launch: its allocator, its current stream,
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property
-from typing import Any, Protocol
+from threading import Lock
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from .program import Program
 THREADS = 256  # a block
 Argument = Tensor | np.generic | np.ndarray | None  # memory, a number of the parameter's type, a struct by value
 Mark = Any  # what a thread had launched at one instant
+R = TypeVar("R")
+_one_recording = Lock()  # a process makes one at a time
 
 
 class Device(Protocol):
@@ -47,6 +51,13 @@ class Device(Protocol):
 
     def keep(self, memory: Tensor) -> None:
         """Memory that another thread allocated is not used again before what this thread has launched is over."""
+
+    def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
+        """What runs all that `launches` launches, kernels and ops of torch, each time anew; and its result.
+
+        Nothing runs now: tensors of the result have their values after a run, each of which writes the same memory and
+        reads what is in the memory that was used. Raises RuntimeError where something waits for the device.
+        """
 
 
 def launch(device: Device, program: Program, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
@@ -109,6 +120,20 @@ class CudaDevice:
     def keep(self, memory: Tensor) -> None:
         memory.record_stream(self._stream)
 
+    def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(self.torch_device)
+        current = torch.cuda.current_stream(self.torch_device)
+        # the outer stream, since torch leaves its own current where recording fails; thread_local: other threads go on
+        with _one_recording, _without_garbage(), torch.cuda.stream(current):
+            try:
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    result = launches()
+            except BaseException:
+                graph.reset()
+                raise
+        return graph.replay, result
+
     @property
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.torch_device)
@@ -116,6 +141,18 @@ class CudaDevice:
     @cached_property
     def _second_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.torch_device)
+
+
+@contextmanager
+def _without_garbage() -> Iterator[None]:
+    """A table among garbage would be closed when it is collected, which waits for the device."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @cache

@@ -15,10 +15,9 @@ from ... import _core
 from ...cache.cached import MB, wrong_budget
 from ...errors import OptionError
 from ...inputs import Gradients, Lookup
-from ...optim.rule import rule_named
 from ...options import CachedHostMemOptions, StoreOptions
 from ...store.contract import Tier
-from ..processor import Factory, Late
+from ..processor import Factory, Late, Recorder
 from . import step as kernels
 from .batch import Batch, Segment
 from .cache import Cache
@@ -55,11 +54,12 @@ class CudaProcessor:
         self.device = device.torch_device
         self.layout = spec.layout(state)
         self._spec, self._capacity, self._on = spec, capacity, device
+        self.recorder: Recorder | None = device
         self._layout = Layout(device, spec.initial_values(state))
         self._faults = Faults(device, spec.name, spec.num_tables, capacity)
         self._written = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._asked = 0  # updates, of which the device took
-        self._taken = torch.zeros_like(self._written)
+        self._taken = torch.zeros_like(self._written)  # updates
+        self._numbers = kernels.new_numbers(self.device)
 
     @property
     def written(self) -> int:
@@ -67,11 +67,7 @@ class CudaProcessor:
 
     def late(self, wait: bool) -> Late | None:
         error = self._faults.take(self._faults.seen(wait))
-        if error is None:
-            return None
-        taken, asked = int(self._taken), self._asked
-        self._asked = taken
-        return Late(error, asked - taken)
+        return None if error is None else Late(error, int(self._taken))
 
     def full_table(self, tier: str) -> FullStore:
         try:
@@ -138,12 +134,12 @@ class CudaProcessor:
         kernels.weights_grad(batch, self._layout, index, grad.contiguous(), out, lookup.pooling == "mean")
         return out
 
-    def update(
-        self, batch: Batch, gradients: Gradients, rule: str, hyper: Sequence[float], step: int, scale: float
-    ) -> None:
-        rows, means, scales = self._tensors(gradients)
-        self._rule(rule).update(batch, rows, means, scales, hyper, step, self._written, self._faults.word, scale)
-        self._asked += 1
+    def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
+        self._rule(rule).write_numbers(hyper, step, scale, self._numbers)
+
+    def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
+        tensors = self._tensors(gradients)
+        self._rule(rule).update(batch, *tensors, self._numbers, self._written, self._faults.word)
         self._taken += self._faults.word == 0
 
     def square_gradients(self, batch: Batch, gradients: Gradients, rule: str) -> Tensor:
@@ -159,11 +155,11 @@ class CudaProcessor:
         there = torch.from_numpy(values).to(self.device)
         kernels.assign(batch, self._layout, there, step, self._written, self._faults.word)
 
-    def settle(self, batch: Batch, rule: str, hyper: Sequence[float], step: int) -> None:
-        self._rule(rule).settle(batch, hyper, step)
+    def settle(self, batch: Batch, rule: str) -> None:
+        self._rule(rule).settle(batch, self._numbers)
 
-    def catch_up(self, batch: Batch, rule: str, hyper: Sequence[float], step: int) -> None:
-        self._rule(rule).catch_up(batch, hyper, step)
+    def catch_up(self, batch: Batch, rule: str) -> None:
+        self._rule(rule).catch_up(batch, self._numbers)
 
     def _cache(self, options: CachedHostMemOptions) -> Cache:
         budget_mb = options.cache_budget_mb
@@ -173,7 +169,7 @@ class CudaProcessor:
             raise wrong_budget("cache_budget_mb", budget_mb, self._layout.line_bytes, error) from None
 
     def _rule(self, rule: str) -> kernels.RuleKernels:
-        return kernels.RuleKernels(self._layout, rule, bool(rule_named(rule).kernel.term))
+        return kernels.RuleKernels(self._layout, rule)
 
 
 def _segment(lookup: Lookup) -> Segment:

@@ -35,7 +35,7 @@ _SOURCES = np.dtype(
     ],
     align=True,
 )
-_HYPER = np.dtype([("values", "<f8", (MOST_HYPERS,))])
+_NUMBERS = np.dtype([("hyper", "<f8", (MOST_HYPERS,)), ("scale", "<f4"), ("step", "<u4")])
 
 
 def gather(
@@ -64,12 +64,17 @@ def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: T
 
 
 class RuleKernels:
-    """An optimizer's rule, compiled for a layout. `reduces`: whether it looks at whole rows, clipping apart."""
+    """An optimizer's rule, compiled for a layout. `numbers`, where it takes any: what `write_numbers` wrote last."""
 
-    def __init__(self, layout: Layout, rule: str, reduces: bool) -> None:
+    def __init__(self, layout: Layout, rule: str) -> None:
         self._layout = layout
         self._rule = rule
-        self._reduces = reduces
+
+    def write_numbers(self, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
+        """hyper: the rule's, the clips at the end. `scale` multiplies the sum of a row. numbers: of `new_numbers`."""
+        given = np.zeros((), _NUMBERS)
+        given["hyper"][: len(hyper)], given["scale"], given["step"] = hyper, scale, step
+        self._run("write_numbers", 1, given, numbers)
 
     def update(
         self,
@@ -77,22 +82,18 @@ class RuleKernels:
         grads: Sequence[Tensor],
         means: Sequence[bool],
         weights: Sequence[Tensor | None],
-        hyper: Sequence[float],
-        step: int,
+        numbers: Tensor,
         written: Tensor,
         faults: Tensor,
-        scale: float = 1.0,
     ) -> None:
-        """grads: one a lookup, [rows of the lookup, dim], all of one dtype; hyper ends with the clips.
+        """grads: one a lookup, [rows of the lookup, dim], all of one dtype.
 
-        `scale` multiplies the sum of a row. `written` [1] int64 grows by the rows written for the first time. After a
-        fault nothing is written.
+        `written` [1] int64 grows by the rows written for the first time. After a fault nothing is written.
         """
         program, sources, sums, _kept = self._sum_blocks(batch, grads, means, weights)
-        whole = self._whole(batch) if self._reduces or hyper[-1] > 0 else None
         launch(
             self._layout.device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.count,
-            np.float32(scale), _hyper(hyper), np.uint32(step), sums, whole, written, faults,
+            numbers, sums, self._whole(batch), written, faults,
         )  # fmt: skip
 
     def square(
@@ -133,17 +134,17 @@ class RuleKernels:
         warps = min(-(-batch.size * WARP // THREADS), self._layout.device.blocks) * THREADS // WARP
         return torch.empty(warps * self._layout.dim, dtype=torch.float32, device=batch.lines.device)
 
-    def settle(self, batch: Batch, hyper: Sequence[float], step: int) -> None:
-        """Let lookups see rows at the beginning of `step`, for a rule that catches up."""
+    def settle(self, batch: Batch, numbers: Tensor) -> None:
+        """Let lookups see rows at the beginning of the step, for a rule that catches up."""
         memory = torch.empty(batch.size * self._layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
         views = batch.empty(torch.int64)
         address = np.uint64(batch.own(memory))
-        self._run("settle_rows", batch.size, batch.lines, batch.count, _hyper(hyper), np.uint32(step), address, views)
+        self._run("settle_rows", batch.size, batch.lines, batch.count, numbers, address, views)
         batch.views = views
 
-    def catch_up(self, batch: Batch, hyper: Sequence[float], step: int) -> None:
-        """Bring embedding and state of the rows to the beginning of `step`, for a rule that catches up."""
-        self._run("catch_up_lines", batch.size, batch.lines, batch.count, _hyper(hyper), np.uint32(step))
+    def catch_up(self, batch: Batch, numbers: Tensor) -> None:
+        """Bring embedding and state of the rows to the beginning of the step, for a rule that catches up."""
+        self._run("catch_up_lines", batch.size, batch.lines, batch.count, numbers)
 
     def _run(self, kernel: str, items: int, *arguments: Argument) -> None:
         launch(self._layout.device, self._program(torch.float32), kernel, items, WARP, *arguments)
@@ -151,6 +152,11 @@ class RuleKernels:
     def _program(self, dtype: torch.dtype) -> Program:
         macros = {"TIERBED_RULE": struct_name(self._rule), "TIERBED_GRADIENTS": _TYPES[dtype]}
         return self._layout.program("update.cu", **macros)
+
+
+def new_numbers(device: torch.device) -> Tensor:
+    """Memory for the numbers of updates, which change from step to step."""
+    return torch.zeros(_NUMBERS.itemsize, dtype=torch.uint8, device=device)
 
 
 def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Tensor, faults: Tensor) -> None:
@@ -232,9 +238,3 @@ def _scales(batch: Batch, layout: Layout, means: Sequence[bool], weights: Sequen
         bags, part = _bags(batch, lookup, mean, given), scales[lookup.begin :]
         launch(layout.device, layout.program("lines.cu"), "scale_positions", lookup.bags, 1, bags, part)
     return scales[batch.groups.order]
-
-
-def _hyper(values: Sequence[float]) -> np.ndarray:
-    hyper = np.zeros((), _HYPER)
-    hyper["values"][: len(values)] = values
-    return hyper

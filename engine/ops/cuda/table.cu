@@ -35,8 +35,9 @@ extern "C" __global__ void find_rows(Slot* slots, u32 mask, Segments memory, con
 
 // ranks [n], the running sum of `missing`: gives each missing row the line of an erased row, the latest first, or one
 // behind all lines in use, and initialises it, or with `record_only` says there that it was never written. Where they
-// do not all fit, or after a fault, none comes and `nowhere` is the line of each. erased: number + 1 of each.
-extern "C" __global__ void insert_rows(Slot* slots, u32 mask, Segments memory, const u64* counts, const u32* erased,
+// do not all fit, or after a fault, none comes and `nowhere` is the line of each. erased: where the number + 1
+// of each is.
+extern "C" __global__ void insert_rows(Slot* slots, u32 mask, Segments memory, const u64* counts, const u32* const* erased,
                                        const u64* hashes, const u32* tables, const u32* count, const i32* ranks, u64 n,
                                        u64* lines, InitialRow initial, u32 record_only, u64 nowhere, u32* faults) {
     const u64 used = counts[USED], free = counts[ERASED];
@@ -52,7 +53,7 @@ extern "C" __global__ void insert_rows(Slot* slots, u32 mask, Segments memory, c
         if (lines[i]) return;
         synchronise(tile);  // every lane has read `lines`
         const u64 rank = static_cast<u32>(ranks[i]);
-        const u64 row = rank <= free ? erased[free - rank] - 1 : used + rank - free - 1;
+        const u64 row = rank <= free ? (*erased)[free - rank] - 1 : used + rank - free - 1;
         const u64 line = memory.address(row);
         if (tile.lane == 0) {
             claim_slot(IndexView{slots, mask}, Slot{hashes[i], tables[i], static_cast<u32>(row + 1)});

@@ -51,6 +51,8 @@ class FullTable:
         # around each look at its rows from outside of a store's calls, for a table that another thread changes as well
         self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
         self._erased = self._zeros(1, torch.int32)  # numbers + 1 of rows whose lines are free, or more
+        # its address: with a capacity nothing else moves, and launches may be recorded with the addresses they have
+        self._erased_at = torch.full((1,), self._erased.data_ptr(), dtype=torch.int64, device=faults.device)
         if capacity is not None:
             self._grow_index(capacity)
             self._add_segment(capacity)
@@ -75,7 +77,7 @@ class FullTable:
             self._reserve(batch.size, ranks)
         n = np.uint64(batch.size)
         self._run(
-            "insert_rows", batch.size, WARP, *self.index(), self._counts, self._erased, batch.hashes, batch.tables,
+            "insert_rows", batch.size, WARP, *self.index(), self._counts, self._erased_at, batch.hashes, batch.tables,
             batch.count, ranks, n, batch.lines, self._layout.initial, np.uint32(record_only), self.nowhere,
             batch.faults,
         )  # fmt: skip
@@ -94,6 +96,7 @@ class FullTable:
         free = int(self._counts[1])
         self.device.keep(self._erased)
         self._erased = torch.cat([self._erased[:free], erased[erased != 0], self._zeros(1, torch.int32)])
+        self._erased_at.fill_(self._erased.data_ptr())
         self._counts[1] = len(self._erased) - 1
 
     def count(self, batch: Batch, ranks: Tensor) -> None:

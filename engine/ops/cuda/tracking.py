@@ -30,7 +30,7 @@ class Marks:
             larger[: len(self._marks)] = self._marks
             self._marks = larger
         with self._table.alone():
-            self._marks[self._table.numbers_of(self._table.lines_of(batch)) + 1] = True
+            self._marks.index_fill_(0, self._table.numbers_of(self._table.lines_of(batch)) + 1, True)
 
     def names(self) -> tuple[Tables, Keys]:
         """Waits for the device."""

@@ -18,8 +18,11 @@ using Type = TIERBED_GRADIENTS;
 
 constexpr u32 MOST_PARTS = 8, MOST_HYPERS = 24;
 
-struct Hyper {
-    double values[MOST_HYPERS];
+// What changes from step to step: `scale` multiplies gradients, `step` is the embedding's.
+struct Numbers {
+    double hyper[MOST_HYPERS];
+    float scale;
+    u32 step;
 };
 
 // The gradients of all lookups, and the occurrences of all rows.
@@ -86,12 +89,19 @@ extern "C" __global__ void sum_blocks(const __grid_constant__ Sources from, floa
     });
 }
 
-// `whole`: [warps of the grid, dim] where the rule looks at whole rows. `written` counts first writes.
+// Kernels read the numbers from memory: a launch that is recorded keeps its arguments for good.
+extern "C" __global__ void write_numbers(const __grid_constant__ Numbers given, Numbers* numbers) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *numbers = given;
+}
+
+// `whole`: [warps of the grid, dim]. `written` counts first writes.
 extern "C" __global__ void update_rows(const __grid_constant__ Sources from, const u64* lines, const u32* count,
-                                       float scale, const __grid_constant__ Hyper hyper, u32 step, float* sums,
-                                       float* whole, u64* written, const u32* faults) {
+                                       const Numbers* numbers, float* sums, float* whole, u64* written,
+                                       const u32* faults) {
     if (*faults) return;
-    const Rule rule(hyper.values);
+    const Rule rule(numbers->hyper);
+    const float scale = numbers->scale;
+    const u32 step = numbers->step;
     u64 found = 0;
     for_each_item<WARP>(*count, [&](Tile tile, u64 row) {
         with_gradients(
@@ -140,15 +150,14 @@ TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 
         });
 }
 
-// Lets lookups see rows at the beginning of `step`: views [count] are the lines, or for rows that are behind caught-up
+// Lets lookups see rows at the beginning of the step: views [count] are the lines, or for rows that are behind caught-up
 // copies in `memory`, which has room for `count` lines.
-extern "C" __global__ void settle_rows(const u64* lines, const u32* count, const __grid_constant__ Hyper hyper,
-                                       u32 step, u64 memory, u64* views) {
-    settle(lines, *count, Rule(hyper.values), step, memory, views);
+extern "C" __global__ void settle_rows(const u64* lines, const u32* count, const Numbers* numbers, u64 memory,
+                                       u64* views) {
+    settle(lines, *count, Rule(numbers->hyper), numbers->step, memory, views);
 }
 
-// Brings embedding and state of the first `count` lines to the beginning of `step`.
-extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const __grid_constant__ Hyper hyper,
-                                          u32 step) {
-    catch_up_all(lines, *count, Rule(hyper.values), step);
+// Brings embedding and state of the first `count` lines to the beginning of the step.
+extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const Numbers* numbers) {
+    catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step);
 }
