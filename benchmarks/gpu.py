@@ -1,4 +1,4 @@
-"""Time tables of an NVIDIA GPU, in its memory and in the host's: whole steps, finds, gathers; README.md here.
+"""Time tables of an NVIDIA GPU, in its memory and in the host's: whole steps, finds, gathers, graphs; README.md here.
 
     python benchmarks/gpu.py [--repeats N] [--json FILE]
 
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tierbed.engine import _core
+from tierbed.engine import MultiTableEmbedding, _core, make_device_mem_store_options
 from tierbed.engine.initializers import as_arrays, make_table_options, make_uniform_initializer
 from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.batch import Batch
@@ -32,6 +32,7 @@ from tierbed.engine.ops.cuda.layout import InitialValues, Layout
 from tierbed.engine.ops.cuda.table import FullTable
 from tierbed.engine.optim.rule import rule_named
 from tierbed.engine.optimizers import row_optimizer
+from tierbed.graph import Graph
 
 TABLES, IDS, ROWS, DIM, ALPHA = 10, 104_857, 1 << 20, 128, 1.05
 STEP_BARS = {"sgd": 0.9, "adam": 1.2}  # ms; published on an H100: FBGEMM 0.96 and 1.35
@@ -41,6 +42,7 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 FIND_DIM, FIND_SLOTS, FIND_BAR = 8, 1 << 25, 4.0  # 10^9 rows a second
 LOADS = (0.5, 0.75, 0.95)
 GATHER_BAR = 0.7  # of the copy bandwidth
+GRAPH_BATCHES = (64, 4096)  # where launching takes the time, and where kernels do
 BATCHES, CHECKED = 4, 3
 
 
@@ -184,6 +186,42 @@ def checked_gather(device: Device, rows: int, asked: int) -> tuple[Callable[[], 
     return gather, 2 * out.nbytes
 
 
+class Scores(Graph):
+    """A training step: rows of several tables, an MLP, Adam."""
+
+    def __init__(self, place: torch.device, rows: int, tables: int, dim: int) -> None:
+        super().__init__()
+        options = [make_table_options(make_uniform_initializer(-0.1, 0.1))] * tables
+        where = make_device_mem_store_options(capacity=rows * tables)
+        self.rows = MultiTableEmbedding("rows", dim, torch.float32, torch.int64, options, where)
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(tables * dim, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+        self.to(place)
+        self.add_optimizer(torch.optim.Adam(self.parameters()))
+
+    def build(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.mlp(self.rows(ids).flatten(1)).square().mean()
+        loss.backward()
+        return loss
+
+
+def checked_graphs(
+    place: torch.device, batch: int, rows: int, tables: int, dim: int
+) -> dict[str, Callable[[int], Tensor]]:
+    """Steps on batch `i % BATCHES`, plain and recorded as a CUDA graph, after both gave the same bits. Mismatch."""
+    rng = np.random.default_rng(0)
+    ids = [torch.from_numpy(power_law(rng, batch, rows, tables)).to(place) for _ in range(BATCHES)]
+    graphs, losses = {}, []
+    for kind in ("plain", "recorded"):
+        torch.manual_seed(0)
+        graphs[kind] = Scores(place, rows, tables, dim)
+        graphs[kind].cuda_graph(kind == "recorded")
+        losses.append(torch.stack([graphs[kind](ids[i % BATCHES]) for i in range(2 * BATCHES)]))
+    _same(losses[1], losses[0].cpu())
+    for one, other in zip(*(graph.rows.chunks() for graph in graphs.values()), strict=True):
+        _same(other[2], one[2])
+    return {kind: lambda i, graph=graph: graph(ids[i % BATCHES]) for kind, graph in graphs.items()}
+
+
 def _same(actual: Tensor, expected: Tensor) -> None:
     if not torch.equal(actual.cpu().view(torch.int32), expected.view(torch.int32)):
         raise Mismatch("the device's bits differ from those of the CPU core")
@@ -239,6 +277,9 @@ def main() -> int:
         find, rows = checked_find(device, FIND_SLOTS, load, 1 << 22)
         rate = rows / milliseconds(lambda _, find=find: find(), repeats) / 1e6
         report(f"find with copy, load {load}", rate, "10^9 rows/s", FIND_BAR, below=False)
+    for batch in GRAPH_BATCHES:
+        for kind, step in checked_graphs(device.torch_device, batch, ROWS, TABLES, 16).items():
+            report(f"graph of {batch}, {kind}", milliseconds(step, repeats), "ms", None, below=True)
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device.torch_device)
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / milliseconds(lambda _: target.copy_(source), repeats) / 1e6

@@ -18,6 +18,7 @@ from ..engine.optimizers import RowOptimizer
 from ..engine.pinned import training_step
 from .ahead import Coming, cut_lookups
 from .bound import bind_ops
+from .captured import Captured
 from .inductor import compile_dense
 from .listing import listing
 from .lookups import expand_reads, expand_trained, refuse_used
@@ -53,6 +54,7 @@ class CompiledStep:
     spec: pytree.TreeSpec
     constants: list[Any]
     is_tensor: list[bool]
+    captured: Captured | None = None  # where training steps run as a CUDA graph
 
     def coming(self, tensors: list[Tensor]) -> Coming | None:
         """What a coming run on these tensors trains, as far as that is known. What is wrong with them, it raises."""
@@ -97,11 +99,16 @@ class CompiledStep:
     def _forward(self, tensors: list[Tensor], timer: Timer | None) -> Any:
         # not no_grad: some kernels choose by gradient mode, and it is the one that the trace saw
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-            return self.module.forward(*tensors) if timer is None else timer.forward(self.module, tensors)
+            if timer is not None:
+                return timer.forward(self.module, tensors)
+            if self.captured is not None:
+                return self.captured.run(tensors, lambda: self.module.forward(*tensors))
+            return self.module.forward(*tensors)
 
     def code(self) -> str:
         """The step as Python, one op a line, with shapes, dtypes and stores as comments."""
-        return listing(self.module)
+        recorded = self.captured is not None and self.captured.recording is not None
+        return ("# recorded as a CUDA graph\n" if recorded else "") + listing(self.module)
 
 
 def compile_step(
@@ -111,10 +118,11 @@ def compile_step(
     end: StepEnd,
     tensors: list[Tensor],
     inductor: Mapping[str, Any] | None,
+    cuda_graph: bool,
 ) -> CompiledStep:
     """Rewrite a trace into a step that trains if `root.training` and build called backward().
 
-    inductor: options of TorchInductor, where it compiles the dense part.
+    inductor: options of TorchInductor, where it compiles the dense part. cuda_graph: whether training is recorded.
 
     OptimizerError if backward() reached a parameter that no optimizer of the graph holds.
     """
@@ -182,7 +190,8 @@ def compile_step(
     lookups = cut_lookups(module)
     if inductor is not None:
         module = compile_dense(module, inductor)
+    captured = Captured(module, len(traced.inputs), [e for e, _ in trained], end) if cuda_graph and trained else None
     bind_ops(module)
     return CompiledStep(
-        type(root).__name__, module, lookups, trained, returned.spec, returned.constants, returned.is_tensor
+        type(root).__name__, module, lookups, trained, returned.spec, returned.constants, returned.is_tensor, captured
     )

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from ..engine.errors import GraphError, InputError, OptimizerError
+from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.interrupts import uninterrupted
 from . import checkpoint
 from .ahead import Announcer
@@ -73,6 +73,7 @@ class Graph(nn.Module):
         self.__optimizers = OptimizerSet()
         self.__end = StepEnd()
         self.__inductor: dict[str, Any] | None = None
+        self.__recorded = False
         self.__sizes = Sizes()
         self.__left: list[None] = []  # runs that were left before their end
         self.__steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
@@ -101,7 +102,9 @@ class Graph(nn.Module):
 
         A row counts once, with the sum of the gradients of its occurrences, as in a dense `nn.Embedding`. None: not.
         """
-        self.__end.max_norm = positive("max_norm", max_norm)
+        wanted = positive("max_norm", max_norm)
+        self.__refuse_recorded("clip_grad_norm", wanted is not None)
+        self.__end.max_norm = wanted
 
     def clip_grad_value(self, clip_value: float | None) -> None:
         """Clip each element of all gradients, of rows summed over their occurrences, to [-clip_value, clip_value]."""
@@ -119,6 +122,7 @@ class Graph(nn.Module):
                 f"steps={steps}: gradients of {self.__end.steps} of {self.__end.every} calls wait for their update; "
                 "change it after the last of them"
             )
+        self.__refuse_recorded("accumulate_grads", steps > 1)
         self.__end.every = steps
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
@@ -131,6 +135,7 @@ class Graph(nn.Module):
             return
         if not isinstance(scaler, GradScaler):
             raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
+        self.__refuse_recorded("set_grad_scaler", scaler.is_enabled())
         device = next((tensor.device for tensor in self.parameters()), "cpu")
         scaler.scale(torch.zeros((), device=device))  # makes its tensors, which a trace could not
         self.__end.scaler = scaler
@@ -141,7 +146,28 @@ class Graph(nn.Module):
         The first call of each shape takes seconds longer. Needs a C++ compiler. Random draws, in-place ops, rows and
         optimizers run as before; results equal those of eager to rounding. GraphError where it cannot compile.
         """
+        self.__refuse_recorded("compile_dense", True)
         self.__inductor = options
+
+    def cuda_graph(self, enabled: bool = True) -> None:
+        """Record each training step as a CUDA graph after its first 3 calls, and replay that from then on.
+
+        Results have the bits of plain steps. Embeddings are in `device_mem` with a capacity, on a CUDA device like all
+        else that the step computes with; docs/graph.md has the details. A call raises GraphError or OptionError for
+        what cannot be recorded. OptionError together with `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` and
+        `compile_dense`. False: not any more.
+        """
+        if not isinstance(enabled, bool):
+            raise OptionError(f"enabled={enabled!r}: give True or False")
+        self.__recorded = enabled
+        try:
+            self.__refuse_recorded("clip_grad_norm", self.__end.max_norm is not None)
+            self.__refuse_recorded("accumulate_grads", self.__end.every > 1)
+            self.__refuse_recorded("set_grad_scaler", self.__end.scaler is not None and self.__end.scaler.is_enabled())
+            self.__refuse_recorded("compile_dense", self.__inductor is not None)
+        except OptionError:
+            self.__recorded = False
+            raise
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """The step, written by the subclass."""
@@ -229,6 +255,14 @@ class Graph(nn.Module):
         """
         return list(self.__compiles.reasons)
 
+    def __refuse_recorded(self, method: str, asked: bool) -> None:
+        """OptionError for `method` together with `cuda_graph`."""
+        if self.__recorded and asked:
+            raise OptionError(
+                f"cuda_graph and {method}: a step with {method} cannot be recorded; leave out one of them: "
+                f"cuda_graph(False), or no call of {method} (clip_grad_value goes with both)"
+            )
+
     def __announce(self, announcer: Announcer, between: int, *args: Any) -> None:
         """Tell embeddings what a coming call with these arguments, before which `between` others run, looks up.
 
@@ -272,6 +306,7 @@ class Graph(nn.Module):
             self.__optimizers.key(),
             self.__end.key(),
             repr(self.__inductor),
+            self.__recorded,
         ), tensors
 
     def __step_for(
@@ -296,10 +331,10 @@ class Graph(nn.Module):
         step = self.__compile_for_many(family, inputs, leaves, spec, tensors)
         if step is None:
             traced = trace(self, leaves, spec, tensors, self.__optimizers)
-            step = compile_step(self, traced, self.__optimizers, self.__end, tensors, self.__inductor)
+            step = compile_step(self, traced, self.__optimizers, self.__end, tensors, self.__inductor, self.__recorded)
             self.__steps[signature] = step
             self.__sizes.saw(family, inputs)
-        why = facts(self, leaves, spec, self.__optimizers, self.__end, self.__inductor)
+        why = facts(self, leaves, spec, self.__optimizers, self.__end, self.__inductor, self.__recorded)
         self.__compiles.add(type(self).__name__, why, perf_counter() - begin)
         self.__bound()
         return step
@@ -313,7 +348,7 @@ class Graph(nn.Module):
             return None
         try:
             traced = trace(self, leaves, spec, tensors, self.__optimizers, changing)
-            step = compile_step(self, traced, self.__optimizers, self.__end, tensors, None)
+            step = compile_step(self, traced, self.__optimizers, self.__end, tensors, None, False)
         except Exception:  # build looks at a size; what else is wrong, a step for these sizes raises as well
             return None
         assert traced.fits is not None

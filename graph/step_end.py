@@ -135,8 +135,13 @@ def end_step(end: StepEnd, rows: list[RowGrads], dense: list[DenseGrads]) -> boo
         for batch, *_ in rows:
             batch.release()
         return False
-    for optimizer, params, of_params in dense:
-        dense_step(optimizer, params, _changed(of_params, scale, end.clip_value))
+    return end_dense(end, dense, scale)
+
+
+def end_dense(end: StepEnd, dense: list[DenseGrads], scale: float = 1.0) -> bool:
+    """What `end_step` does to dense parameters."""
+    for optimizer, params, grads in dense:
+        dense_step(optimizer, params, _changed(grads, scale, end.clip_value))
     return True
 
 

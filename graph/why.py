@@ -82,6 +82,7 @@ def facts(
     optimizers: Iterable[Optimizer],
     end: StepEnd,
     inductor: Mapping[str, Any] | None,
+    cuda_graph: bool,
 ) -> Facts:
     """What a step of `root` for arguments of these leaves depends on, by the user's name for it."""
     found: Facts = {}
@@ -100,6 +101,7 @@ def facts(
     found["gradients", ""] = (
         "accumulated" if end.every > 1 else "as they are" if end.is_plain else "clipped or unscaled"
     )
+    found["cuda_graph", ""] = cuda_graph
     found["compile_dense", ""] = "off" if inductor is None else dict(inductor)
     for path, module in root.named_modules():
         found.update(_module_facts(path, module))

@@ -39,6 +39,13 @@ def test_gathers(device: Device) -> None:
     assert moved == 2 * gather().nbytes
 
 
+@on_devices
+def test_graphs(device: Device) -> None:
+    with tables_on(device) as place:
+        steps = gpu.checked_graphs(place, batch=5, rows=40, tables=2, dim=4)
+        assert torch.equal(steps["recorded"](1), steps["plain"](1))
+
+
 def test_a_wrong_output_has_no_figure() -> None:
     with pytest.raises(gpu.Mismatch, match="bits differ"):
         gpu._same(torch.zeros(2), torch.tensor([0.0, -0.0]))
