@@ -27,8 +27,6 @@ BUILT = Path(__file__).parents[2] / "build" / "cuda_emulation"
 COMPILE = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fno-gnu-unique", "-w", "-x", "c++"]
 
 
-
-
 class _Recording(local):
     current: Recording | None = None  # of a thread, as CUDA has it of a stream
 

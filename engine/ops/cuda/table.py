@@ -52,7 +52,7 @@ class FullTable:
         self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
         self._erased = self._zeros(1, torch.int32)  # numbers + 1 of rows whose lines are free, or more
         # its address: with a capacity nothing else moves, and launches may be recorded with the addresses they have
-        self._erased_at = torch.full((1,), self._erased.data_ptr(), dtype=torch.int64, device=faults.device)
+        self._erased_at = torch.full((1,), self._erased.data_ptr(), dtype=torch.int64, device=self.nowhere.device)
         if capacity is not None:
             self._grow_index(capacity)
             self._add_segment(capacity)
