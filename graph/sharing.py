@@ -47,5 +47,7 @@ def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
 
 
 def _is_pure(node: fx.Node) -> bool:
+    if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt):
+        return True  # a size that the trace left open, or a number made of one
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
     return is_torch and not is_random(node.target, node.args)

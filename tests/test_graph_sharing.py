@@ -156,6 +156,21 @@ def test_bad_ids_raise_the_first_embeddings_error() -> None:
         graph((ids, tables + 3, ends), (ids, tables, ends), features)
 
 
+def test_a_step_that_serves_many_sizes_shares_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierbed.graph.sizes.OWN", 1)
+    results = []
+    for shared in (True, False):
+        graph, losses = WideAndDeep(shared, lambda _: options("device")), []
+        for bags in range(3, 7):
+            (ids, tables, ends), _, features = batches()[0]
+            one = ids[:bags], tables, torch.cat([ends[:bags], torch.tensor([2 * bags])]).clamp(max=2 * bags)
+            losses.append(float(graph(one, tuple(part.clone() for part in one), features[: 2 * bags])))
+        last = str(graph).rpartition("# compiled step")[2]
+        assert ("sym_size" in last, "], prefetch)" in last) == (True, shared)
+        results.append((losses, state(graph)))
+    assert results[0] == results[1]
+
+
 def test_listing_and_profile_tell_whose_rows_a_shared_batch_is_of() -> None:
     graph = WideAndDeep(True, lambda _: options("device"))
     profile = graph.profile(batches())
