@@ -121,9 +121,9 @@ class OpenTable(OpenRows):
             return None
         return self.optimizer and self.optimizer.rule, self._lagging, self._changes
 
-    def record_pin(self, lookups: list[Lookup], dtype: torch.dtype) -> PinnedBatch:
+    def record_pin(self, lookups: list[Lookup], dtype: torch.dtype, like: PinnedBatch | None) -> PinnedBatch:
         """The launches of `pin` alone, for a device that records them. What else a step does is `begin_replay`'s."""
-        batch = self.processor.batch(lookups)
+        batch = self.processor.batch(lookups, None if like is None else like.core)
         self._opened().pin(batch, self._room)
         self._settle(batch)
         self._pinned = PinnedBatch(self, batch, lookups, dtype)

@@ -187,7 +187,7 @@ def compile_step(
     refuse_used(graph, shadows, label)
     graph.lint()
     module.recompile()
-    lookups = cut_lookups(module)
+    lookups = None if cuda_graph and trained else cut_lookups(module)  # a recorded step makes its batches itself
     if inductor is not None:
         module = compile_dense(module, inductor)
     captured = Captured(module, len(traced.inputs), [e for e, _ in trained], end) if cuda_graph and trained else None

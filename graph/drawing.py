@@ -67,10 +67,12 @@ class _Box:
         return self.x + self.width / 2
 
 
-def draw(module: fx.GraphModule, title: str) -> str:
-    """The step as a self-contained SVG file."""
+def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
+    """The step as a self-contained SVG file. ahead: whether `Graph.run` has rows brought up ahead of the step."""
     stage_of = stages(module.graph)
     boxes = _boxes(module, stage_of)
+    if ahead:
+        _say_ahead(module, boxes)
     bands = []
     bottom = _TOP
     for stage in STAGES:
@@ -108,23 +110,19 @@ def _boxes(module: fx.GraphModule, stage_of: dict[fx.Node, str]) -> list[_Box]:
         box.before += [box_of[source] for source in sources if box_of[source] is not box]
         box_of[node] = box
     boxes = [box for node, box in box_of.items() if node is box.nodes[-1]]
-    ahead = _ahead(module)
     for box in boxes:
         box.before = list({id(source): source for source in box.before}.values())
         box.lines = [_short(line) for line in _lines(module, box.nodes, named)]
-        box.lines += dict.fromkeys(where for node in box.nodes for where in ahead.get(node, ()))
     return boxes
 
 
-def _ahead(module: fx.GraphModule) -> dict[fx.Node, list[str]]:
-    """Where `Graph.run` does the work of a node ahead of its step; all else is done in order, on one stream."""
-    places: dict[fx.Node, list[str]] = {}
+def _say_ahead(module: fx.GraphModule, boxes: list[_Box]) -> None:
+    """Say where the rows of a node come up ahead of its step; all else is done in order, on one stream."""
+    box_of = {node: box for box in boxes for node in box.nodes}
     for node, (source, _) in known_ahead(module):
         embedding = getattr(module, source.target)
         assert isinstance(embedding, MultiTableMultiColumnEmbedding)
-        kind = "stream" if embedding.shadow.is_cuda else "thread"
-        places.setdefault(node, []).append(f"ahead, on a {kind} of its own")
-    return places
+        box_of[node].lines.append(f"ahead, on a {'stream' if embedding.shadow.is_cuda else 'thread'} of its own")
 
 
 def _named(module: fx.GraphModule) -> dict[fx.Node, str]:

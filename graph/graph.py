@@ -246,7 +246,7 @@ class Graph(nn.Module):
         _, step = self.__last
         if step is None:
             raise GraphError(f"{type(self).__name__} has no step to draw yet; call it once, which compiles one")
-        path_of(path).write_text(draw(step.module, type(self).__name__))
+        path_of(path).write_text(draw(step.module, type(self).__name__, ahead=step.lookups is not None))
 
     def why_recompiled(self) -> list[str]:
         """For each compiled step but the first, at most the last 64: what differed from the nearest one before it.

@@ -64,6 +64,13 @@ def batches(count: int, size: int = 6, ids: int = 60, seed: int = 0) -> list[Bat
     ]
 
 
+def counts(rows: MultiTableEmbedding) -> dict[str, dict[str, float]]:
+    """Its metrics, but for batches made ahead, which a recorded step has none of."""
+    metrics = rows.metrics()
+    metrics["table"] = {name: value for name, value in metrics["table"].items() if not name.startswith("prefetch")}
+    return metrics
+
+
 class Pair:
     """A plain graph and one whose steps are recorded, to which the same happens."""
 
@@ -103,7 +110,7 @@ class Pair:
         plain, recorded = ([m for m in graph.children() if hasattr(m, "chunks")] for graph in self.graphs)
         for one, other in zip(plain, recorded, strict=True):
             assert contents(one).tobytes() == contents(other).tobytes()
-            assert one.metrics() == other.metrics()
+            assert counts(one) == counts(other)
 
     def each(self, act: Callable[[Any], object]) -> list[Any]:
         return [act(graph) for graph in self.graphs]

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from ..table import OpenTable
 
 
-def prefetch(embedding: MultiTableMultiColumnEmbedding, lookups: list[Lookup]) -> PinnedBatch:
+def prefetch(
+    embedding: MultiTableMultiColumnEmbedding, lookups: list[Lookup], like: PinnedBatch | None = None
+) -> PinnedBatch:
     """As that of `step.py`, whose `gather` and `weights_grad` take what it returns."""
-    return embedding.opened().table.record_pin(lookups, embedding.output_dtype)
+    return embedding.opened().table.record_pin(lookups, embedding.output_dtype, like)
 
 
 def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
