@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -126,7 +127,7 @@ def bits(value: Any) -> Any:
 
 
 @on_one_device
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "rowwise", "catch-up"])
 def test_every_optimizer_with_schedules_dropout_and_pooling(place: torch.device, optimizer: str) -> None:
     pair = Pair(place, lambda _: Model(optimizer))
     pair.steps(batches(3))
@@ -199,6 +200,35 @@ def test_snapshots_of_what_recorded_steps_changed(place: torch.device, tmp_path:
         for graph in pair.graphs:
             graph.rows.load_snapshot(name)
             assert contents(graph.rows).tobytes() == expected
+
+
+@on_one_device
+def test_a_snapshot_that_another_thread_asks_for_is_of_whole_steps(place: torch.device, tmp_path: Path) -> None:
+    pair = Pair(place, lambda name: Model("adam", tmp_path / name))
+    plain, recorded = pair.graphs
+    pair.steps(batches(5))
+    recorded.rows.save_snapshot("base")
+    given = batches(30, seed=1)
+
+    def save() -> None:
+        for name in ("one", "two"):  # the second is of what changed since the first
+            recorded.rows.opened().save_between_steps(name, "incremental", lambda _: None, lambda: False)
+
+    visitor = Thread(target=save)
+    torch.manual_seed(5)
+    for number, batch in enumerate(given):
+        if number == 3:
+            visitor.start()
+        recorded(*(tensor.to(place) for tensor in batch))
+    visitor.join()
+    for name in ("one", "two"):
+        recorded.rows.load_snapshot(name)
+        if name == "one":
+            torch.manual_seed(5)
+        step, done = (graph.rows.metrics()["table"]["step"] for graph in (recorded, plain))
+        for batch in given[done - 5 : step - 5]:
+            plain(*(tensor.to(place) for tensor in batch))
+        assert contents(recorded.rows).tobytes() == contents(plain.rows).tobytes()
 
 
 @on_one_device
