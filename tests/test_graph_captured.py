@@ -14,7 +14,7 @@ from embeddings import DIM, OPTIMIZERS, contents, make, options
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-from tierbed.engine import CapacityError, GraphError, OptionError
+from tierbed.engine import CapacityError, GraphError, MultiTableEmbedding, OptionError
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.graph import Graph
 
@@ -229,6 +229,33 @@ def test_a_snapshot_that_another_thread_asks_for_is_of_whole_steps(place: torch.
         for batch in given[done - 5 : step - 5]:
             plain(*(tensor.to(place) for tensor in batch))
         assert contents(recorded.rows).tobytes() == contents(plain.rows).tobytes()
+
+
+class Twins(Graph):
+    """Two embeddings that look up the same ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.others = (make(options("device", capacity=500), name=name, tables=2) for name in ("a", "b"))
+        self.add_optimizer(torch.optim.Adagrad([*self.rows.parameters(), *self.others.parameters()], lr=0.1))
+
+    def build(self, ids: Tensor) -> Tensor:
+        loss = (self.rows(ids) * self.others(ids).cos()).sum()
+        loss.backward()
+        return loss
+
+
+@on_one_device
+def test_a_run_over_a_loader_is_recorded_and_shares_a_deduplication(place: torch.device) -> None:
+    pair = Pair(place, lambda _: Twins())
+    given = [(ids.to(place),) for ids, _, _ in batches(12)]
+    losses = pair.each(lambda graph: torch.stack(list(graph.run(given, ahead=3))))
+    assert torch.equal(*losses)
+    pair.check()
+    assert "prefetch_1 = prefetch(others, [Lookup(ids, None, None, None)], prefetch)" in repr(pair.graphs[1])
+    assert pair.is_recorded
+    hits = pair.each(lambda graph: graph.others.metrics()["table"]["prefetch_hits"])
+    assert hits == [12, 0]
 
 
 @on_one_device
