@@ -139,8 +139,14 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         self.announce([lookup])
 
     def size(self) -> int:
-        """How many rows there are: written by an optimizer, by `put`, or from a snapshot, and not gone since."""
-        return self._table().rows
+        """How many rows there are: written by an optimizer, by `put`, or from a snapshot, and not gone since.
+
+        Raises what an earlier step did wrong and the device found late. InputError, CapacityError.
+        """
+        table = self._table()
+        with table.lock:
+            table.check()
+            return table.rows
 
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
         """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""

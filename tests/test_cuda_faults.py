@@ -73,6 +73,17 @@ def test_rows_beyond_the_capacity_are_told_at_the_next_call(
 
 
 @on_devices
+def test_size_waits_and_tells(device: Device) -> None:
+    with tables_on(device) as place:
+        embedding = make(options("device"), "adagrad").to(place)
+        step(embedding, [1, 2])
+        step(embedding, [3], 9)
+        with pytest.raises(InputError, match="table_ids"):
+            embedding.size()
+        assert embedding.size() == 2
+
+
+@on_devices
 @pytest.mark.parametrize("store", ["device", "host", "cached_host", "ssd"])
 @pytest.mark.parametrize(
     ("ids", "tables", "offsets", "message"),
