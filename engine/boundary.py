@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from threading import Event
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from .table import OpenTable
 
@@ -67,9 +65,7 @@ class Boundary:
 
 
 def _catch_up_with_device(table: OpenTable) -> None:
-    device = table.processor.device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # steps may run on a stream that is not this thread's
+    table.processor.wait()  # steps may run on a stream that is not this thread's
     if late := table.late_error(wait=True):
         table.untold = late
         raise late

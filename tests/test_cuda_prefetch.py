@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +128,76 @@ def test_rows_that_steps_need_do_not_give_way_to_those_of_later_ones(device: Dev
     again = cached.batch(range(90))
     cached.store.peek(again)
     assert cached.read(again)[:60] == [1.0] * 30 + [2.0] * 30
+
+
+@on_devices
+@caches
+def test_no_batch_comes_up_before_an_earlier_one(device: Device, below: str) -> None:
+    cached = Cached(device, below, sets=1)
+    first, second, third = cached.batch(range(10)), cached.batch(range(10, 40)), cached.batch(range(40, 70))
+    for batch in (first, second, third):
+        cached.store.announce(batch)
+    assert not cached.store.prefetch(second)
+    cached.store.pin(first, None)
+    assert cached.store.prefetch(second)
+    cached.write(first, 1.0)
+    cached.store.unpin(first, dirty=True)
+    assert not cached.store.prefetch(third)
+    cached.step(second, 2.0)
+    cached.step(third, 3.0)
+    again = cached.batch(range(70))
+    cached.store.peek(again)
+    assert cached.read(again) == [1.0] * 10 + [2.0] * 30 + [3.0] * 30
+
+
+@on_devices
+@caches
+def test_rows_that_are_erased_while_they_are_up_ahead_are_initial_and_written(device: Device, below: str) -> None:
+    cached = Cached(device, below, sets=1)
+    before, coming = cached.batch(range(40)), cached.batch(range(40))
+    cached.store.peek(before)
+    initial = cached.read(before)
+    cached.step(cached.batch(range(40)), 1.0)
+    cached.store.announce(coming)
+    assert cached.store.prefetch(coming)
+    cached.store.erase(np.zeros(20, np.uint32), np.arange(20, dtype=np.uint64))
+    cached.store.pin(coming, None)
+    assert cached.read(coming) == initial[:20] + [1.0] * 20
+    cached.write(coming, 2.0)
+    cached.store.unpin(coming, dirty=True)
+    assert sum(len(rows) for _, rows in cached.store.scan()) == 40
+
+
+@on_one_device
+def test_a_device_that_fails_in_a_turn_leaves_no_thread_waiting(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = Cached(device, "table", sets=1)
+    coming, entered, go_on = cached.batch(range(9)), threading.Event(), threading.Event()
+    cached.store.announce(coming)
+
+    def fail(mark: object) -> None:
+        entered.set()
+        go_on.wait()
+        raise RuntimeError("CUDA error")
+
+    def turn() -> None:
+        with contextlib.suppress(RuntimeError):
+            cached.store.flush()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "follow", fail)
+        first, second = threading.Thread(target=turn), threading.Thread(target=turn)
+        first.start()
+        entered.wait()
+        second.start()  # wants its turn
+        beside = threading.Thread(target=lambda: cached.store.prefetch(coming), daemon=True)
+        go_on.set()
+        first.join()
+        second.join()
+    beside.start()
+    beside.join(30)
+    assert not beside.is_alive()
 
 
 @on_devices

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 class CpuProcessor:
     """As `Processor`. It finds nothing late: what it is asked for is done when the call returns."""
 
-    ahead = True
     recorder: Recorder | None = None
 
     checks_late = False
@@ -69,6 +68,9 @@ class CpuProcessor:
 
     def follow(self, mark: None) -> None:
         """What is asked for is done when the call returns."""
+
+    def wait(self) -> None:
+        """It is."""
 
     def hand_over(self, batch: _core.Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         """They are equal, and memory is free when nobody has it any more."""

@@ -81,6 +81,9 @@ class Processor(Protocol[B]):
     def follow(self, mark: Any) -> None:
         """What this thread asks for from here on comes after that."""
 
+    def wait(self) -> None:
+        """Until all that any thread has asked for is done."""
+
     def hand_over(self, batch: B, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         """Another thread made the batch of the former; this one uses it from here on, for the latter."""
 

@@ -76,6 +76,9 @@ class EmulatedDevice:
     def follow(self, mark: None) -> None:
         pass
 
+    def wait(self) -> None:
+        pass
+
     def keep(self, memory: torch.Tensor) -> None:
         pass
 

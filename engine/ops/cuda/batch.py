@@ -59,10 +59,17 @@ def one_row(device: Device, table: int, key: int, faults: Tensor) -> Batch:
     return rows_of(device, np.array([table], np.uint32), np.array([key], np.uint64), faults)
 
 
-def lines_among(pinned: Batch | None, rows: Batch, faults: Tensor) -> Tensor:
-    """[rows.size] int64: the line that each of `rows_of` has in another batch, 0 where it is not in that; waits."""
-    count = 0 if pinned is None else pinned.unique
-    if pinned is None or count == 0:
+def lines_among(up: Sequence[Batch], rows: Batch, faults: Tensor) -> Tensor:
+    """[rows.size] int64: the line that each of `rows_of` has in other batches, 0 where it is in none; waits."""
+    lines = torch.zeros_like(rows.lines)
+    for batch in up:
+        lines = torch.where(lines == 0, _lines_in(batch, rows, faults), lines)
+    return lines
+
+
+def _lines_in(pinned: Batch, rows: Batch, faults: Tensor) -> Tensor:
+    count = pinned.unique
+    if count == 0:
         return torch.zeros_like(rows.lines)
     segments: list[Segment] = [
         (batch.keys, batch.tables[: batch.unique].to(torch.int64), None) for batch in (pinned, rows)

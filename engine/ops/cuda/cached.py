@@ -47,11 +47,7 @@ class CachedStore:
 
     def pin(self, batch: Batch, room: Room | None) -> None:
         """As `engine/cache/cached.py`. Waits for the device once and raises its faults at once, unless rows are up."""
-        if self._window.take(batch) is None:
-            with self._window.turn():
-                admission = self._bring_up(batch, self._window.over, room, ahead=False)
-                assert admission is not None
-                self._window.pin(admission)
+        if not self._window.pin(batch, lambda over: self._bring_up(batch, over, room, ahead=False)):
             return
         self._faults.post(batch)
         try:
@@ -62,12 +58,14 @@ class CachedStore:
             raise
 
     def unpin(self, batch: Batch, dirty: bool) -> None:
-        self._window.unpin(batch)
-        overflows, self._overflows = self._overflows, None
-        if dirty and overflows is not None:
-            flags, count = overflows
-            ranks = flags.cumsum(0, dtype=torch.int32)
-            with self._window.turn():
+        if self._overflows is None:
+            self._window.unpin(batch)
+            return
+        with self._window.turn():
+            self._window.unpin(batch)
+            (flags, count), self._overflows = self._overflows, None
+            if dirty:
+                ranks = flags.cumsum(0, dtype=torch.int32)
                 self._down.reserve(count)  # nothing is under way: `pin` waited after it was last filled
                 self._down.identify(batch, flags, ranks)
                 self._down.bring(batch.lines, flags, ranks)
@@ -95,7 +93,7 @@ class CachedStore:
     def erase(self, tables: Tables, keys: Keys) -> None:
         with self._window.turn():
             batch = rows_of(self._layout.device, tables, keys, self._faults.word)
-            batch.lines = lines_among(self._window.pinned, batch, self._faults.word)
+            batch.lines = lines_among(self._window.up, batch, self._faults.word)
             kept = batch.lines != 0
             initialise_lines(batch, self._layout, kept)
             self._cache.erase(batch, kept)

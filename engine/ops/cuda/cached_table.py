@@ -53,11 +53,7 @@ class CachedTable:
 
     def pin(self, batch: Batch, room: Room | None) -> None:
         """Rows that do not fit into the table below set a fault, as in `FullStore`."""
-        if self._window.take(batch) is None:
-            with self._window.turn():
-                admission = self._bring_up(batch, self._window.over, ahead=False)
-                assert admission is not None
-                self._window.pin(admission)
+        self._window.pin(batch, lambda over: self._bring_up(batch, over, ahead=False))
         self._new.pop(batch, None)
         self._faults.post(batch)
 
@@ -78,7 +74,7 @@ class CachedTable:
     def erase(self, tables: Tables, keys: Keys) -> None:
         with self._window.turn():
             batch = rows_of(self._layout.device, tables, keys, self._faults.word)
-            batch.lines = lines_among(self._window.pinned, batch, self._faults.word)
+            batch.lines = lines_among(self._window.up, batch, self._faults.word)
             kept = batch.lines != 0
             initialise_lines(batch, self._layout, kept)
             self._cache.erase(batch, kept)

@@ -9,7 +9,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, cached_property
+from functools import cache
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
@@ -52,6 +52,9 @@ class Device(Protocol):
     def keep(self, memory: Tensor) -> None:
         """Memory that another thread allocated is not used again before what this thread has launched is over."""
 
+    def wait(self) -> None:
+        """Until all that any thread has launched is done."""
+
     def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
         """What runs all that `launches` launches, kernels and ops of torch, each time anew; and its result.
 
@@ -85,6 +88,8 @@ class CudaDevice:
         self.blocks = properties.multi_processor_count * 16
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._functions: dict[tuple[Program, str], Any] = {}
+        self._second_stream = torch.cuda.Stream(self.torch_device)
+        self._recording_stream = torch.cuda.Stream(self.torch_device, priority=-1)  # torch gives others out again
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         # not by torch's allocator, which rounds up to a power of two
@@ -120,14 +125,16 @@ class CudaDevice:
     def keep(self, memory: Tensor) -> None:
         memory.record_stream(self._stream)
 
+    def wait(self) -> None:
+        with _one_recording:  # which it would spoil
+            torch.cuda.synchronize(self.torch_device)
+
     def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(self.torch_device)
-        current = torch.cuda.current_stream(self.torch_device)
         # the outer stream, since torch leaves its own current where recording fails; thread_local: other threads go on
-        with _one_recording, _without_garbage(), torch.cuda.stream(current):
+        with _one_recording, _without_garbage(), torch.cuda.stream(self._stream):
             try:
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, stream=self._recording_stream, capture_error_mode="thread_local"):
                     result = launches()
             except BaseException:
                 graph.reset()
@@ -137,10 +144,6 @@ class CudaDevice:
     @property
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.torch_device)
-
-    @cached_property
-    def _second_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.torch_device)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ class Faults:
     def post(self, batch: Batch) -> None:
         """Send the word to the host, with what is wrong with a batch that has its step now, without waiting."""
         if batch.faults is not self.word:
-            self.word |= batch.faults
+            self.word |= batch.faults | batch.wrong
         self._seen.copy_(self.word, non_blocking=True)
 
     def seen(self, wait: bool) -> int:
@@ -35,6 +35,7 @@ class Faults:
         """What these bits mean; none are set from then on."""
         if not found:
             return None
+        self.seen(wait=True)  # what was sent earlier must not arrive after this
         self.word.zero_()
         self._seen.zero_()
         where, since = f"embedding {self._name!r}", "Its batch and the steps since changed nothing"

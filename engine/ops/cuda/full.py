@@ -83,7 +83,7 @@ class FullStore(WithoutAnnouncements[Batch]):
     def erase(self, tables: Tables, keys: Keys) -> None:
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)
-        kept = lines_among(self._pinned, batch, self._faults.word) != 0
+        kept = lines_among([] if self._pinned is None else [self._pinned], batch, self._faults.word) != 0
         initialise_lines(batch, self.layout, kept)
         self.table.erase(batch, torch.where(kept, 0, batch.lines))
 

@@ -31,8 +31,7 @@ class TableImage:
     def __init__(self, store: FullStore, faults: Tensor) -> None:
         self._table, self._layout, self._faults = store.table, store.layout, faults
         device = self._layout.device.torch_device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # steps may be on another stream than this thread
+        self._layout.device.wait()  # steps may be on another stream than this thread
         self._held = store.held()
         self._staging = Staging(self._layout)
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -42,8 +41,7 @@ class TableImage:
         self._kept: list[list[Kept]] = [[] for _ in range(BUCKETS)]
         self._bucket = self._at = 0
         self.kept_bytes = 0
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        self._layout.device.wait()
 
     def keep(self, batch: Batch) -> None:
         with self._table.alone():

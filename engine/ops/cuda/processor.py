@@ -110,8 +110,11 @@ class CudaProcessor:
     def follow(self, mark: Mark) -> None:
         self._on.follow(mark)
 
+    def wait(self) -> None:
+        self._on.wait()
+
     def hand_over(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        batch.keep()
+        batch.keep()  # its faults may be in use, where its rows are coming up
         differ = [
             (was != now).any()
             for pair in zip(announced, lookups, strict=True)
@@ -119,7 +122,6 @@ class CudaProcessor:
             if was is not None and now is not None
         ]
         batch.wrong |= torch.stack(differ).any().to(torch.int32) * CHANGED
-        batch.faults |= batch.wrong
 
     def count_written(self, batch: Batch) -> int:
         return int(batch.count) - int(kernels.count_new(self._layout, batch.lines, batch.count))

@@ -50,6 +50,12 @@ class Window:
         first = self._pinned or (self._coming[0].admission if self._coming else None)
         return self._cache.now if first is None else (first.number - 1) % (1 << 32)
 
+    @property
+    def up(self) -> list[Batch]:
+        """The batches that have their rows up."""
+        ahead = [coming.batch for coming in tuple(self._coming) if coming.admission is not None]
+        return ahead if self._pinned is None else [self._pinned.batch, *ahead]
+
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Around what steps, and all that is not done ahead of them, do with the cache; may be nested."""
@@ -57,11 +63,11 @@ class Window:
             self._wanted += 1
             with self._changed:
                 self._wanted -= 1
-                self._device.follow(self._beside)
                 try:
+                    self._device.follow(self._beside)
                     yield
-                finally:
                     self._of_steps = self._device.mark(), self.over
+                finally:
                     self._changed.notify_all()
 
     def announce(self, batch: Batch) -> None:
@@ -74,9 +80,12 @@ class Window:
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._wanted)
-            coming = next((one for one in tuple(self._coming) if one.batch is batch), None)
-            if coming is None:
+            waiting = [one for one in tuple(self._coming) if one.admission is None]
+            if not any(one.batch is batch for one in waiting):
                 return True
+            coming = waiting[0]
+            if coming.batch is not batch:  # its step has begun, and brings its rows up
+                return False
             mark, over = self._of_steps
             self._device.follow(mark)
             try:
@@ -86,19 +95,18 @@ class Window:
             coming.admission = admission
             return admission is not None
 
-    def take(self, batch: Batch) -> Admission | None:
-        """Pin a batch whose rows are up. Otherwise None, and it is no longer announced if it was."""
-        admission = self._take(batch)
-        if admission is None:
-            with self.turn():  # they may be coming up
-                admission = self._take(batch)
-                if admission is None and self._coming:
-                    self._coming.popleft()
-        return admission
-
-    def pin(self, admission: Admission) -> None:
-        """Of a batch that was brought up in its step."""
-        self._pinned = admission
+    def pin(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
+        """Pin a batch. Returns whether its rows were up; else `admit(over)` brought them up, which does or raises."""
+        if self._take(batch):
+            return True
+        with self.turn():
+            if self._take(batch):  # they came up meanwhile
+                return True
+            if self._coming:
+                self._coming.popleft()
+            batch.faults |= batch.wrong
+            self._pinned = admit(self.over)
+            return False
 
     def unpin(self, batch: Batch) -> None:
         if self.pinned is not batch:
@@ -111,18 +119,19 @@ class Window:
             with self.turn():
                 self._coming.clear()
 
-    def _take(self, batch: Batch) -> Admission | None:
+    def _take(self, batch: Batch) -> bool:
+        """Pin a batch whose rows are up; needs no turn."""
         if self._pinned is not None:
             raise StoreError("a batch is still pinned; one step at a time")
         if not self._coming:
-            return None
+            return False
         first = self._coming[0]
         if first.batch is not batch:
             raise StoreError("another batch was announced; cancel it")
         if first.admission is None:
-            return None
+            return False
         self._coming.popleft()
         self._device.follow(first.mark)
         self._pinned = first.admission
         self._of_steps = self._device.mark(), self.over
-        return first.admission
+        return True
