@@ -73,12 +73,13 @@ class EagerOptimizer:
             )
         shadows = [embedding.shadow for embedding, _ in self._rows]
         grads = [shadow.grad for shadow in shadows]
-        self._step_rows()
-        for shadow in shadows:
-            shadow.grad = None
-        self.optimizer.step()  # where it raises, rows have moved, and their gradients are gone
-        for shadow, grad in zip(shadows, grads, strict=True):
-            shadow.grad = grad
+        with uninterrupted():
+            self._step_rows()
+            for shadow in shadows:
+                shadow.grad = None
+            self.optimizer.step()  # where it raises, rows have moved, and their gradients are gone
+            for shadow, grad in zip(shadows, grads, strict=True):
+                shadow.grad = grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; those of rows whatever `set_to_none` is."""
@@ -97,7 +98,7 @@ class EagerOptimizer:
     @torch.no_grad()
     def _step_rows(self) -> None:
         reached = [(e, rows, e.shadow.grad.rows) for e, rows in self._rows if isinstance(e.shadow.grad, ShadowGrad)]
-        with uninterrupted(), training_step([embedding for embedding, *_ in reached], "an EagerOptimizer"):
+        with training_step([embedding for embedding, *_ in reached], "an EagerOptimizer"):
             pinned = []
             try:
                 for embedding, rows, gradients in reached:

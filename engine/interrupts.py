@@ -33,6 +33,8 @@ class uninterrupted:  # not made of a generator, since a step enters several
             came.append((number, frame))
 
         handlers = {number: handler for number in _HELD if callable(handler := getsignal(number))}
+        if not handlers:  # there may be some when the next block begins
+            return
         try:
             for held in handlers:
                 set_handler(held, note)
@@ -47,7 +49,13 @@ class uninterrupted:  # not made of a generator, since a step enters several
         if not self._handlers:
             return
         _holding = False
-        for held, handler in self._handlers.items():
-            set_handler(held, handler)
-        for number, frame in self._came:
-            self._handlers[number](number, frame)
+        try:
+            for held, handler in self._handlers.items():
+                set_handler(held, handler)
+        except BaseException:  # of a handler that is back already
+            for held, handler in self._handlers.items():
+                set_handler(held, handler)
+            raise
+        finally:
+            for number, frame in self._came:
+                self._handlers[number](number, frame)
