@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -197,10 +198,17 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
     if given.dtype.kind not in "iu" or (given.astype(np.int64) != given).any():
         raise InputError(error)
     values = given.astype(np.int64)
-    if values.ndim == 0:  # an op, of which a trace tells whether it is that of another lookup
-        return torch.full((), int(values), dtype=torch.int64, device=device)
+    if values.ndim == 0:
+        return _number(int(values), device)
     with _disable_current_modes():  # a constant of a traced step, which need not bring it to the device each time
         return torch.from_numpy(values).to(device, non_blocking=True)
+
+
+@cache
+def _number(value: int, device: torch.device) -> Tensor:
+    """One tensor for a number, so that lookups are seen to have the same, in a trace as well."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        return torch.full((), value, dtype=torch.int64, device=device)
 
 
 def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32]:

@@ -151,6 +151,8 @@ class OpenTable(OpenRows):
         """
         if trains:
             self.release()
+            with self._prefetcher.step(()):
+                pass  # a recorded step makes its batch itself
         self._store()
         self._raise_late(wait=False)
         if not trains:

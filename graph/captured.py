@@ -22,6 +22,8 @@ from .step_end import StepEnd, end_dense, end_step, schedule
 
 WARM_UP = 3  # calls that run plainly before: kernels are compiled, libraries and memory settle
 
+_INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
+_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _LIVE: set[Any] = {dense_step, end_dense, schedule}
 _RECORDED: dict[Any, Callable[..., Any]] = {
     step.prefetch: recorded.prefetch,
@@ -62,6 +64,7 @@ class Captured:
         self._used = [index for index in range(inputs, len(placeholders)) if placeholders[index].users]
         self._seen: Any = None  # what the latest calls depended on
         self._calls = 0  # so many of them, up to WARM_UP
+        self._refused: GraphError | None = None  # why they cannot be recorded
         self.recording: Recording | None = None
 
     def run(self, tensors: list[Tensor], plain: Callable[[], Any]) -> Any:
@@ -93,7 +96,7 @@ class Captured:
         seen = get_ident(), tables, state, [tensor.data_ptr() for tensor in live]  # libraries settle by thread
         if seen != self._seen:
             self._check(tables)
-            self._seen, self._calls, self.recording = seen, 0, None
+            self._seen, self._calls, self.recording, self._refused = seen, 0, None, None
         if self.recording is None and self._calls == WARM_UP:
             self.recording = self._record(tensors, tables[0].processor.recorder)
         self._calls = min(self._calls + 1, WARM_UP)
@@ -101,17 +104,20 @@ class Captured:
 
     def _record(self, tensors: list[Tensor], recorder: Recorder | None) -> Recording:
         assert recorder is not None
+        if self._refused is not None:  # each try would cost memory that torch does not give back
+            raise self._refused
         inputs = [torch.empty_like(tensor) for tensor in tensors[: self._inputs]]
         try:
             replay, (outputs, ends) = recorder.record(lambda: self._recorded.forward(*inputs, *tensors[self._inputs :]))
-        except TierbedError:
+        except (TierbedError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             cause = error.__context__ or error  # torch raises another at the end of a recording that failed
-            raise GraphError(
+            self._refused = GraphError(
                 f"cuda_graph: the step could not be recorded: {cause}; leave out of build what waits for the device, "
-                "such as a mask as an index or an op of your own that reads a value, or call cuda_graph(False)"
-            ) from error
+                "such as an op of your own that reads a value, or call cuda_graph(False)"
+            )
+            raise self._refused from error
         return Recording(replay, inputs, outputs, ends)
 
     def _check(self, tables: list[OpenTable]) -> None:
@@ -147,13 +153,34 @@ class Captured:
                     f"cuda_graph: {what} {node.name} is on {away[0]}, which a recorded step would read but once; make "
                     f"it on {device}, write a number instead, or call cuda_graph(False)"
                 )
+            if _waits(node):
+                raise GraphError(
+                    f"cuda_graph: {node.target} waits for the device, and a step that does cannot be recorded; leave "
+                    "it out of build (torch.where instead of a mask as an index), or call cuda_graph(False)"
+                )
         changed: set[int] = set().union(*map(written, graph.nodes))
         for node in placeholders[: self._inputs]:
+            given = node.meta["val"]
+            if given.stride() != torch.empty_like(given).stride():
+                raise GraphError(
+                    f"cuda_graph: argument {node.name} is a slice or was expanded, and a recorded step has a copy of "
+                    f"it without gaps; give {node.name}.contiguous(), or call cuda_graph(False)"
+                )
             if memory([node]) & changed:
                 raise GraphError(
                     f"cuda_graph: build changes its argument {node.name} in place, and a recorded step has a copy of "
                     "it; change a clone(), or call cuda_graph(False)"
                 )
+
+
+def _waits(node: fx.Node) -> bool:
+    """Whether an op of torch is known to read values from the device: a mask as an index is turned into numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.overloadpacket in _INDEXED:
+        indices = [value.meta["val"] for value in node.all_input_nodes]
+        return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return any(tag in node.target.tags for tag in _TAGS)
 
 
 def cut(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:

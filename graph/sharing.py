@@ -31,7 +31,7 @@ def share_batches(module: fx.GraphModule) -> None:
             earlier = first.setdefault(key, node)
             if earlier is not node:
                 node.args = (embedding, earlier.args[1], earlier)
-        same: Hashable = node
+        same: Hashable = (node.op, node.target) if node.op == "get_attr" else node
         if is_constant and _is_pure(node):
             same = (node.target, _key((node.args, *node.kwargs.items()), value_of))
         value_of[node] = values.setdefault(same, len(values))

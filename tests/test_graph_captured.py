@@ -355,10 +355,45 @@ def test_a_step_that_waits_for_the_device_is_refused_with_its_cause(place: torch
             return loss.detach().sum(), rows
 
     pair = Pair(place, lambda _: Masked("adam"))
-    pair.steps(batches(3))
-    with pytest.raises(GraphError, match=r"cuda_graph: the step could not be recorded: .*(captur|permitted).*a mask"):
+    with pytest.raises(GraphError, match=r"cuda_graph: aten.index_put.*waits for the device.*torch.where"):
         pair.graphs[1](*(tensor.to(place) for tensor in batches(1)[0]))
     pair.check()  # the step left nothing
+    pair.graphs[1].cuda_graph(False)
+    pair.steps(batches(3, seed=1))
+
+
+@torch.library.custom_op("tierbed_tests::read", mutates_args=())
+def read(given: Tensor) -> Tensor:
+    return given * (2 if given.sum().item() > 0 else 1)
+
+
+read.register_fake(torch.empty_like)
+read.register_autograd(lambda context, grad: grad)
+
+
+@on_one_device
+def test_an_op_that_reads_a_value_is_told_by_the_fourth_call_and_tried_once(
+    place: torch.device, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reading(Model):
+        def build(self, ids: Tensor, tables: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            rows = self.rows(ids, tables)
+            loss = (read(rows).sum((1, 2)) - y).square().mean()
+            loss.backward()
+            return loss, rows
+
+    tries = []
+    record = device.record
+    monkeypatch.setattr(device, "record", lambda launches: tries.append(launches) or record(launches))
+    pair = Pair(place, lambda _: Reading("adam"))
+    pair.steps(batches(3))
+    for _ in range(2):
+        with pytest.raises(
+            GraphError, match=r"cuda_graph: the step could not be recorded: .*(captur|permitted).*reads"
+        ):
+            pair.graphs[1](*(tensor.to(place) for tensor in batches(1)[0]))
+        pair.check()  # the step left nothing
+    assert len(tries) == 1
     pair.graphs[1].cuda_graph(False)
     pair.steps(batches(3, seed=1))
 
@@ -403,6 +438,8 @@ def test_arguments_of_another_device_or_changed_in_place_are_refused(place: torc
     ids, away = torch.arange(3, device=place), torch.ones(1, device="meta" if place.type == "cpu" else "cpu")
     with pytest.raises(GraphError, match=r"cuda_graph: argument y is on (meta|cpu), .* make it on (cpu|cuda:0)"):
         Small(options("device", capacity=50), lambda _, y: y * 2).to(place)(ids, away)
+    with pytest.raises(GraphError, match=r"cuda_graph: argument y is a slice or was expanded.*y.contiguous"):
+        Small(options("device", capacity=50), lambda _, y: y * 2).to(place)(ids, torch.ones(6, device=place)[::2])
     with pytest.raises(GraphError, match=r"cuda_graph: build changes its argument y in place.* change a clone"):
         Small(options("device", capacity=50), lambda _, y: y.add_(1)).to(place)(ids, torch.ones(1, device=place))
 

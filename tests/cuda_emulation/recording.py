@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -40,6 +41,9 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in REFUSED or _has_mask(func, args):
             raise refused(str(func))
+        if definition := OPDEFS.get(func._schema.name):  # written in Python: its body runs while it is recorded
+            with self:
+                return definition._init_fn(*args, **kwargs)
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             with self:
                 return func.decompose(*args, **kwargs)
