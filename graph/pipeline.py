@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import InputError
@@ -64,6 +66,7 @@ class Run(Iterator[Any]):
         self._graph, self._announce, self._ahead = graph, announce, ahead
         self._batches = iterate(batches)
         self._window: deque[Any] = deque()
+        self._tensors: deque[list[Tensor]] = deque()  # of the window's batches
         self._end: Exception | None = None  # of the loader, for when the window is empty
         self._progress = progress
         self._left = weakref.finalize(self, _leave, left, progress)
@@ -82,12 +85,13 @@ class Run(Iterator[Any]):
             raise end
         with uninterrupted():  # Ctrl-C finds a batch in the window, or its step made
             batch = arguments(self._window.popleft())
+            self._tensors.popleft()
             result = self._graph(*batch)
         self._progress.advance(batch)
         return result
 
     def _draw(self) -> None:
-        count = len(self._window)
+        count, before = len(self._window), [[tensor._version for tensor in kept] for kept in self._tensors]
         try:
             self._window.extend(islice(self._batches, 1))  # Ctrl-C cannot come between, and lose the batch
         except Exception as error:
@@ -95,14 +99,37 @@ class Run(Iterator[Any]):
             return
         if len(self._window) == count:
             self._end = StopIteration()
-        elif self._ahead:
+            return
+        self._tensors.append(_counted(self._window[-1]))
+        self._refuse_overwritten(before)
+        if self._ahead:
             self._announce(count, *arguments(self._window[-1]))
+
+    def _refuse_overwritten(self, before: list[list[int]]) -> None:
+        """InputError where the loader wrote the batch that it has just given over one that waits for its step."""
+        drawn = {tensor.data_ptr() for tensor in self._tensors[-1]}
+        for kept, versions in zip(self._tensors, before, strict=False):
+            for tensor, version in zip(kept, versions, strict=True):
+                if tensor._version != version and tensor.data_ptr() in drawn:
+                    self._window.clear()
+                    self._tensors.clear()
+                    self._end = StopIteration()
+                    raise InputError(
+                        f"ahead={self._ahead}: the loader fills the tensors of a batch anew for the next one, and "
+                        "batches are drawn before their steps; give new tensors, as a DataLoader does, or ahead=0"
+                    )
 
     def close(self) -> None:
         """Forget what was announced, and end the threads that make batches ready. A run that ends closes itself."""
         if self._left.detach() is not None:
             self._progress.close()
             forget_announced(self._graph)
+
+
+def _counted(batch: Any) -> list[Tensor]:
+    """The tensors of a batch whose writes torch counts."""
+    leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_inference()]
 
 
 def forget_announced(root: nn.Module) -> None:

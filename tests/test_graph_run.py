@@ -89,6 +89,38 @@ def test_lookups_of_accumulated_steps_are_brought_up_together(tmp_path: Path, st
     assert hits(piped.rows) == 2
 
 
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_loader_that_fills_a_batch_anew_is_told(ahead: int) -> None:
+    def filled() -> Iterator[tuple[Tensor, Tensor]]:
+        ids, labels = torch.empty_like(IDS[0]), torch.empty_like(LABELS[0])
+        for i in range(STEPS):
+            yield ids.copy_(IDS[i]), labels.copy_(LABELS[i])
+
+    graph, plain = rating("device"), rating("device")
+    run = graph.run(filled(), ahead=ahead)
+    if ahead:
+        with pytest.raises(InputError, match=r"ahead=3: the loader fills the tensors of a batch anew.*ahead=0"):
+            next(run)
+        assert list(run) == []
+        assert graph.rows.metrics()["table"]["step"] == 0
+        return
+    torch.manual_seed(2)
+    losses = list(run)
+    torch.manual_seed(2)
+    assert torch.equal(torch.stack(losses), torch.stack([plain(*batch) for batch in filled()]))
+
+
+def test_batches_that_are_parts_of_one_tensor_are_not_taken_for_one_another() -> None:
+    def parts() -> Iterator[tuple[Tensor, Tensor]]:
+        ids = torch.empty_like(IDS)
+        for i in range(STEPS):
+            ids[i] = IDS[i]
+            yield ids[i], LABELS[i]
+
+    graph = rating("device")
+    assert len(list(graph.run(parts(), ahead=4))) == STEPS
+
+
 def test_a_run_that_begins_amid_accumulated_steps_announces_from_the_next_update_on() -> None:
     graph = rating("device")
     graph.accumulate_grads(3)
