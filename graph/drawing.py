@@ -37,7 +37,7 @@ _TOP = 36.0
 _STYLE = (
     "text{font:11px monospace;white-space:pre}.stage{font-weight:bold;font-size:12px}"
     "path{fill:none;stroke:#78909c;stroke-opacity:.55}rect{stroke:#607d8b;rx:4px}.band{stroke:none}"
-    ".store{stroke-width:2.5}"
+    ".store{stroke-width:2.5}.head{fill:#78909c;stroke:none}"
 )
 _CHAR, _LINE, _PAD = 6.7, 15.0, 7.0
 _LONGEST = 44  # characters of a line
@@ -83,6 +83,9 @@ def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
     size = {"width": f"{right:.0f}", "height": f"{bottom:.0f}"}
     svg = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size})
     ElementTree.SubElement(svg, "style").text = _STYLE
+    head = {"id": "head", "viewBox": "0 0 6 6", "refX": "6", "refY": "3", "orient": "auto"}
+    marker = ElementTree.SubElement(svg, "marker", {**head, "markerWidth": "6", "markerHeight": "6"})
+    ElementTree.SubElement(marker, "polygon", {"class": "head", "points": "0,0 6,3 0,6"})
     _put_rect(svg, 0, 0, right, bottom, "band", "white")
     _put_text(svg, _PAD, 20, title, "stage")
     for (stage, y), end in zip(bands, [y for _, y in bands[1:]] + [bottom], strict=True):
@@ -227,7 +230,7 @@ def _put_edge(parent: ElementTree.Element, source: _Box, target: _Box) -> None:
     x, y, to_x, to_y = source.middle, source.y + source.height, target.middle, target.y
     bend = max(abs(to_y - y) / 2, _ROW / 2)
     curve = f"M{x:.1f} {y:.1f}C{x:.1f} {y + bend:.1f} {to_x:.1f} {to_y - bend:.1f} {to_x:.1f} {to_y:.1f}"
-    ElementTree.SubElement(parent, "path", d=curve)
+    ElementTree.SubElement(parent, "path", {"d": curve, "marker-end": "url(#head)"})
 
 
 def _put_text(parent: ElementTree.Element, x: float, y: float, text: str, kind: str) -> None:

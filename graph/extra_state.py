@@ -26,7 +26,7 @@ def extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd) -> dict
     if end.steps:
         raise GraphError(
             f"gradients of {end.steps} of {end.every} steps wait for their update, and a state holds none; take it "
-            "after the last of them"
+            "after the last of them, or call drop_grads() first"
         )
     return {
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],

@@ -120,10 +120,14 @@ class Graph(nn.Module):
         if self.__end.steps:
             raise OptimizerError(
                 f"steps={steps}: gradients of {self.__end.steps} of {self.__end.every} calls wait for their update; "
-                "change it after the last of them"
+                "change it after the last of them, or call drop_grads() first"
             )
         self.__refuse_recorded("accumulate_grads", steps > 1)
         self.__end.every = steps
+
+    def drop_grads(self) -> None:
+        """Forget the gradients of accumulated calls that wait for their update, as those of an epoch's remainder."""
+        self.__end.clear()
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
         """Divide gradients by the scale of `scaler`, by which `build` multiplies: `scaler.scale(loss).backward()`.

@@ -284,10 +284,33 @@ def test_a_window_cannot_change_while_gradients_wait() -> None:
     graph.add_optimizer(graph.optimizer)
     graph.accumulate_grads(2)
     graph(IDS[0], ONE)
-    with pytest.raises(OptimizerError, match="gradients of 1 of 2 calls wait"):
+    with pytest.raises(OptimizerError, match=r"gradients of 1 of 2 calls wait.*drop_grads\(\)"):
         graph.accumulate_grads(1)
     graph(IDS[0], ONE)
     graph.accumulate_grads(1)
+
+
+def test_gradients_of_a_remainder_can_be_dropped() -> None:
+    graph, _ = pair()
+    graph.add_optimizer(graph.optimizer)
+    graph.accumulate_grads(2)
+    graph(IDS[0], ONE)
+    graph(IDS[0], ONE)
+    before = contents(graph.rows).tobytes()
+    graph(IDS[1], ONE)
+    with pytest.raises(GraphError, match=r"gradients of 1 of 2 steps wait.*drop_grads\(\)"):
+        graph.state_dict()
+    graph.drop_grads()
+    graph.state_dict()
+    assert contents(graph.rows).tobytes() == before
+    other, _ = pair()
+    other.add_optimizer(other.optimizer)
+    other.accumulate_grads(2)
+    for ids in (IDS[0], IDS[0], IDS[0], IDS[0]):
+        other(ids, ONE)
+    graph(IDS[0], ONE)
+    graph(IDS[0], ONE)
+    assert contents(graph.rows).tobytes() == contents(other.rows).tobytes()
 
 
 def test_ids_that_numpy_changed_between_accumulated_calls_are_those_of_their_call() -> None:
