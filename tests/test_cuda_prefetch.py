@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cuda_emulation.ordering import OrderedDevice
 from cuda_tables import DeviceTable, on_devices, on_one_device, tables_on, tensor
 from embeddings import STORES, contents, make, options, train
 from hypothesis import HealthCheck, given, settings
@@ -480,3 +481,25 @@ def test_a_run_over_a_loader_is_the_plain_loop(tmp_path: Path, device: Device, s
 
 def chunks(folder: Path) -> list[tuple[int, bytes]]:
     return [(bucket, rows.tobytes()) for bucket, rows in Snapshot.open(folder).chunks()]
+
+
+@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
+@pytest.mark.parametrize("budget_mb", [0.01, MANY_SETS_MB])
+def test_streams_wait_for_each_other_where_they_use_the_same_memory(
+    tmp_path: Path, plain: bytes, store: str, budget_mb: float
+) -> None:
+    device = OrderedDevice(seed=1)
+    capacity = {} if store == "ssd" else {"capacity": 1000}  # a table that grows gives memory from thread to thread
+    with tables_on(device) as place, device.watch():
+        embedding = make(options(store, tmp_path, budget_mb, **capacity), "adagrad").to(place)
+        device.opened(embedding.opened().table.processor._layout._memory)
+        for ids in BATCHES:
+            hint(embedding, ids)
+        for ids in BATCHES:
+            train(embedding, ids)
+            embedding(BATCHES[-1], torch.zeros_like(ids))
+        assert embedding.metrics()["table"]["prefetch_hits"] == STEPS
+        assert contents(embedding).tobytes() == plain
+        embedding.close()
+    assert not device.races
+    assert not device.unkept()
