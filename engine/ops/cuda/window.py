@@ -65,8 +65,10 @@ class Window:
                 self._wanted -= 1
                 try:
                     self._device.follow(self._beside)
-                    yield
-                    self._of_steps = self._device.mark(), self.over
+                    try:
+                        yield
+                    finally:
+                        self._of_steps = self._device.mark(), self.over
                 finally:
                     self._changed.notify_all()
 
