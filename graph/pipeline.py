@@ -66,7 +66,7 @@ class Run(Iterator[Any]):
         self._graph, self._announce, self._ahead = graph, announce, ahead
         self._batches = iterate(batches)
         self._window: deque[Any] = deque()
-        self._tensors: deque[list[Tensor]] = deque()  # of the window's batches
+        self._tensors: deque[list[Tensor]] = deque()  # of the window's batches, up to where Ctrl-C came between
         self._end: Exception | None = None  # of the loader, for when the window is empty
         self._progress = progress
         self._left = weakref.finalize(self, _leave, left, progress)
@@ -85,7 +85,8 @@ class Run(Iterator[Any]):
             raise end
         with uninterrupted():  # Ctrl-C finds a batch in the window, or its step made
             batch = arguments(self._window.popleft())
-            self._tensors.popleft()
+            if self._tensors:
+                self._tensors.popleft()
             result = self._graph(*batch)
         self._progress.advance(batch)
         return result
@@ -100,7 +101,7 @@ class Run(Iterator[Any]):
         if len(self._window) == count:
             self._end = StopIteration()
             return
-        self._tensors.append(_counted(self._window[-1]))
+        self._tensors.extend(map(_counted, islice(self._window, len(self._tensors), None)))
         self._refuse_overwritten(before)
         if self._ahead:
             self._announce(count, *arguments(self._window[-1]))
