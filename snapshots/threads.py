@@ -6,6 +6,7 @@ the end of the interpreter, where no thread can be started any more, the caller 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, Queue, SimpleQueue
@@ -122,6 +123,8 @@ class _Tasks:
 
 
 def _starts(thread: Thread) -> bool:
+    if sys.is_finalizing():  # a close that Ctrl-C put off until here: Python 3.11 would wait for a thread for ever
+        return False
     try:
         thread.start()
     except RuntimeError:

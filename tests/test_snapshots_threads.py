@@ -123,3 +123,11 @@ atexit.register(last)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[0, 1, 2, 3]\n", done.stderr
+
+
+def test_no_thread_is_begun_that_would_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)  # as where Ctrl-C put a close off until after atexit
+    by: list[threading.Thread] = []
+    with Behind() as behind:
+        behind.do(lambda: by.append(threading.current_thread()))
+    assert by == [threading.current_thread()]
