@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_graph.py [--folder F] [--json FILE]
 
-A figure is printed only where both have the losses and rows of the same steps on the other stores, bit for bit.
+A figure is printed only where all losses, of both, are those of the same steps on `device_mem`, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from torch import Tensor
 
 SECTION = "pipeline"
 AHEAD = 8
-
-
 MODEL = Model(rows=200_000, tables=26, batch=16_384, hidden=(1024, 1024, 512), optimizer="adagrad")
 
 

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 class CpuProcessor:
     """As `Processor`. It finds nothing late: what it is asked for is done when the call returns."""
 
-    recorder: Recorder | None = None
-
     checks_late = False
+    recorder: Recorder | None = None
 
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = torch.device("cpu")

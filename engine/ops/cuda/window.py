@@ -41,10 +41,6 @@ class Window:
         self._beside = device.mark()  # what was launched ahead of steps
 
     @property
-    def pinned(self) -> Batch | None:
-        return None if self._pinned is None else self._pinned.batch
-
-    @property
     def over(self) -> int:
         """The number of the last batch that pins nothing any more."""
         first = self._pinned or (self._coming[0].admission if self._coming else None)
@@ -111,7 +107,7 @@ class Window:
             return False
 
     def unpin(self, batch: Batch) -> None:
-        if self.pinned is not batch:
+        if self._pinned is None or self._pinned.batch is not batch:
             raise StoreError("unpin of a batch that is not pinned")
         self._pinned = None
 
