@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from .errors import OptionError
 from .ops.naive import CONSTANT, NORMAL, UNIFORM, normal_quantile
 from .plain import PlainDict
+from .tables import check_table_name
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MIN_MASS = 1e-6  # of the distribution, that a truncation must leave
@@ -210,14 +211,30 @@ class ColumnOptions(PlainDict):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class TableOptions(PlainDict):
+class NamedOptions(PlainDict):
+    """Of one table. `name` is an item where the table has one."""
+
+    name: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", check_table_name(self.name))
+
+    def __iter__(self) -> Iterator[str]:
+        return (item for item in super().__iter__() if item != "name" or self.name is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class TableOptions(NamedOptions):
     """One table, whose initializer serves all columns."""
 
     initializer: Initializer
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class MultiColumnTableOptions(PlainDict):
+class MultiColumnTableOptions(NamedOptions):
     """One table with an initializer for each column group."""
 
     columns: tuple[ColumnOptions, ...]
@@ -236,18 +253,22 @@ def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
     return ColumnOptions(initializer_from_dict(initializer))
 
 
-def make_table_options(param: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> AnyTableOptions:
+def make_table_options(
+    param: Mapping[str, Any] | Sequence[Mapping[str, Any]], name: str | None = None
+) -> AnyTableOptions:
     """Options of one table. `param`: an initializer, a list of column options, or table options; or dicts of the kind.
 
-    Raises OptionError for anything else.
+    name: by which the table is known beside its number; None keeps the one that `param` has, if any. Raises OptionError
+    for anything else.
     """
-    if isinstance(param, Mapping) and set(param) == {"columns"}:
-        param = param["columns"]
+    if isinstance(param, Mapping) and set(param) - {"name"} in ({"initializer"}, {"columns"}):
+        name = param.get("name") if name is None else name
+        param = param["columns"] if "columns" in param else param["initializer"]
     if isinstance(param, Mapping):
-        return TableOptions(make_column_options(param).initializer)
+        return TableOptions(make_column_options(param).initializer, name=name)
     if not isinstance(param, (list, tuple)) or not param:
         raise OptionError(f"table options {param!r}: give an initializer or a list of column options")
-    return MultiColumnTableOptions(tuple(make_column_options(column) for column in param))
+    return MultiColumnTableOptions(tuple(make_column_options(column) for column in param), name=name)
 
 
 make_table = make_table_options

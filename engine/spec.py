@@ -16,6 +16,7 @@ from .errors import OptionError
 from .initializers import AnyTableOptions, InitialValues, as_arrays, make_table_options
 from .row_state import RowState
 from .store.durable import is_folder_name
+from .tables import FIELD, check_distinct, labels_of
 
 KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
 
@@ -40,6 +41,15 @@ class TableSpec:
         return len(self.tables)
 
     @property
+    def table_names(self) -> tuple[str | None, ...]:
+        return tuple(table.name for table in self.tables)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What messages and metrics call each table: its name, else its number."""
+        return labels_of(self.table_names)
+
+    @property
     def padding_key(self) -> int | None:
         """The 64 bits of `padding_idx`."""
         return None if self.padding_idx is None else self.padding_idx % 2**64
@@ -52,10 +62,12 @@ class TableSpec:
         return InitialValues(state.initial, state.widths, self.seed % 2**64, self.columns, *arrays)
 
     def plain_tables(self) -> list[dict[str, Any]]:
-        return [table.as_dict() for table in self.tables]
+        """Of each table what its rows begin with."""
+        return [{part: value for part, value in table.as_dict().items() if part != "name"} for table in self.tables]
 
     def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
         """What marks and snapshots keep of the table, as plain values. `hyper`: the rule's numbers at that step."""
+        names = list(self.table_names)
         return {
             "name": self.name,
             "key_type": KEY_TYPES[self.key_type],
@@ -66,6 +78,7 @@ class TableSpec:
             "hyper": list(hyper),
             "seed": self.seed,
             "tables": self.plain_tables(),
+            **({FIELD: names} if any(names) else {}),
             "padding_idx": self.padding_idx,
             "step": step,
         }
@@ -81,11 +94,13 @@ def table_spec(
 ) -> TableSpec:
     """Of what a user gave, a table option for each of `tables`. Raises OptionError."""
     key_type = check_key_type(key_type)
+    options = tuple(make_table_options(table) for table in tables)
+    check_distinct([table.name for table in options])
     return TableSpec(
         check_name(name),
         check_columns(embedding_dim),
         key_type,
-        tuple(make_table_options(table) for table in tables),
+        options,
         check_padding(padding_idx, key_type),
         check_seed(seed),
     )

@@ -1,0 +1,58 @@
+"""The names of an embedding's tables: which may be, how stored ones fit them, and which table a name means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import OptionError
+
+FIELD = "table_names"  # of a description: a name or None for each table; rows stored without it have no names
+LONGEST = 200
+
+Names = Sequence[str | None]  # one for each table, None where it has none
+
+
+def is_table_name(name: Any) -> bool:
+    """Whether a table may have it. One of digits alone would be taken for a number."""
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST:
+        return False
+    return name.isprintable() and name == name.strip() and not name.isdigit()
+
+
+def check_table_name(name: Any) -> str | None:
+    """Raises OptionError for a name that no table may have."""
+    if name is not None and not is_table_name(name):
+        raise OptionError(
+            f"table name={name!r}: give 1 to {LONGEST} printable characters that are not all digits, without space "
+            "around, or None"
+        )
+    return None if name is None else str(name)
+
+
+def check_distinct(names: Names) -> None:
+    """Raises OptionError where two tables have one name."""
+    first: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if name is not None and first.setdefault(name, index) != index:
+            raise OptionError(
+                f"tables[{first[name]}] and tables[{index}] both have name={name!r}; give each a name of its own"
+            )
+
+
+def labels_of(names: Names) -> tuple[str, ...]:
+    """What messages and metrics call each table: its name, else its number. No two are alike."""
+    return tuple(str(index) if name is None else name for index, name in enumerate(names))
+
+
+def names_in(description: Mapping[str, Any]) -> tuple[str | None, ...]:
+    """The names of the tables that a valid description is of."""
+    return tuple(description.get(FIELD) or [None] * len(description["tables"]))
+
+
+def are_names(value: Any, tables: int) -> bool:
+    """Whether a description of so many tables may hold it as their names."""
+    if type(value) is not list or len(value) != tables:
+        return False
+    named = [name for name in value if name is not None]
+    return all(map(is_table_name, named)) and len(set(named)) == len(named)
