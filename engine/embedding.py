@@ -27,6 +27,7 @@ from .row_state import RowState
 from .segments import segment
 from .spec import check_dtype, table_spec
 from .table import OpenTable
+from .tables import numbered
 
 _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
 
@@ -37,7 +38,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     name: names the folder under `persistent_path`.
     embedding_dim: the width of a row, or a list of widths, one a column.
     dtype: torch.float32. key_type: torch.int32, int64 or uint64, the dtype of ids; every value is a legal id.
-    tables: one `make_table_options(...)` a table; None is one table with `default_initializer` (normal(0, 0.05)).
+    tables: one `make_table_options(...)` a table, with a name or by its place; None is one table with
+    `default_initializer` (normal(0, 0.05)).
     store_options: from a `make_*_store_options`, or the dict that it prints.
     padding_idx: an id that is no row: zeros, no gradient.
     seed: initial rows are a pure function of (seed, table, key, column). Give each embedding its own: two that differ
@@ -94,7 +96,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     def forward(
         self,
         ids: Tensor,
-        table_ids: Tensor | int | None = None,
+        table_ids: Tensor | int | str | Sequence[Any] | None = None,
         offsets: Tensor | None = None,
         pooling: str | None = None,
         weights: Tensor | None = None,
@@ -106,8 +108,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         are the last dimension of ids [..., L]; or with offsets, int64 or int32 [bags + 1] from 0 to n and ascending,
         bag b is ids[offsets[b]:offsets[b + 1]] of ids [n].
         weights: float32 of the shape of ids, for pooling: sum(w * row), for a mean divided by the ids but padding.
-        table_ids: integers that broadcast to ids.shape, or to the shape of the bags; without them and with several
-        tables, the last dimension of that shape is the tables, in order.
+        table_ids: integers or, but for tensors, names of tables that broadcast to ids.shape, or to the shape of the
+        bags; without them and with several tables, the last dimension of that shape is the tables, in order.
 
         Outside a `Graph` it reads, and an `EagerOptimizer` trains what it read. Raises InputError, StoreError.
         """
@@ -124,7 +126,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     def prefetch(
         self,
         ids: Tensor,
-        table_ids: Tensor | int | None = None,
+        table_ids: Tensor | int | str | Sequence[Any] | None = None,
         offsets: Tensor | None = None,
         pooling: str | None = None,
     ) -> None:
@@ -206,20 +208,22 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     def load_snapshot(
         self,
         snapshot_name: str,
-        tables: Collection[int] | None = None,
+        tables: Collection[int | str] | None = None,
         where: Where | None = None,
         strict: bool = True,
         weights_only: bool = False,
     ) -> LoadReport:
         """Replace all rows by a snapshot's, or by a selection of them, checked first. Returns what was loaded.
 
-        tables: those table ids alone. where: a function of (table_ids [n], keys [n]), arrays, that gives bool [n], the
-        rows to take. weights_only: without the state of the optimizer, which may be another and begins anew.
-        strict: whether all must fit; else tables that the embedding has not, and another optimizer's state, are left
-        out, as the report's `remarks` say.
+        tables: those table ids, or names, alone. where: a function of (table_ids [n], keys [n]), arrays, that gives
+        bool [n], the rows to take. weights_only: without the state of the optimizer, which may be another and begins
+        anew.
+        strict: whether all must fit; else tables that the embedding has not, or under another name, and another
+        optimizer's state are left out, as the report's `remarks` say.
 
-        Raises SnapshotError, and the rows stay, where it is missing, damaged or of another table; OptimizerError where
-        its state is another optimizer's; InputError for a selection that cannot be.
+        Raises, and the rows stay, SnapshotError where it is missing, damaged or of another table; StoreError where its
+        tables have other names; OptimizerError where its state is another optimizer's; InputError for a selection that
+        cannot be.
         """
         for argument, value in (("strict", strict), ("weights_only", weights_only)):
             if not isinstance(value, bool):
@@ -251,7 +255,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         """Numbers of the whole (`table`), then of each tier from the top: docs/metrics.md says what each means."""
         return self._table().metrics()
 
-    def explain(self, key: int, table: int | None = None) -> dict[str, Any]:
+    def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
         """Where one row is now, for people. Nothing changes by it. `table` may be left out where there is one.
 
         `stored`: whether the row was written (else it has its initial value, and no tier need have it); `why` it is not
@@ -261,16 +265,9 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         """
         key, at = check_row(self.spec, key, table)
         tiers, why = self._table().where(self._lookup([key], at))
+        row = {**numbered(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
-        return {
-            "table": at,
-            "key": key,
-            "stored": why is None,
-            "why": why,
-            "updates": newest["updates"],
-            "last_step": newest["last_step"],
-            "tiers": tiers,
-        }
+        return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
 
     @property
     def is_open(self) -> bool:
@@ -308,7 +305,8 @@ class MultiTableMultiColumnEmbedding(nn.Module):
     def extra_repr(self) -> str:
         spec = self.spec
         columns = list(spec.columns)
-        return f"{spec.name!r}, columns={columns}, tables={spec.num_tables}, store={self.store_options.store}"
+        tables = list(spec.labels) if any(spec.table_names) else spec.num_tables
+        return f"{spec.name!r}, columns={columns}, tables={tables}, store={self.store_options.store}"
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
         """Let the rows follow one of the optimizer's param groups, as `Graph.add_optimizer` asks. OptimizerError."""

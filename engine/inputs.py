@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import InputError, OptionError
 from .spec import KEY_TYPES, TableSpec
+from .tables import choices, table_number
 
 DEVICES = ("cpu", "cuda")  # that tables live on
 OUTPUT_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -45,9 +46,9 @@ class Gradients(NamedTuple):
 
 
 def check_lookup(spec: TableSpec, ids: Any, table_ids: Any = None, offsets: Any = None, pooling: Any = None) -> Lookup:
-    """Table ids, a tensor, an array or nested lists, broadcast to the shape of the result; the rest as it is.
+    """Table ids, a tensor, an array or nested lists, also of names, broadcast to the shape of the result.
 
-    All tensors are of one device. Raises InputError.
+    The rest is as it is, and all tensors are of one device. Raises InputError.
     """
     where = f"ids of embedding {spec.name!r}"
     if not isinstance(ids, Tensor):
@@ -129,11 +130,12 @@ def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
         raise InputError(f"key of embedding {spec.name!r}: got {key!r}; give one whole number")
     if table is None and spec.num_tables == 1:
         table = 0
-    if isinstance(table, bool) or not isinstance(table, (int, np.integer)) or not 0 <= table < spec.num_tables:
+    number = table_number(table, spec.table_names)
+    if number is None:
         raise InputError(
-            f"table of embedding {spec.name!r}: got {table!r}; give the key's, from 0 to {spec.num_tables - 1}"
+            f"table of embedding {spec.name!r}: got {table!r}; give the key's, from {choices(spec.table_names)}"
         )
-    return int(key), int(table)
+    return int(key), number
 
 
 def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
@@ -193,8 +195,10 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
     """Table ids of an array or nested lists as a tensor."""
     if table_ids is None or isinstance(table_ids, Tensor):
         return table_ids
-    error = f"table_ids of embedding {spec.name!r}: give whole numbers"
-    given = _array(table_ids, error)
+    error = f"table_ids of embedding {spec.name!r}: give whole numbers, or names of tables"
+    given = _array(table_ids, error, "iuU")
+    if given.dtype.kind == "U":
+        given = _numbers_of(spec, np.asarray(table_ids, object), error)
     if given.dtype.kind not in "iu" or (given.astype(np.int64) != given).any():
         raise InputError(error)
     values = given.astype(np.int64)
@@ -202,6 +206,15 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
         return _number(int(values), device)
     with _disable_current_modes():  # a constant of a traced step, which need not bring it to the device each time
         return torch.from_numpy(values).to(device, non_blocking=True)
+
+
+def _numbers_of(spec: TableSpec, tables: NDArray[np.object_], error: str) -> NDArray[np.int64]:
+    """The numbers of tables, of which some are given by name."""
+    numbers = [table_number(table, spec.table_names) for table in tables.flat]
+    if None in numbers:
+        unknown = tables.flat[numbers.index(None)]
+        raise InputError(f"{error}, {choices(spec.table_names)}; {unknown!r} is none")
+    return np.array(numbers, np.int64).reshape(tables.shape)
 
 
 @cache
@@ -228,11 +241,11 @@ def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float
     return given.reshape(-1, spec.dim).contiguous().numpy()
 
 
-def _array(values: Any, error: str) -> NDArray[Any]:
+def _array(values: Any, error: str, kinds: str = "iuf") -> NDArray[Any]:
     try:
         array = np.asarray(values)
     except ValueError:
         raise InputError(error) from None
-    if array.dtype.kind not in "iuf":
+    if array.dtype.kind not in kinds:
         raise InputError(error)
     return array

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from .errors import OptionError
 
 FIELD = "table_names"  # of a description: a name or None for each table; rows stored without it have no names
@@ -48,6 +50,32 @@ def labels_of(names: Names) -> tuple[str, ...]:
 def names_in(description: Mapping[str, Any]) -> tuple[str | None, ...]:
     """The names of the tables that a valid description is of."""
     return tuple(description.get(FIELD) or [None] * len(description["tables"]))
+
+
+def table_number(given: Any, names: Names) -> int | None:
+    """The table that a number or a name says; None where there is none such."""
+    if isinstance(given, str):
+        return names.index(given) if given in names else None
+    whole = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
+    return int(given) if whole and 0 <= given < len(names) else None
+
+
+def choices(names: Names) -> str:
+    """What `table_number` takes, for messages."""
+    named = [repr(name) for name in names if name is not None]
+    return ", ".join([f"0 to {len(names) - 1}", *([f"or by name {named[0]}", *named[1:]] if named else [])])
+
+
+def numbered(table: int, names: Names) -> dict[str, Any]:
+    """A table as plain values: `table`, its number, and where it has a name `table_name`."""
+    name = names[table]
+    return {"table": table} if name is None else {"table": table, "table_name": name}
+
+
+def misplaced(stored: Names, mine: Names) -> list[int]:
+    """The tables that are stored under a name which is not theirs. Rows stored without one fit any."""
+    padded = [*mine, *[None] * len(stored)]
+    return [index for index, name in enumerate(stored) if name is not None and name != padded[index]]
 
 
 def are_names(value: Any, tables: int) -> bool:

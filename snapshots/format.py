@@ -13,6 +13,7 @@ from ..engine.optim.kernel import CLIPS
 from ..engine.optim.rule import rule_named
 from ..engine.store.contract import BUCKETS, row_dtype
 from ..engine.store.durable import is_folder_name, seal, unseal
+from ..engine.tables import FIELD, are_names
 
 FORMAT = 2
 MANIFEST = "manifest.msgpack"
@@ -198,6 +199,8 @@ def check_description(value: Any) -> None:
     }
     for field, check in valid.items():
         _require(field in value and check(value[field]), f"description has no valid {field!r}")
+    named = FIELD not in value or are_names(value[FIELD], len(value["tables"]))
+    _require(named, f"description has {FIELD!r} that are not a name of its own, or none, for each of its tables")
     dim, widths = sum(value["columns"]), value["state_widths"]
     for field in ("state_widths", "initial"):
         _require(len(value[field]) == len(value["states"]), f"description has no {field!r} for each of its states")

@@ -31,11 +31,11 @@ class LoadReport:
 class Selection:
     """What to load.
 
-    `tables`: indexes; `where`: of (tables [n], keys [n]), which rows [n]; `state`: the optimizer's; `padding`: the 64
-    bits of a key that is none of the table's.
+    `tables`: indexes, or names until `fitting` finds theirs; `where`: of (tables [n], keys [n]), which rows [n];
+    `state`: the optimizer's; `padding`: the 64 bits of a key that is none of the table's.
     """
 
-    tables: Collection[int] | None = None
+    tables: Collection[int | str] | None = None
     where: Where | None = None
     state: bool = True
     padding: int | None = None
