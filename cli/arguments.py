@@ -41,8 +41,8 @@ Name = Annotated[str, typer.Argument(help="The name of a snapshot.", show_defaul
 NewName = Annotated[str, typer.Argument(help="The name of the new snapshot.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Tables = Annotated[
-    list[int] | None,
-    typer.Option("--table", help="Rows of this table id alone; may be given again.", min=0, show_default=False),
+    list[str] | None,
+    typer.Option("--table", help="Rows of this table alone, by id or name; may be given again.", show_default=False),
 ]
 
 
@@ -72,13 +72,23 @@ def hold(store: Path, as_json: bool) -> Iterator[StoreFolder]:
         yield folder
 
 
-def check_tables(tables: list[int] | None, snapshot: Snapshot) -> list[int] | None:
-    """Those of --table, None where it was not given. Wrong usage for one that there is not."""
-    number = len(snapshot.description["tables"])
+def table_of(text: str) -> int | str:
+    """A table id, or a name, which has more than digits."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text
+
+
+def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | None:
+    """The ids of those of --table, None where it was not given. Wrong usage for one that there is not."""
+    from ..engine.tables import choices, names_in, table_number
+
+    names = names_in(snapshot.description)
+    found = []
     for table in tables or ():
-        if table >= number:
-            raise typer.BadParameter(f"--table {table}: snapshot {snapshot.name!r} has tables 0 to {number - 1}")
-    return tables or None
+        number = table_number(table_of(table), names)
+        if number is None:
+            raise typer.BadParameter(f"--table {table}: snapshot {snapshot.name!r} has tables {choices(names)}")
+        found.append(number)
+    return found or None
 
 
 def open_snapshot(store: Path, name: str) -> Snapshot:

@@ -43,16 +43,20 @@ def diff(
 
 
 def _plain(found: Comparison) -> dict[str, Any]:
+    from ..engine.tables import numbered
+
     counts = {sort: dict(sorted(getattr(found, sort).items())) for sort in ("added", "changed", "gone")}
+    named = {"table_names": list(found.names)} if any(found.names) else {}
     return {
         "differs": found.differs,
         **{sort: sum(tables.values()) for sort, tables in counts.items()},
         "same": found.same,
         "by_table": counts,
+        **named,
         "largest": {name: _number(value) for name, value in found.largest.items()},
         "fields": {name: list(pair) for name, pair in found.fields.items()},
         "rows": [
-            {"sort": row.sort, "table": row.table, "key": row.key, "largest": _number(row.largest)}
+            {"sort": row.sort, **numbered(row.table, found.names), "key": row.key, "largest": _number(row.largest)}
             for row in found.first
         ],
     }
@@ -63,13 +67,16 @@ def _number(value: float | None) -> float | str | None:
 
 
 def _print(found: Comparison) -> None:
+    from ..engine.tables import label_of
+
     if not found.differs:
         print(f"the same: {found.same:,} rows")
         return
     tables = sorted({*found.added, *found.changed, *found.gone})
+    counters = found.added, found.changed, found.gone
     lines = [["table", "added", "changed", "gone"]]
-    lines += [[str(t), *(f"{c[t]:,}" for c in (found.added, found.changed, found.gone))] for t in tables]
-    sums = [c.total() for c in (found.added, found.changed, found.gone)]
+    lines += [[label_of(table, found.names), *(f"{counter[table]:,}" for counter in counters)] for table in tables]
+    sums = [counter.total() for counter in counters]
     print_table([*lines, ["all", *(f"{count:,}" for count in sums)]], right={1, 2, 3})
     print(f"{found.same:,} rows are the same")
     if found.changed:
@@ -80,7 +87,8 @@ def _print(found: Comparison) -> None:
     if found.first:
         print()
         apart = ["" if row.largest is None else f"{row.largest:.6g}" for row in found.first]
-        shown = [[r.sort, str(r.table), str(r.key), far] for r, far in zip(found.first, apart, strict=True)]
+        labels = [label_of(row.table, found.names) for row in found.first]
+        shown = [[r.sort, of, str(r.key), far] for r, of, far in zip(found.first, labels, apart, strict=True)]
         print_table([["row", "table", "key", "difference"], *shown], right={1, 2, 3})
         if sum(sums) > len(found.first):
             print(f"and {sum(sums) - len(found.first):,} more")

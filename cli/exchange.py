@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Json, Name, NewName, Store, Tables, check_tables, open_snapshot, told_in_use
+from .arguments import Json, Name, NewName, Store, Tables, check_tables, open_snapshot, table_of, told_in_use
 from .entries import report
 from .output import print_json, progress, size, span, text
 
@@ -76,7 +76,8 @@ def import_(
         ),
     ] = None,
     table_ids: Annotated[
-        str | None, typer.Option(help="The table id of all rows, or a .npy file with one each.", show_default=False)
+        str | None,
+        typer.Option(help="The table of all rows, id or name, or a .npy file of ids.", show_default=False),
     ] = None,
     create: Annotated[bool, typer.Option("--create", help="Make the store folder where it is not there.")] = False,
     as_json: Json = False,
@@ -92,9 +93,9 @@ def import_(
         existing_store(store)
     begin = time.monotonic()
     names: str | list[str] | None = tensor[0] if tensor and len(tensor) == 1 else tensor or None
-    ids = int(table_ids) if table_ids is not None and table_ids.isdigit() else table_ids
-    if isinstance(ids, str) and not Path(ids).is_file():
-        raise typer.BadParameter(f"--table-ids {ids!r}: give a table id, or a .npy file that is there")
+    ids = None if table_ids is None else table_of(table_ids)
+    if isinstance(ids, str) and ids.endswith(".npy") and not Path(ids).is_file():
+        raise typer.BadParameter(f"--table-ids {ids!r}: give a table id or name, or a .npy file that is there")
     with told_in_use(store, as_json), progress("importing") as told:
         manifest = import_snapshot(store, name, source, keys=keys, table_ids=ids, tensor=names, progress=told)
     report("imported", name, manifest, begin, as_json)

@@ -112,6 +112,7 @@ def inspect(
 
     Example: tierbed snapshot inspect store/users before-retraining --plot users.png
     """
+    from ..engine.tables import label_of, names_in
     from ..snapshots.row import plain_row
     from ..snapshots.summary import summarise
 
@@ -130,6 +131,8 @@ def inspect(
         print_json({**figures, "description": snapshot.description, "first_rows": first})
         return
     described = {"embedding" if field == "name" else field: of for field, of in snapshot.description.items()}
+    names = names_in(snapshot.description)
+    figures["rows_by_table"] = {label_of(table, names): count for table, count in figures["rows_by_table"].items()}
     print_fields({**figures, **described})
     for row in first:
         print()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .arguments import Json, Store, complete_names, hold, open_snapshot
+from .arguments import Json, Store, complete_names, hold, open_snapshot, table_of
 from .output import NO_ROW, fail, print_fields, print_json, progress, size, span, text
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def compact(
 def get(
     store: Store,
     key: Annotated[int, typer.Argument(metavar="KEY", help="The id.", show_default=False)],
-    table: Annotated[int, typer.Option(help="The table id.", min=0)] = 0,
+    table: Annotated[str, typer.Option(help="The table, by id or name.")] = "0",
     snapshot: Annotated[
         str | None,
         typer.Option(help="Of this snapshot, not of the live rows.", show_default=False, autocompletion=complete_names),
@@ -94,10 +94,10 @@ def get(
     try:
         if snapshot is not None:
             opened = open_snapshot(store, snapshot)
-            row, description = snapshot_row(opened, table, key), opened.description
+            row, description = snapshot_row(opened, table_of(table), key), opened.description
         else:
             with hold(store, as_json) as folder:
-                row, description = live_row(folder, table, key)
+                row, description = live_row(folder, table_of(table), key)
     except InputError as error:
         raise typer.BadParameter(str(error)) from error
     if row is None:

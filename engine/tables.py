@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,12 @@ def check_distinct(names: Names) -> None:
 
 def labels_of(names: Names) -> tuple[str, ...]:
     """What messages and metrics call each table: its name, else its number. No two are alike."""
-    return tuple(str(index) if name is None else name for index, name in enumerate(names))
+    return tuple(label_of(index, names) for index in range(len(names)))
+
+
+def label_of(table: int, names: Names) -> str:
+    """Of one table, which a row of a foreign file may be of though there is none such."""
+    return numbered(table, names).get("table_name", str(table))
 
 
 def names_in(description: Mapping[str, Any]) -> tuple[str | None, ...]:
@@ -68,7 +74,7 @@ def choices(names: Names) -> str:
 
 def numbered(table: int, names: Names) -> dict[str, Any]:
     """A table as plain values: `table`, its number, and where it has a name `table_name`."""
-    name = names[table]
+    name = names[table] if table < len(names) else None
     return {"table": table} if name is None else {"table": table, "table_name": name}
 
 
@@ -76,6 +82,14 @@ def misplaced(stored: Names, mine: Names) -> list[int]:
     """The tables that are stored under a name which is not theirs. Rows stored without one fit any."""
     padded = [*mine, *[None] * len(stored)]
     return [index for index, name in enumerate(stored) if name is not None and name != padded[index]]
+
+
+def names_of_both(left: Names, right: Names) -> tuple[str | None, ...] | None:
+    """The names of tables that two descriptions are of, some named in one alone; None where a place has two of them."""
+    names = tuple(a or b for a, b in zip_longest(left, right))
+    named = [name for name in names if name is not None]
+    clash = misplaced(left, names) or misplaced(right, names) or len(set(named)) < len(named)
+    return None if clash else names
 
 
 def are_names(value: Any, tables: int) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.errors import SnapshotError
+from ..engine.tables import Names, labels_of, names_in, names_of_both
 from .aligned import Rows, aligned, among, sort_keys
 from .exchange.columns import EMBEDDING, Columns
 from .reader import Snapshot
@@ -35,10 +36,11 @@ class Comparison:
     `added`, `changed`, `gone`: rows by table id; a row is changed where any of its bytes is, state, updates and step
     included. `same`: rows that are not. `largest`: by "embedding" and state, the greatest absolute difference over the
     rows of both, infinite where a number met NaN; states are compared where both have the same ones. `fields`: of the
-    descriptions, what each has, where they differ. `first`: the first rows that differ.
+    descriptions, what each has, where they differ. `names` of the tables. `first`: the first rows that differ.
     """
 
     fields: dict[str, tuple[Any, Any]]
+    names: Names
     added: Counter[int] = field(default_factory=Counter)
     changed: Counter[int] = field(default_factory=Counter)
     gone: Counter[int] = field(default_factory=Counter)
@@ -66,8 +68,15 @@ def compare(
                 f"snapshots {before.name!r} and {after.name!r} cannot be compared: their {name} is {old[name]!r} and "
                 f"{new[name]!r}; compare snapshots of one embedding"
             )
+    names = names_of_both(names_in(old), names_in(new))
+    if names is None:
+        tables = [list(labels_of(names_in(of))) for of in (old, new)]
+        raise SnapshotError(
+            f"snapshots {before.name!r} and {after.name!r} cannot be compared: their tables are {tables[0]} and "
+            f"{tables[1]}; compare snapshots of one embedding"
+        )
     fields = {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
-    counter = _Counter(Comparison(fields), Columns(new), not fields.keys() & {"states", "state_widths"}, first)
+    counter = _Counter(Comparison(fields, names), Columns(new), not fields.keys() & {"states", "state_widths"}, first)
     for _, left, right in aligned(before.chunks(), after.chunks()):
         counter.add(left, right)
         if progress is not None:

@@ -13,6 +13,7 @@ from ..engine import _core
 from ..engine.errors import InputError
 from ..engine.store.contract import row_dtype
 from ..engine.store.folder import StoreFolder
+from ..engine.tables import choices, names_in, numbered, table_number
 from .exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from .format import ROCKSDB, bucket_file, deleted_file
 from .live import marked
@@ -21,40 +22,44 @@ from .reader import Snapshot
 Row = NDArray[np.void]  # [1] of `row_dtype`
 
 
-def live_row(store: StoreFolder, table: int, key: int) -> tuple[Row | None, dict[str, Any]]:
+def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
     """The live row of a store that was closed cleanly, or None where it was never written, and the description.
 
     `key` as users have it. Raises StoreError, SnapshotError where the rows cannot be read, InputError for a key that is
     none of this store.
     """
     mark = marked(store)
-    bits = key_bits(mark, table, key)
+    number, bits = place_of(mark, table, key)
     if mark["live"] == "rows":
-        return _find(Snapshot.open(store.live), table, bits), mark
-    return _find_in_rocksdb(store.live, mark["width"], mark["shards"], table, bits), mark
+        return _find(Snapshot.open(store.live), number, bits), mark
+    return _find_in_rocksdb(store.live, mark["width"], mark["shards"], number, bits), mark
 
 
-def snapshot_row(snapshot: Snapshot, table: int, key: int) -> Row | None:
+def snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
     """The row of a snapshot, None where it has none. Raises as `live_row`."""
-    return _find(snapshot, table, key_bits(snapshot.description, table, key))
+    return _find(snapshot, *place_of(snapshot.description, table, key))
 
 
-def key_bits(description: dict[str, Any], table: int, key: int) -> int:
-    """A key as its 64 bits. Raises InputError for one that is not of the key type, or a table that is not there."""
-    tables = len(description["tables"])
-    if not 0 <= table < tables:
-        raise InputError(f"table {table}: give one from 0 to {tables - 1}")
+def place_of(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
+    """The number of a table, given by it or by name, and the 64 bits of a key.
+
+    Raises InputError for a key that is not of the key type, or a table that is not there.
+    """
+    names = names_in(description)
+    number = table_number(table, names)
+    if number is None:
+        raise InputError(f"table {table}: give one from {choices(names)}")
     limits = np.iinfo(Columns(description).key_dtype)
     if not limits.min <= key <= limits.max:
         raise InputError(f"key {key}: keys are {limits.dtype}; give one from {limits.min} to {limits.max}")
-    return key % (1 << 64)
+    return number, key % (1 << 64)
 
 
 def plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
-    """A row as JSON can hold it: `table`, `key`, `embedding`, `states` by name, `updates`, `step`."""
+    """A row as JSON can hold it: `table`, its name if any, `key`, `embedding`, `states` by name, `updates`, `step`."""
     parts = {name: column[0] for name, column in Columns(description).split(np.array([row])).items()}
     return {
-        "table": int(parts[TABLE]),
+        **numbered(int(parts[TABLE]), names_in(description)),
         "key": int(parts[KEY]),
         "embedding": plain_floats(parts[EMBEDDING]),
         "states": {name: plain_floats(parts[name]) for name in description["states"]},

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from ...engine.errors import InputError, SnapshotError
 from ...engine.store.contract import row_dtype
+from ...engine.tables import choices, names_in, table_number
 
 TABLE, KEY, EMBEDDING, UPDATES, STEP = "table", "key", "embedding", "updates", "step"
+TABLE_NAME = "table_name"  # beside the table's number, in formats that have text
 VALUES = "values"  # in place of the embedding and the states: all floats of a row in one array
 KEY_DTYPES: dict[str, np.dtype[Any]] = {
     "int32": np.dtype(np.int32),
@@ -19,11 +21,11 @@ KEY_DTYPES: dict[str, np.dtype[Any]] = {
     "uint64": np.dtype(np.uint64),
 }
 
-_OTHERS = {TABLE, KEY, EMBEDDING, UPDATES, STEP, VALUES}
+_OTHERS = {TABLE, TABLE_NAME, KEY, EMBEDDING, UPDATES, STEP, VALUES}
 _CHUNK_ROWS = 65536
 _CHUNK_BYTES = 1 << 25
 
-Arrays = Mapping[str, Any]  # NumPy arrays of n rows each; `table` may be one whole number for all of them
+Arrays = Mapping[str, Any]  # NumPy arrays of n rows each; `table` may be one table for all, by number or name
 
 
 def chunk_rows(width: int) -> int:
@@ -45,6 +47,7 @@ class Columns:
         self.description = description
         self.key_dtype: np.dtype[Any] = KEY_DTYPES[description["key_type"]]
         self.dim = sum(description["columns"])
+        self.table_names = names_in(description)
         self.width = int(description["width"])
         self.floats = {EMBEDDING: slice(0, self.dim)}  # where in a row's values
         end = self.dim
@@ -92,6 +95,7 @@ class Columns:
         for name, place in self._parts(arrays).items():
             _check(arrays[name], np.dtype(np.float32), (count, place.stop - place.start), f"{where}: {name}")
         self._check_keys(keys, where)
+        arrays = self._numbered(arrays)
         self._check_tables(arrays.get(TABLE), count, where)
         self._check_records(arrays, count, where)
         return self._packed(arrays)
@@ -119,8 +123,14 @@ class Columns:
         if padding is not None and (keys == padding).any():
             raise InputError(f"{where}: keys hold padding_idx={padding}, which is no row; leave that key out")
 
+    def _numbered(self, arrays: Arrays) -> Arrays:
+        """With the number of a table that is given by name; one that there is not stays, to be refused."""
+        given = arrays.get(TABLE)
+        number = table_number(given, self.table_names) if isinstance(given, str) else None
+        return arrays if number is None else {**arrays, TABLE: number}
+
     def _check_tables(self, tables: Any, count: int, where: str) -> None:
-        number = len(self.description["tables"])
+        number = len(self.table_names)
         what = f"{where}: {TABLE}"
         if tables is None:
             if number != 1:
@@ -135,10 +145,12 @@ class Columns:
             bad = tables[(tables < 0) | (tables >= number)][:1].tolist()
         elif isinstance(tables, (int, np.integer)) and not isinstance(tables, bool):
             bad = [] if 0 <= tables < number else [tables]
+        elif isinstance(tables, str):
+            bad = [tables]
         else:
             raise InputError(f"{what} is {tables!r}; give one whole number, or a NumPy array with one for each key")
         if bad:
-            raise InputError(f"{what} holds {bad[0]}; give table ids from 0 to {number - 1}")
+            raise InputError(f"{what} holds {bad[0]}; give table ids from {choices(self.table_names)}")
 
     def _check_records(self, arrays: Arrays, count: int, where: str) -> None:
         for name in (UPDATES, STEP):

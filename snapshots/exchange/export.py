@@ -12,6 +12,7 @@ from typing import Any
 from ...engine.errors import InputError, SnapshotError
 from ...engine.store.contract import Chunks
 from ...engine.store.durable import TEMPORARY, UnsyncedError, fsync_file, make_folder, put_in_place
+from ...engine.tables import Names, choices, names_in, table_number
 from ..reader import Snapshot
 from ..selection import LoadReport, Selection
 from ..writer import Progress, write_snapshot
@@ -31,7 +32,7 @@ def export_snapshot(
     format: str,
     progress: Progress | None = None,
     *,
-    tables: Sequence[int] | None = None,
+    tables: Sequence[int | str] | None = None,
     state: bool = True,
 ) -> int:
     """Write the rows of a snapshot of any kind to `path`, in bounded memory; returns how many.
@@ -39,8 +40,8 @@ def export_snapshot(
     format: "parquet", "npz" or "safetensors", a file with the columns that `columns.Columns` lists and the description,
     so that an import gives the same rows bit for bit; or "snapshot", a full snapshot. "npz" and "safetensors" hold one
     column after the other: while they are written, the columns lie beside `path` as well.
-    tables: the table ids whose rows are written, None for all. state: whether optimizer state is; without it, rows are
-    as a lookup sees them, of a table at step 0 that no optimizer has trained.
+    tables: the table ids, or names, whose rows are written, None for all. state: whether optimizer state is; without
+    it, rows are as a lookup sees them, of a table at step 0 that no optimizer has trained.
     progress: told how many rows of the snapshot each chunk added that was read.
 
     The file is written aside and renamed when it is durable; where this raises, nothing of it is left, or the error
@@ -53,7 +54,7 @@ def export_snapshot(
         raise InputError(f"format={format!r}: give one of {', '.join(map(repr, FORMATS))}")
     path = path_of(path, "path").absolute()
     if tables is not None:
-        _check_tables(tables, len(snapshot.description["tables"]))
+        tables = _numbers_of(tables, names_in(snapshot.description))
     report = LoadReport()
     selection = Selection(tables, state=state)
     description = selection.description(snapshot.description)
@@ -93,7 +94,10 @@ def _write(path: Path, format: str, description: dict[str, Any], chunks: Chunks)
         (write_npz if format == "npz" else write_safetensors)(path, aside, metadata)
 
 
-def _check_tables(tables: Any, number: int) -> None:
-    good = isinstance(tables, (list, tuple)) and all(type(table) is int and 0 <= table < number for table in tables)
-    if not good:
-        raise InputError(f"tables={tables!r}: give a list of table ids from 0 to {number - 1}, or None for all")
+def _numbers_of(tables: Any, names: Names) -> list[int]:
+    """The numbers of tables that are given by number or name."""
+    given = [table_number(table, names) for table in tables] if isinstance(tables, (list, tuple)) else [None]
+    numbers = [number for number in given if number is not None]
+    if len(numbers) < len(given):
+        raise InputError(f"tables={tables!r}: give a list of table ids from {choices(names)}, or None for all")
+    return numbers

@@ -27,7 +27,7 @@ def import_snapshot(
     source: Source | str | Path | NDArray[Any] | Tensor | nn.Embedding,
     *,
     keys: NDArray[Any] | Tensor | str | Path | None = None,
-    table_ids: int | NDArray[Any] | Tensor | str | Path | None = None,
+    table_ids: int | str | NDArray[Any] | Tensor | Path | None = None,
     tensor: str | Sequence[str] | None = None,
     description: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -41,8 +41,8 @@ def import_snapshot(
     - float32 [n, dim] as an array, a tensor, an `nn.Embedding` or a .npy file, or `tensor` of a .npz, .safetensors or
       torch file (.pt, .pth, .bin, .ckpt; inner dicts by "outer.inner"), or a list of them, one a table, in order.
     keys: [n] of the key type, for the second kind; None where a row's number is its key; then the row of the table's
-    padding_idx, which must be zeros, is left out. table_ids: of the rows, one whole number or [n]. Both may be paths
-    of .npy files. Of a repeated (table, key) the last row stands.
+    padding_idx, which must be zeros, is left out. table_ids: of the rows, [n], or one table by number or name. Both may
+    be paths of .npy files. Of a repeated (table, key) the last row stands.
     description: of the table, by `description_for`; None for the source's own, else the store's, else for an empty
     store that of an embedding with defaults. Where the source lacks the optimizer's states, rows are without state.
     progress: told rows as they are read and again as they are written.

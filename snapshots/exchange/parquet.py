@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import InputError, OptionError
-from .columns import Columns
+from .columns import TABLE, TABLE_NAME, Columns
 from .named_arrays import METADATA
 
 _GROUP_ROWS = 1 << 18
@@ -27,15 +27,24 @@ def _pyarrow() -> Any:
 
 
 def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void]], metadata: str) -> None:
-    """Write rows in row groups of about 32 MiB, floats as fixed-size lists, the metadata in the file's own."""
+    """Write rows in row groups of about 32 MiB, floats as fixed-size lists, the metadata in the file's own.
+
+    Where tables have names, the name of each row's is a column beside its number, for other programs.
+    """
     pa = _pyarrow()
     types = {name: _type(pa, dtype, shape) for name, (dtype, shape) in columns.shapes().items()}
-    schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in types.items()], {METADATA: metadata})
+    fields = [pa.field(name, kind, nullable=False) for name, kind in types.items()]
+    names = pa.array([*columns.table_names, None], pa.string())
+    named = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []
+    schema = pa.schema([*fields, *named], {METADATA: metadata})
     # a dictionary of floats would be compared by value, and they hardly repeat
-    with pa.parquet.ParquetWriter(path, schema, use_dictionary=False, write_page_checksum=True) as writer:
+    with pa.parquet.ParquetWriter(path, schema, use_dictionary=[TABLE_NAME], write_page_checksum=True) as writer:
         for rows in _grouped(chunks):
             arrays = columns.split(rows)
-            writer.write_table(pa.table([_array(pa, arrays[name], kind) for name, kind in types.items()], schema))
+            written = [_array(pa, arrays[name], kind) for name, kind in types.items()]
+            places = np.minimum(arrays[TABLE], len(columns.table_names))  # rows of no table have no name
+            written += [names.take(pa.array(places)) for _ in named]
+            writer.write_table(pa.table(written, schema))
 
 
 def _type(pa: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:

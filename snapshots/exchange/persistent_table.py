@@ -73,8 +73,9 @@ class PersistentTableWriter:
     def write(self, keys: NDArray[Any], values: NDArray[np.float32], table_ids: Any = None) -> None:
         """Add rows, in any order; of a repeated (table, key) the last stands.
 
-        keys: [n] of the key type. values: float32 [n, storage_dim]. table_ids: whole numbers [n], or one for all of
-        them; None where there is one table. Raises InputError, and adds none of them; SnapshotError, ClosedError.
+        keys: [n] of the key type. values: float32 [n, storage_dim]. table_ids: whole numbers [n], or one table for
+        all of them, by number or name; None where there is one. Raises InputError, and adds none of them;
+        SnapshotError, ClosedError.
         """
         if self._closed:
             raise ClosedError(f"the writer of snapshot {self._place.name!r} was closed: make another")

@@ -51,7 +51,7 @@ class Part(NamedTuple):
     """Rows of a source. `columns`: names of `columns.Columns` to the source's own; `table`: where no column tells."""
 
     columns: dict[str, str]
-    table: int | None = None
+    table: int | str | None = None
 
 
 class Source:
@@ -120,8 +120,10 @@ def open_source(source: Any, keys: Any = None, table_ids: Any = None, tensor: An
     """The rows that `importing.import_snapshot` imports by these arguments."""
     if isinstance(source, Source):
         return source
-    extra = {name: _array(value, name) for name, value in ((KEY, keys), (TABLE, table_ids)) if _is_array(value)}
-    table = None if table_ids is None or TABLE in extra else table_ids
+    one_table = isinstance(table_ids, str) and not table_ids.endswith(".npy")  # by its name
+    given = ((KEY, keys), (TABLE, None if one_table else table_ids))
+    extra = {name: _array(value, name) for name, value in given if _is_array(value)}
+    table = None if TABLE in extra else table_ids
     if TABLE in extra and KEY not in extra:
         raise InputError("table_ids: an array of them goes with keys; give keys, or one table id")
     if isinstance(source, nn.Embedding):
