@@ -58,7 +58,10 @@ bool CachedTier::admit(const Wanted& wanted, u32 number, For purpose) {
     }
     directory_.settle(wanted, writer.has_value());
     if (writer) writer->wake();
-    if (purpose == For::write) counts.hits = counts.misses = 0;  // those of reads
+    if (purpose == For::write)
+        counts.hits = counts.misses = 0;  // those of reads
+    else
+        directory_.count_asked(wanted, asked_);
     counts_ += counts;
     lock.unlock();
     if (purpose != For::write) fetch(wanted);
@@ -163,6 +166,7 @@ std::vector<std::size_t> CachedTier::copy_present(const Wanted& wanted, const u6
     });
     counts_.hits += directory_.counted().hits;
     counts_.misses += directory_.counted().misses;
+    directory_.count_asked(wanted, asked_);
     return others;
 }
 
@@ -281,6 +285,11 @@ CachedTier::Metrics CachedTier::metrics() const {
     all.overflow_bytes = overflow.bytes();
     all.window_bytes = directory_.window.bytes();
     return all;
+}
+
+std::vector<u64> CachedTier::asked() const {
+    const std::lock_guard directory(threads_->directory);
+    return asked_.sums();
 }
 
 CachedTier::Resident CachedTier::resident(const Way& way, u64 line, i64 slot) const {
