@@ -52,16 +52,14 @@ bool CachedTier::admit(const Wanted& wanted, u32 number, For purpose) {
     try {
         overflow.reserve(std::min<std::size_t>(counts.evictions_dirty + counts.overflows, coming + 1));
         if (!writer) write_victims();
+        if (purpose != For::write) directory_.count_asked(wanted, asked_);
     } catch (...) {
         directory_.restore();
         throw;
     }
     directory_.settle(wanted, writer.has_value());
     if (writer) writer->wake();
-    if (purpose == For::write)
-        counts.hits = counts.misses = 0;  // those of reads
-    else
-        directory_.count_asked(wanted, asked_);
+    if (purpose == For::write) counts.hits = counts.misses = 0;  // those of reads
     counts_ += counts;
     lock.unlock();
     if (purpose != For::write) fetch(wanted);

@@ -1,18 +1,25 @@
 // How many rows were asked for of each table, and found.
 #pragma once
+#include <array>
+#include <mutex>
 #include <vector>
 
 #include "../kernels/hash.h"
 
 namespace tierbed {
 
-// Buckets count apart, so that tasks which own buckets add without a lock.
+// Threads count apart, so that they add without a lock, to memory that stays in their caches.
 class TableCounts {
-public:
-    explicit TableCounts(u32 tables)
-        : tables_(tables), stride_((2 * std::size_t{tables} + LINE - 1) / LINE * LINE), counts_(BUCKETS * stride_) {}
+    struct Part {
+        std::mutex mutex;
+        std::vector<u64> counts;  // [tables, 2], misses and hits; empty until it is used
+    };
 
-    class Bucket {
+public:
+    explicit TableCounts(u32 tables) : tables_(tables) {}
+
+    // A part that no other thread adds to while this lives.
+    class Share {
     public:
         void add(u32 table, bool hit) {
             if (table < tables_) ++counts_[2 * std::size_t{table} + hit];
@@ -26,27 +33,39 @@ public:
 
     private:
         friend class TableCounts;
-        Bucket(u64* counts, u32 tables) : counts_(counts), tables_(tables) {}
+        Share(std::unique_lock<std::mutex> lock, u64* counts, u32 tables)
+            : lock_(std::move(lock)), counts_(counts), tables_(tables) {}
 
-        u64* counts_;  // [tables, 2], misses and hits
+        std::unique_lock<std::mutex> lock_;
+        u64* counts_;
         u32 tables_;
     };
-    Bucket of(std::size_t bucket) { return {counts_.data() + bucket * stride_, tables_}; }
 
-    // [tables, 2], hits and misses
+    // For the tasks of one loop over buckets at a time: each finds one that is free.
+    Share share() {
+        for (Part& part : parts_)
+            if (std::unique_lock lock(part.mutex, std::try_to_lock); lock) return share_of(part, std::move(lock));
+        return share_of(parts_[0], std::unique_lock(parts_[0].mutex));
+    }
+
+    // [tables, 2], hits and misses; not beside `share`
     std::vector<u64> sums() const {
         std::vector<u64> all(2 * std::size_t{tables_});
-        for (std::size_t bucket = 0; bucket < BUCKETS; ++bucket)
-            for (std::size_t i = 0; i < all.size(); ++i) all[i ^ 1] += counts_[bucket * stride_ + i];
+        for (const Part& part : parts_)
+            for (std::size_t i = 0; i < all.size() && !part.counts.empty(); ++i) all[i ^ 1] += part.counts[i];
         return all;
     }
 
 private:
-    static constexpr std::size_t LINE = 8;  // counts of a line of the processor's cache, which two buckets do not share
+    static constexpr std::size_t APART = 16;  // counts between two parts: they share no line of the processor's cache
+
+    Share share_of(Part& part, std::unique_lock<std::mutex> lock) {
+        if (part.counts.empty()) part.counts.resize(2 * std::size_t{tables_} + APART);
+        return {std::move(lock), part.counts.data(), tables_};
+    }
 
     u32 tables_;
-    std::size_t stride_;
-    std::vector<u64> counts_;
+    std::array<Part, BUCKETS> parts_;
 };
 
 }  // namespace tierbed
