@@ -67,7 +67,7 @@ class Tables:
         initial = InitialValues(states, widths, 0, [dim], kinds, parameters, quantiles)
         self.layout = Layout(device, initial)
         self.faults = Faults(device, "benchmark", tables, None)
-        self.written = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
+        self.written = torch.zeros(tables, dtype=torch.int64, device=device.torch_device)
         self.rule = cuda.RuleKernels(self.layout, self.optimizer.rule)
         self.numbers = cuda.new_numbers(device.torch_device)
         self.steps = 0

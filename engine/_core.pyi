@@ -149,12 +149,13 @@ def update(
     step: int,
     dtype: str = "float32",
     scale: float = 1.0,
+    by_table: U64 | None = None,
 ) -> int:
     """Reduce the gradients of each row's occurrences, times `scale`, and apply the rule to each unique line.
 
     grads, means, weights: one for each lookup, as in `gather`. An occurrence's gradient is its bag's times
     weight * (1 / rows of the bag); their order is that of positions, in blocks of 256 (kernels/gradients.h).
-    Returns how many rows were written for the first time.
+    Returns how many rows were written for the first time, and adds those of each table to `by_table` [tables].
     """
 
 def settle(batch: Batch, layout: Layout, rule: str, hyper: Sequence[float], step: int) -> None:
@@ -166,14 +167,17 @@ def settle(batch: Batch, layout: Layout, rule: str, hyper: Sequence[float], step
 def catch_up(layout: Layout, lines: U64, rule: str, hyper: Sequence[float], step: int) -> None:
     """Bring lines [n] of rows that missed steps before `step` up to date, in place."""
 
-def assign(batch: Batch, layout: Layout, values: F32, step: int) -> int:
+def assign(batch: Batch, layout: Layout, values: F32, step: int, by_table: U64 | None = None) -> int:
     """Write values [size, dim] to the lines' embeddings, the last occurrence winning.
 
-    Optimizer state stays. Returns how many rows were written for the first time.
+    Optimizer state stays. Returns and counts first writes as `update` does.
     """
 
 def count_new(batch: Batch, layout: Layout) -> int:
     """How many lines have `updates == 0`. A zero address counts as new."""
+
+def count_written(batch: Batch, layout: Layout) -> U64:
+    """[tables], how many lines of each table have `updates > 0`."""
 
 def initialise_lines(layout: Layout, tables: U32, keys: U64, lines: U64) -> None:
     """Give each line the initial values of its row."""
@@ -198,6 +202,8 @@ class FullTable(Tier):
     """Every row in memory: an open-addressing index per bucket, lines in segments that never move."""
 
     def __init__(self, layout: Layout) -> None: ...
+    def asked(self) -> U64:
+        """[tables * 2], of each table the rows that were asked for and found, then those that were not."""
     def find(self, batch: Batch) -> int:
         """Set `batch.lines`, zero where a row is absent. Returns how many are absent."""
     def insert_missing(self, batch: Batch, layout: Layout) -> None:
@@ -242,6 +248,8 @@ class CachedTier(Tier):
     def residents(self) -> tuple[I64, U32, U64, Bools]:
         """Slots, tables, keys and dirty flags of the rows that are up: of the sets, then with slot -1 the others."""
     def metrics(self) -> dict[str, float]: ...
+    def asked(self) -> U64:
+        """As `FullTable.asked`."""
 
 def use_own_pool(threads: int) -> None:
     """Let loops that the calling thread runs from here on have their own threads, apart from those of steps."""

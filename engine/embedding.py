@@ -251,8 +251,9 @@ class MultiTableMultiColumnEmbedding(nn.Module):
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
         table.compact()
 
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """Numbers of the whole (`table`), then of each tier from the top: docs/metrics.md says what each means."""
+    def metrics(self) -> dict[str, dict[str, Any]]:
+        """Numbers of the whole (`table`), of each tier from the top, and of each table: docs/metrics.md explains them.
+        """
         return self._table().metrics()
 
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:

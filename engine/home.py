@@ -37,6 +37,7 @@ from .store.rocksdb import RocksDB
 from .store.stack import build_stack
 from .stored import check_stored
 from .table import OpenTable
+from .table_counts import FIELD, counted_chunks, counts_in
 
 log = logging.getLogger("tierbed")
 
@@ -283,7 +284,9 @@ class TableHome:
         if table.state.names and not stored["states"]:
             chunks = table.state.added_to(chunks)
         checked = checked_rows(chunks, self.spec.num_tables)
-        return load_rows(table.stack, table.lifecycle.remember(checked), table.layout.width)
+        remembered = table.lifecycle.remember(checked)
+        table.stored = load_rows(table.stack, remembered, table.layout.width, self.spec.num_tables)
+        return int(table.stored.sum())
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
         """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
@@ -292,7 +295,7 @@ class TableHome:
             self.check_row(optimizer)
             state = optimizer.row_state(self.spec.dim)
         rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
-        lifecycle = Lifecycle(self.spec.name, self.options, rows, self.spec.seed % 2**64)
+        lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
         processor = self._processor(self.spec, state, lifecycle.capacity)
         stack = build_stack(self.options, processor, place, shards)
         table = OpenTable(self.spec, processor, stack, state, lifecycle, self._write_at, self.options.io_threads)
@@ -300,13 +303,14 @@ class TableHome:
         if stored is not None:
             table.stored_rows, table.step = rows, stored["step"]
             table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []
-        if shards is not None and lifecycle.remembers:  # rows are there, in RocksDB
-            try:
-                for _ in lifecycle.remember(table.scan()):
-                    pass
-            except BaseException:
-                table.close()
-                raise
+        if stored is not None and shards is not None:  # rows are there, in RocksDB
+            table.stored = counts_in(stored, self.spec.num_tables)
+            if lifecycle.remembers:
+                try:
+                    table.stored = counted_chunks(lifecycle.remember(table.scan()), self.spec.num_tables)
+                except BaseException:
+                    table.close()
+                    raise
         return table
 
     def _write_at(self, step: int) -> None:
@@ -329,7 +333,9 @@ class TableHome:
         assert table.stack is not None
         bottom = table.stack.bottom
         live = {"live": "rocksdb", "shards": bottom.shards} if isinstance(bottom, RocksDB) else {"live": "rows"}
-        return {**table.describe(), **live, "rows": table.rows}
+        counts = table.known_table_rows
+        known = {} if counts is None else {FIELD: counts.tolist()}
+        return {**table.describe(), **live, "rows": table.rows, **known}
 
 
 def _drop(table: OpenTable, place: Path | None) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
+
 from . import _core
 from .errors import CapacityError
 from .options import StoreOptions
 from .store.contract import Chunks, Keys, Tables
+from .table_counts import Counts, counted
 
 log = logging.getLogger("tierbed")
 
@@ -25,13 +28,14 @@ class Lifecycle:
     `stored_rows` of an earlier run stay even above the capacity, until new ones come and there are rows to evict.
     """
 
-    def __init__(self, name: str, options: StoreOptions, stored_rows: int, seed: int) -> None:
+    def __init__(self, name: str, num_tables: int, options: StoreOptions, stored_rows: int, seed: int) -> None:
         self._name = name
         self._eviction, self._ttl = options.eviction, options.ttl_steps
         self._ledger: _core.Ledger | None = None
         self._admission = options.admission
         self.capacity = options.capacity
         self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
+        self.gone = np.zeros(num_tables, np.int64)  # rows that were written and are not there, refused ones included
         if self.capacity is not None and options.eviction in ("none", "ttl") and stored_rows > self.capacity:
             log.warning(
                 "embedding %r: %d stored rows are more than capacity=%d; all of them stay, and no new row comes until "
@@ -61,11 +65,6 @@ class Lifecycle:
         """`counts`, and the memory that it all takes in `ledger_bytes`."""
         return {**self.counts, "ledger_bytes": 0 if self._ledger is None else self._ledger.bytes}
 
-    @property
-    def gone(self) -> int:
-        """How many rows were written and are not there: they left, or were refused and never came."""
-        return sum(self.counts.values())
-
     def admit(self, batch: Any, layout: _core.Layout, step: int, training: bool) -> tuple[Tables, Keys] | None:
         """Decide about a batch that is written at `step`. Returns rows that must leave before, if there are any.
 
@@ -82,7 +81,9 @@ class Lifecycle:
     def written(self, batch: Any, step: int) -> None:
         """An admitted batch was written at `step`."""
         if self._ledger is not None:
-            self.counts["refused"] += int((batch.own_lines != 0).sum())
+            if len(batch.own_lines):
+                refused = counted(batch.tables[batch.own_lines != 0], len(self.gone))
+                self._left(refused, "refused")
             self._ledger.commit(batch, step)
 
     def expired(self, step: int) -> tuple[Tables, Keys] | None:
@@ -92,11 +93,15 @@ class Lifecycle:
         tables, keys = self._ledger.expired(step)
         return (tables, keys) if len(keys) else None
 
-    def left(self, tables: Tables, keys: Keys, count: int, cause: str) -> None:
-        """Rows are no longer there; `count` of them were, and `cause` is that of `counts`."""
+    def left(self, tables: Tables, keys: Keys, there: Counts, cause: str) -> None:
+        """Rows are no longer there; so many of each table were, and `cause` is that of `counts`."""
         if self._ledger is not None:
             self._ledger.erase(tables, keys)
-        self.counts[cause] += count
+        self._left(there, cause)
+
+    def _left(self, rows: Counts, cause: str) -> None:
+        self.gone += rows
+        self.counts[cause] += int(rows.sum())
 
     def why_absent(self) -> str:
         """Why a row may not be there, for people: what befell any row, since those that left are not remembered."""

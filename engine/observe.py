@@ -89,6 +89,12 @@ METRICS: dict[str, Metric] = {
     "write_amplification": Metric("gauge", "bytes written to files / bytes of rows written"),
 }
 
+TABLE_METRICS: dict[str, Metric] = {
+    "rows": Metric("gauge", "rows of this table that are written", "table_rows"),
+    "hits": Metric("counter", "rows of this table asked of the top tier and found there", "table_hits"),
+    "misses": Metric("counter", "rows of this table asked of the top tier and not found there", "table_misses"),
+}
+
 _QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}
 
 
@@ -111,29 +117,43 @@ class MetricsCollector:
     def collect(self) -> Iterator[Any]:
         """One family a metric, labelled by `embedding` and `tier`; latencies by `quantile` as well, 1 for the longest.
 
-        `tierbed_up` of each embedding is 1, or 0 where it gave no metrics: unused, closed, or failed, with a warning.
+        Those of each table are labelled by `embedding` and `table`. `tierbed_up` of each embedding is 1, or 0 where it gave no metrics: unused, closed, or failed, with a warning.
         """
+        families = _Families()
+        for embedding in self._embeddings:
+            metrics = _read(embedding)
+            families.add("up", Metric("gauge", "whether the embedding gave its metrics"), bool(metrics), embedding.name)
+            for table, numbers in metrics.pop("tables", {}).items():
+                for name, value in numbers.items():
+                    families.add(name, TABLE_METRICS[name], value, embedding.name, table=table)
+            for tier, numbers in metrics.items():
+                for name, value in numbers.items():
+                    of, _, quantile = name.rpartition("_")
+                    if of.endswith("seconds") and quantile in _QUANTILES:
+                        share = Metric("gauge", "a share of the calls took no longer, in seconds")
+                        families.add(of, share, value, embedding.name, tier=tier, quantile=_QUANTILES[quantile])
+                    else:
+                        families.add(name, METRICS[name], value, embedding.name, tier=tier)
+        yield from families
+
+
+class _Families:
+    """Those of one collection, in the order in which their metrics come."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._all.values())
+
+    def add(self, name: str, metric: Metric, value: float, embedding: str, **labels: str) -> None:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        up = GaugeMetricFamily("tierbed_up", "whether the embedding gave its metrics", labels=["embedding"])
-        families: dict[str, Any] = {"up": up}
-        for embedding in self._embeddings:
-            tiers = _read(embedding)
-            up.add_metric([embedding.name], bool(tiers))
-            for tier, metrics in tiers.items():
-                for name, value in metrics.items():
-                    of, _, quantile = name.rpartition("_")
-                    metric, labels = METRICS[name], {"embedding": embedding.name, "tier": tier}
-                    if of.endswith("seconds") and quantile in _QUANTILES:
-                        exported, labels["quantile"] = of, _QUANTILES[quantile]
-                        meaning = "a share of the calls took no longer, in seconds"
-                    else:
-                        exported, meaning = metric.exported or name, metric.meaning
-                    if exported not in families:
-                        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-                        families[exported] = kind(f"tierbed_{exported}", meaning, labels=list(labels))
-                    families[exported].add_metric(list(labels.values()), value)
-        yield from families.values()
+        name, labels = metric.exported or name, {"embedding": embedding, **labels}
+        if name not in self._all:
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            self._all[name] = kind(f"tierbed_{name}", metric.meaning, labels=list(labels))
+        self._all[name].add_metric(list(labels.values()), value)
 
 
 def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
@@ -150,7 +170,7 @@ def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
 def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, step: int | None = None) -> None:
     """Add the metrics of open embeddings to a `torch.utils.tensorboard.SummaryWriter`, as scalars.
 
-    Their tags are `<embedding>/<tier>/<metric>`. step: of the x axis; by default the embedding's own. One that was not
+    Their tags are `<embedding>/<tier>/<metric>`, of a table `<embedding>/tables/<table>/<metric>`. step: of the x axis; by default the embedding's own. One that was not
     used yet adds nothing, one that fails gives a warning. Raises ClosedError for one that was closed, InputError for
     what is no writer, no embedding, or embeddings of equal names.
     """
@@ -161,12 +181,12 @@ def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, 
         if embedding.is_closed:
             raise ClosedError(f"embedding {embedding.name!r} was closed; write its metrics before close")
     for embedding in embeddings:
-        tiers = _read(embedding)
-        for tier, metrics in tiers.items():
-            for name, value in metrics.items():
-                writer.add_scalar(
-                    f"{embedding.name}/{tier}/{name}", value, tiers["table"]["step"] if step is None else step
-                )
+        parts = _read(embedding)
+        parts |= {f"tables/{table}": numbers for table, numbers in parts.pop("tables", {}).items()}
+        for part, numbers in parts.items():
+            for name, value in numbers.items():
+                at = parts["table"]["step"] if step is None else step
+                writer.add_scalar(f"{embedding.name}/{part}/{name}", value, at)
 
 
 def _check(embeddings: Sequence[Any]) -> None:
@@ -183,7 +203,7 @@ def _check(embeddings: Sequence[Any]) -> None:
             )
 
 
-def _read(embedding: MultiTableMultiColumnEmbedding) -> dict[str, dict[str, float]]:
+def _read(embedding: MultiTableMultiColumnEmbedding) -> dict[str, dict[str, Any]]:
     """Nothing for an embedding that was not used yet, or was closed: looking opens no store. A failed one warns."""
     try:
         return embedding.metrics() if embedding.is_open else {}

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from . import _core
 from .background import BackgroundSave
 from .boundary import Boundary
@@ -22,6 +24,7 @@ from .store.contract import Chunks, Keys, Store, Tables
 from .store.image import KEPT_BYTES, DiskImage, Image, MemoryImage
 from .store.rocksdb import RocksDB
 from .store.stack import Stack
+from .table_counts import Counts, by_label, counted, counted_chunks
 
 if TYPE_CHECKING:
     from ..snapshots.difference import Change
@@ -37,7 +40,7 @@ T = TypeVar("T")
 class OpenRows:
     """Rows in a stack of tiers, used on a processor.
 
-    `stored_rows` were there when it was opened; `step` counts the updates of the whole table. `state` is what rows
+    `stored_rows` were there when it was opened, `stored` of each table or None where that is not known; `step` counts the updates of the whole table. `state` is what rows
     carry beside the embedding; `optimizer` is None where the table is open for reading and `put` alone. `before_write`
     is told, before each write, the step that it is of.
     """
@@ -60,11 +63,12 @@ class OpenRows:
         self.hyper: list[float] = []  # the rule's numbers at its last update; empty before its first
         self.optimizer: RowOptimizer | None = None
         self.stored_rows = 0
+        self.stored: Counts | None = np.zeros(spec.num_tables, np.int64)
         self.step = 0
         self.updates = 0  # that the processor was asked for
         self.failure: BaseException | None = None  # what left the rows in doubt
         self.lifecycle = lifecycle
-        self._leaving: tuple[Tables, Keys, int, str] | None = None  # what `_erase` was told and has not finished
+        self._leaving: tuple[Tables, Keys, Counts, str] | None = None  # what `_erase` was told and has not finished
         self._before_write = before_write
         self._pinned: PinnedBatch | None = None
         self._prefetcher = Prefetcher(processor, stack.top, io_threads)
@@ -78,8 +82,26 @@ class OpenRows:
     @property
     def rows(self) -> int:
         """How many were written so far and did not leave; may wait for the device."""
-        leaving = 0 if self._leaving is None else self._leaving[2]  # the next use of the tiers takes them out
-        return self.stored_rows + self.processor.written - self.lifecycle.gone - leaving
+        return self.stored_rows + int(self._change.sum())
+
+    @property
+    def known_table_rows(self) -> Counts | None:
+        """`rows` by table, where it is known without a scan."""
+        return None if self.stored is None else self.stored + self._change
+
+    @property
+    def table_rows(self) -> Counts:
+        """`rows` by table. Where the store does not tell, all rows are scanned once. StoreError."""
+        with self.lock:
+            if self.stored is None:
+                self.stored = counted_chunks(self.scan(), self.spec.num_tables) - self._change
+            return self.stored + self._change
+
+    @property
+    def _change(self) -> Counts:
+        """How many rows of each table came since it was opened and did not leave."""
+        change = self.processor.written - self.lifecycle.gone
+        return change if self._leaving is None else change - self._leaving[2]  # which the next use of the tiers erases
 
     @property
     def in_step(self) -> bool:
@@ -217,12 +239,18 @@ class OpenRows:
                 self._prefetcher.close()
                 stack.top.close()
 
-    def metrics(self) -> dict[str, dict[str, float]]:
+    def metrics(self) -> dict[str, dict[str, Any]]:
         with self.lock:
             store = self._opened()
             self.check()
+            rows = self.table_rows
             counts = {**self.lifecycle.metrics, **self._prefetcher.counts}
-            return {"table": {"rows": self.rows, "step": self.step, **counts}, **store.metrics()}
+            hits, misses = store.asked().T
+            return {
+                "table": {"rows": self.rows, "step": self.step, **counts},
+                **store.metrics(),
+                "tables": by_label(self.spec.labels, rows=rows, hits=hits, misses=misses),
+            }
 
     def where(self, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
         """Where the row of one id is, `Level.where`, and why it is not stored; None where it is. Changes nothing."""
@@ -285,15 +313,16 @@ class OpenRows:
                 return
             yield item
 
-    def _erase(self, tables: Tables, keys: Keys, cause: str, count: int | None = None) -> None:
-        """Take rows out of every tier; `count` of them had been written, all where it is None.
+    def _erase(self, tables: Tables, keys: Keys, cause: str, there: Counts | None = None) -> None:
+        """Take rows out of every tier; `there` of each table had been written, all where it is None.
 
         Where StoreError is raised, some may be out and some not: no tier is used before the rest is out as well.
         """
-        self._leaving = tables, keys, len(keys) if count is None else count, cause
+        there = counted(tables, self.spec.num_tables) if there is None else there
+        self._leaving = tables, keys, there, cause
         self._store()
 
-    def _finish_erase(self, store: Store[Any], tables: Tables, keys: Keys, count: int, cause: str) -> None:
+    def _finish_erase(self, store: Store[Any], tables: Tables, keys: Keys, there: Counts, cause: str) -> None:
         with uninterrupted():
             if self._image is not None:
                 self._image.before_erase(tables, keys)
@@ -302,7 +331,7 @@ class OpenRows:
             self._before_write(self.step)
             try:
                 store.erase(tables, keys)
-                self.lifecycle.left(tables, keys, count, cause)
+                self.lifecycle.left(tables, keys, there, cause)
                 self._leaving = None
             except StoreError:
                 raise  # erased again by the next call

@@ -17,6 +17,7 @@ from .row_state import RowState
 from .spec import TableSpec
 from .store.contract import Chunks, row_dtype
 from .store.stack import Stack
+from .table_counts import Counts, counted
 
 
 def checked_rows(chunks: Chunks, tables: int) -> Chunks:
@@ -29,15 +30,19 @@ def checked_rows(chunks: Chunks, tables: int) -> Chunks:
         yield bucket, rows
 
 
-def load_rows(stack: Stack, chunks: Chunks, width: int) -> int:
-    """Write scanned rows to the last tier of an empty stack. Returns how many. Raises StoreError for another width."""
-    count = 0
+def load_rows(stack: Stack, chunks: Chunks, width: int, num_tables: int) -> Counts:
+    """Write scanned rows to the last tier of an empty stack. Returns how many of each table.
+
+    Raises StoreError for another width.
+    """
+    counts = np.zeros(num_tables, np.int64)
     for _, rows in chunks:
         if rows.dtype != row_dtype(width) or not rows.flags.c_contiguous:
             raise StoreError(f"rows of {rows.dtype} cannot be loaded into lines of {width} floats")
-        stack.bottom.write(rows["table"].copy(), rows["key"].copy(), line_addresses(rows))
-        count += len(rows)
-    return count
+        tables = rows["table"].copy()
+        stack.bottom.write(tables, rows["key"].copy(), line_addresses(rows))
+        counts += counted(tables, num_tables)
+    return counts
 
 
 def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:

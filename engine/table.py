@@ -194,11 +194,11 @@ class OpenTable(OpenRows):
         with self.lock, uninterrupted():
             self.release()
             with self._prefetcher.step(None):
-                count = self.processor.count_written(self._peek(lookup))
+                there = self.processor.count_written(self._peek(lookup))
                 self.check()
-                if count:
-                    self._erase(*rows_of(self.spec, lookup), "deleted", count)
-                return count
+                if there.any():
+                    self._erase(*rows_of(self.spec, lookup), "deleted", there)
+                return int(there.sum())
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""

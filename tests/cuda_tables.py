@@ -67,7 +67,7 @@ class DeviceTable:
         )
         self.layout = Layout(device, initial)
         self.faults = tensor(device, [0], np.uint32)
-        self.written = tensor(device, [0], np.int64)
+        self.written = tensor(device, [0] * table.tables, np.int64)
         self.numbers = step.new_numbers(device.torch_device)
         self.store = FullTable(self.layout, capacity)
 

@@ -55,14 +55,14 @@ class Both:
         raw = [(a if dtype == "float32" else a.view(torch.uint16)).numpy() for a in arrays]
         args = (kernel.name, hyper, step, dtype)
         new = _core.update(self.host, self.table.layout, raw, means, weights, *args)
-        before = int(self.there.written)
+        before = int(self.there.written.sum())
         rule, numbers = cuda.RuleKernels(self.there.layout, kernel.name), self.there.numbers
         on_device = [a.to(self.there.device.torch_device) for a in arrays]
         scales = [None if w is None else self.tensor(w) for w in weights]
         written, faults = self.there.written, self.there.faults
         rule.write_numbers(hyper, step, 1.0, numbers)
         rule.update(self.device, on_device, means, scales, numbers, written, faults)
-        assert int(self.there.written) - before == new
+        assert int(self.there.written.sum()) - before == new
 
 
 def both_of(device: Device, kernel: Kernel, dim: int) -> Both:
@@ -199,9 +199,9 @@ def test_assign_keeps_the_last_occurrence_and_the_state(device: Device) -> None:
         both.pin([(random_keys(rng, 80), [0] * 80, None)], padding=3)
         values = rng.standard_normal((80, 3), np.float32)
         new = _core.assign(both.host, both.table.layout, values, step)
-        before, there = int(both.there.written), both.there
+        before, there = int(both.there.written.sum()), both.there
         cuda.assign(both.device, there.layout, both.tensor(values), step, there.written, there.faults)
-        assert int(there.written) - before == new
+        assert int(there.written.sum()) - before == new
         both.check()
 
 
@@ -219,7 +219,7 @@ def test_nothing_is_written_after_a_fault(device: Device) -> None:
     more = there.pinned([([8, 9], None, None)])
     assert not any(values.any() for values in there.read(more.lines))
     assert there.contents(both.device) == before
-    assert int(there.written) == 0
+    assert int(there.written.sum()) == 0
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ from tierbed.engine import (
     prometheus_text,
     write_tensorboard,
 )
-from tierbed.engine.observe import METRICS
+from tierbed.engine.observe import METRICS, TABLE_METRICS
 
 DOCUMENTED = Path(__file__).parents[1] / "docs" / "metrics.md"
 
@@ -52,8 +52,8 @@ def used(store: str, path: Path, name: str = "rows") -> MultiTableEmbedding:
     return embedding
 
 
-def documented() -> dict[str, tuple[str, str]]:
-    rows = re.findall(r"^\| `(\w+)` \| (counter|gauge) \| (.+) \|$", DOCUMENTED.read_text(), re.M)
+def documented(text: str) -> dict[str, tuple[str, str]]:
+    rows = re.findall(r"^\| `(\w+)` \| (counter|gauge) \| (.+) \|$", text, re.M)
     return {name: (kind, meaning) for name, kind, meaning in rows}
 
 
@@ -61,6 +61,7 @@ def documented() -> dict[str, tuple[str, str]]:
 def test_every_number_of_every_tier_is_documented(store: str, tmp_path: Path) -> None:
     with used(store, tmp_path) as embedding:
         metrics = embedding.metrics()
+        tables = metrics.pop("tables")
     tiers = {"device": ["device"], "host": ["host"], "cached_host": ["device", "host"], "ssd": ["device", "ssd"]}
     assert list(metrics) == ["table", *tiers.get(store, ["device", "host", "ssd"])]
     for tier in metrics.values():
@@ -70,17 +71,24 @@ def test_every_number_of_every_tier_is_documented(store: str, tmp_path: Path) ->
         assert tier["hits"] + tier["misses"] > 0
         assert tier["fetch_seconds_p50"] <= tier["fetch_seconds_p90"] <= tier["fetch_seconds_p99"]
         assert tier["fetch_seconds_p99"] <= tier["fetch_seconds_max"]
+    assert list(tables) == ["0", "1", "2"]
+    assert all(list(numbers) == list(TABLE_METRICS) for numbers in tables.values())
+
+
+def section(title: str) -> str:
+    return DOCUMENTED.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def of_section(title: str) -> set[str]:
-    section = DOCUMENTED.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    return set(re.findall(r"^\| `(\w+)` \| (?:counter|gauge) \|", section, re.M))
+    return set(documented(section(title)))
 
 
 @every_store
 def test_a_tier_has_what_the_page_says_of_it(store: str, tmp_path: Path) -> None:
     with used(store, tmp_path) as embedding:
         metrics = embedding.metrics()
+    for numbers in metrics.pop("tables").values():
+        assert set(numbers) == of_section("Each table")
     last = list(metrics)[-1]
     assert set(metrics.pop("table")) == of_section("The table")
     every = of_section("Every tier")
@@ -94,13 +102,16 @@ def test_a_tier_has_what_the_page_says_of_it(store: str, tmp_path: Path) -> None
 
 
 def test_the_page_has_every_metric_with_its_meaning() -> None:
-    assert documented() == {name: (metric.kind, metric.meaning) for name, metric in METRICS.items()}
+    tables = section("Each table")
+    for text, metrics in ((tables, TABLE_METRICS), (DOCUMENTED.read_text().replace(tables, ""), METRICS)):
+        assert documented(text) == {name: (metric.kind, metric.meaning) for name, metric in metrics.items()}
 
 
 @pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 def test_prometheus_parses_every_number(tmp_path: Path) -> None:
     with used("ssd_host", tmp_path, "a") as first, used("device", tmp_path, "b") as second:
         metrics = {"a": first.metrics(), "b": second.metrics()}
+        tables = {name: parts.pop("tables") for name, parts in metrics.items()}
         families = list(text_string_to_metric_families(prometheus_text(first, second)))
     assert len({family.name for family in families}) == len(families)
     assert all(family.documentation for family in families)
@@ -117,8 +128,14 @@ def test_prometheus_parses_every_number(tmp_path: Path) -> None:
         if "quantile" in sample.labels
     }
     assert len(samples) + len(quantiles) == len(metrics) + sum(
-        len(values) for tiers in metrics.values() for values in tiers.values()
+        len(values) for of in (metrics, tables) for parts in of.values() for values in parts.values()
     )
+    for embedding, of_tables in tables.items():
+        for table, numbers in of_tables.items():
+            assert samples["tierbed_table_rows", embedding, table] == numbers["rows"]
+            assert samples["tierbed_table_hits_total", embedding, table] == numbers["hits"]
+            assert samples["tierbed_table_misses_total", embedding, table] == numbers["misses"]
+    assert tables["a"]["0"]["misses"] > tables["a"]["0"]["rows"] > tables["a"]["1"]["rows"] == 0
     assert samples["tierbed_up", "a"] == samples["tierbed_up", "b"] == 1
     for embedding, tiers in metrics.items():
         assert samples["tierbed_rows", embedding, "table"] == tiers["table"]["rows"]
@@ -208,7 +225,8 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
         metrics = embedding.metrics()
     events = EventAccumulator(str(tmp_path / "runs"))
     events.Reload()
-    wanted = {f"rows/{tier}/{name}": value for tier, values in metrics.items() for name, value in values.items()}
+    metrics |= {f"tables/{table}": numbers for table, numbers in metrics.pop("tables").items()}
+    wanted = {f"rows/{part}/{name}": value for part, values in metrics.items() for name, value in values.items()}
     assert set(events.Tags()["scalars"]) == set(wanted)
     for tag, value in wanted.items():
         points: list[Any] = events.Scalars(tag)

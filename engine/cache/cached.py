@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from .. import _core
 from ..errors import OptionError, StoreError
 from ..options import CachedHostMemOptions
-from ..store.contract import Chunks, Found, Keys, Lines, Room, Tables, Tier
+from ..store.contract import Asked, Chunks, Found, Keys, Lines, Room, Tables, Tier
 from ..store.full import check_room
 
 MB = 1 << 20
@@ -116,6 +118,9 @@ class CachedStore:
 
     def metrics(self) -> dict[str, dict[str, float]]:
         return {self._tier: self.native.metrics(), **self._below.metrics()}
+
+    def asked(self) -> Asked:
+        return self.native.asked().astype(np.int64).reshape(-1, 2)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

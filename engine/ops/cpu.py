@@ -18,6 +18,7 @@ from ..options import CachedHostMemOptions
 from ..segments import array_of, empty, flat, segment
 from ..store.contract import Tier
 from ..store.full import FullTable
+from ..table_counts import Counts
 
 if TYPE_CHECKING:
     from ..row_state import RowState
@@ -34,10 +35,14 @@ class CpuProcessor:
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = torch.device("cpu")
         self.layout = spec.layout(state)
-        self.written = 0
+        self._written = np.zeros(spec.num_tables, np.uint64)
         self._spec = spec
         self._hyper: Sequence[float] = ()
         self._step, self._scale = 0, 1.0
+
+    @property
+    def written(self) -> Counts:
+        return self._written.astype(np.int64)
 
     def late(self, wait: bool) -> None:
         return None
@@ -74,8 +79,8 @@ class CpuProcessor:
     def hand_over(self, batch: _core.Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         """They are equal, and memory is free when nobody has it any more."""
 
-    def count_written(self, batch: _core.Batch) -> int:
-        return batch.unique - _core.count_new(batch, self.layout)
+    def count_written(self, batch: _core.Batch) -> Counts:
+        return _core.count_written(batch, self.layout).astype(np.int64)
 
     def gather(
         self, batch: _core.Batch, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype
@@ -97,14 +102,14 @@ class CpuProcessor:
     def update(self, batch: _core.Batch, gradients: Gradients, rule: str) -> None:
         given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
         hyper, step, scale = self._hyper, self._step, self._scale
-        self.written += _core.update(batch, self.layout, *given, rule, hyper, step, dtype, scale)
+        _core.update(batch, self.layout, *given, rule, hyper, step, dtype, scale, self._written)
 
     def square_gradients(self, batch: _core.Batch, gradients: Gradients, rule: str) -> Tensor:
         given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
         return torch.from_numpy(_core.square_gradients(batch, self.layout, *given, dtype))
 
     def assign(self, batch: _core.Batch, values: NDArray[np.float32], step: int) -> None:
-        self.written += _core.assign(batch, self.layout, values, step)
+        _core.assign(batch, self.layout, values, step, self._written)
 
     def settle(self, batch: _core.Batch, rule: str) -> None:
         _core.settle(batch, self.layout, rule, self._hyper, self._step)

@@ -16,6 +16,7 @@ from ..errors import InputError, TierbedError
 from ..inputs import DEVICES, Gradients, Lookup
 from ..options import CachedHostMemOptions, StoreOptions
 from ..store.contract import FullStore, Store, Table, Tier
+from ..table_counts import Counts
 
 if TYPE_CHECKING:
     from ..row_state import RowState
@@ -50,8 +51,8 @@ class Processor(Protocol[B]):
     recorder: Recorder | None  # what records launches, to run them again
 
     @property
-    def written(self) -> int:
-        """How many rows were written for the first time; may wait for the device."""
+    def written(self) -> Counts:
+        """How many rows of each table were written for the first time; may wait for the device."""
 
     def late(self, wait: bool) -> Late | None:
         """What was found since it was asked last, once; with `wait`, in all that was asked for."""
@@ -87,8 +88,8 @@ class Processor(Protocol[B]):
     def hand_over(self, batch: B, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         """Another thread made the batch of the former; this one uses it from here on, for the latter."""
 
-    def count_written(self, batch: B) -> int:
-        """How many unique rows of a batch whose lines are set were ever written; may wait for the device."""
+    def count_written(self, batch: B) -> Counts:
+        """How many unique rows of each table were ever written, of a batch whose lines are set; may wait."""
 
     def gather(self, batch: B, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`."""

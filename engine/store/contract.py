@@ -14,6 +14,7 @@ Tables = NDArray[np.uint32]  # [n]
 Keys = NDArray[np.uint64]  # [n]
 Lines = NDArray[np.uint64]  # [n], the address of a line each
 Found = NDArray[np.bool_]  # [n]
+Asked = NDArray[np.int64]  # [tables, 2], hits and misses
 
 Chunks = Iterator[tuple[int, NDArray[np.void]]]  # (bucket, rows of `row_dtype`), as `Tier.scan` yields them
 
@@ -168,6 +169,9 @@ class Store(Level, Protocol[B]):
 
     def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         """As `Tier.read`."""
+
+    def asked(self) -> Asked:
+        """By table, the `hits` and `misses` that `metrics` has of this store; may wait for the device."""
 
     def peek(self, batch: B) -> None:
         """Write the address of each unique row to the batch for reading alone.

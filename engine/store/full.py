@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .. import _core
 from ..errors import CapacityError
-from .contract import BUCKETS, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
+from .contract import BUCKETS, Asked, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
 
 if TYPE_CHECKING:
     from ..cache.cached import CachedStore
@@ -78,3 +80,6 @@ class FullTable(WithoutAnnouncements[_core.Batch]):
 
     def metrics(self) -> dict[str, dict[str, float]]:
         return {self._tier: self.native.metrics()}
+
+    def asked(self) -> Asked:
+        return self.native.asked().astype(np.int64).reshape(-1, 2)

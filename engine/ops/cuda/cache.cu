@@ -3,16 +3,17 @@
 // Rows of a call are distinct and come sorted (by the caller, stably) by set and, where a set has several buckets, by
 // bucket: one tile takes all rows of a set, in this order, so it decides as the CPU's cache does.
 #include "admission.h"
+#include "tally.h"
 
 using namespace tierbed;
 
 namespace {
 
-// counts [5]
-enum Count : u32 { HITS, MISSES, EVICTIONS_CLEAN, EVICTIONS_DIRTY, OVERFLOWS };
+// counts [3]
+enum Count : u32 { EVICTIONS_CLEAN, EVICTIONS_DIRTY, OVERFLOWS };
 
 struct Counts {
-    u32 found[5] = {};
+    u32 found[3] = {};
 };
 
 // How many numbers a set has to sort by.
@@ -34,7 +35,6 @@ TIERBED_FN bool note_hit(const Cache& cache, const Admission& all, u64 row, u32 
 TIERBED_FN void admit_miss(const Cache& cache, const Admission& all, u64 row, u32 set, Replacement replacement,
                            u32 done, const Way& wanted, Counts& counted) {
     const u32 way = victim_way(cache.set(set), home_of(wanted.hash), wanted.last, done, replacement);
-    ++counted.found[MISSES];
     if (way == NONE) {
         ++counted.found[OVERFLOWS];
         return;
@@ -63,13 +63,14 @@ extern "C" __global__ void place_rows(const u64* hashes, const u32* count, u64 n
 }
 
 // places [n], sorted, and order [n], the rows in that order: batch number `now`, where `done` is over. After a fault no
-// row comes up.
+// row comes up. asked [tables, 2]: hits and misses.
 extern "C" __global__ void admit_rows(Cache cache, u32 now, u32 done, u32 policy, const u64* hashes, const u32* tables,
                                       const u32* places, const i64* order, u64 n, Admission all, u64* counts,
-                                      const u32* faults) {
+                                      u64* asked, const u32* faults) {
     const u32 parts = parts_of_set(cache.sets);
     const bool open = *faults == 0;
     Counts counted;
+    Tally rows(asked);
     for_each_item<GROUP>(n, [&](Tile tile, u64 begin) {
         const u32 set = places[begin] / parts;
         if (set == cache.sets || (begin > 0 && places[begin - 1] / parts == set)) return;
@@ -78,16 +79,18 @@ extern "C" __global__ void admit_rows(Cache cache, u32 now, u32 done, u32 policy
         for (; end < n && places[end] / parts == set; ++end) {
             const u64 row = static_cast<u64>(order[end]);
             const u32 slot = cache.find(tile, tables[row], hashes[row]);
-            if (tile.lane == 0) counted.found[HITS] += note_hit(cache, all, row, slot, now);
+            if (tile.lane == 0 && note_hit(cache, all, row, slot, now)) rows.add(place_of(tables[row], false));
         }
         for (u64 i = begin; open && tile.lane == 0 && i < end; ++i) {
             const u64 row = static_cast<u64>(order[i]);
             const Way wanted{hashes[row], tables[row], now, 0, 1, 0, 0};
-            if (!all.hit[row])
-                admit_miss(cache, all, row, set, static_cast<Replacement>(policy), done, wanted, counted);
+            if (all.hit[row]) continue;
+            rows.add(place_of(tables[row], true));
+            admit_miss(cache, all, row, set, static_cast<Replacement>(policy), done, wanted, counted);
         }
     });
-    for (u32 k = 0; k < 5; ++k)
+    rows.end();
+    for (u32 k = 0; k < 3; ++k)
         if (counted.found[k]) atomicAdd(&counts[k], static_cast<u64>(counted.found[k]));
 }
 

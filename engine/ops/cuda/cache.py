@@ -17,7 +17,7 @@ from .layout import Layout
 from .staging import Staging
 
 POLICIES = ("lru", "lfu")
-COUNTS = ("hits", "misses", "evictions_clean", "evictions_dirty", "overflows")
+COUNTS = ("evictions_clean", "evictions_dirty", "overflows")
 
 _CACHE = np.dtype([("tags", "<u8"), ("ways", "<u8"), ("memory", "<u8"), ("sets", "<u4")], align=True)
 _ADMISSION = np.dtype([(name, "<u8") for name in ("slots", "lines", "hit", "gone", "before")])
@@ -72,6 +72,7 @@ class Cache:
         self._ways = torch.zeros(sets * WAYS, WAY_BYTES // 4, dtype=torch.int32, device=device)
         self._memory = torch.empty(sets * WAYS * layout.line_bytes, dtype=torch.uint8, device=device)
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
+        self.asked = torch.zeros((layout.tables, 2), dtype=torch.int64, device=device)  # hits and misses of `admit`
         self.now = 0  # the number of the latest batch
 
     def admit(self, batch: Batch, over: int) -> Admission:
@@ -95,7 +96,7 @@ class Cache:
         self._run(
             "admit_rows", batch.size, GROUP, self.by_value(), np.uint32(self.now), np.uint32(over),
             np.uint32(self._policy), batch.hashes, batch.tables, ordered, order, n, admission.by_value(), self._counts,
-            batch.faults,
+            self.asked, batch.faults,
         )  # fmt: skip
         return admission
 
@@ -172,7 +173,8 @@ class Cache:
     @property
     def counts(self) -> dict[str, int]:
         """Waits for the device."""
-        return dict(zip(COUNTS, self._counts.tolist(), strict=True))
+        hits, misses = self.asked.sum(0).tolist()
+        return {"hits": hits, "misses": misses, **dict(zip(COUNTS, self._counts.tolist(), strict=True))}
 
     def metrics(self) -> dict[str, float]:
         """Counters and sizes; waits for the device."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...store.contract import Chunks, Found, Keys, Lines, Room, Tables, Tier
+from ...store.contract import Asked, Chunks, Found, Keys, Lines, Room, Tables, Tier
 from ...store.full import check_room
 from .batch import Batch, keys_of, lines_among, rows_of
 from .cache import Admission, Cache
@@ -32,7 +32,7 @@ class CachedStore:
         self._program = layout.program("cache.cu")
         self._down, self._up = Staging(layout), Staging(layout)  # of victims, and of rows to fetch
         self._overflows: tuple[Tensor, int] | None = None  # of the pinned batch: flags [size], and how many
-        self._reads = {"hits": 0, "misses": 0}  # that `peek` served
+        self._reads = torch.zeros_like(cache.asked)  # that `peek` served
         self._moved = {"bytes_in": 0, "bytes_out": 0}
         self._written: WrittenBelow | None = None
 
@@ -84,8 +84,8 @@ class CachedStore:
                     break
             if error := self._faults.take(fault):
                 raise error
-            self._reads["hits"] += unique - missing
-            self._reads["misses"] += missing
+            places = 2 * batch.tables[:unique].to(torch.int64) + absent[:unique]
+            self._reads += torch.bincount(places, minlength=self._reads.numel()).view_as(self._reads)
             copy_present(batch, self._layout)
             self._place(batch, ranks, missing)
             self._up.fill(batch, absent, ranks, self._read_below(missing, touch=False))
@@ -129,9 +129,13 @@ class CachedStore:
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.turn():
             device = self._cache.metrics()
-            for name, count in self._reads.items():
-                device[name] += count
+            device["hits"], device["misses"] = self.asked().sum(0).tolist()
             return {"device": {**device, **self._moved}, **self._below.metrics()}
+
+    def asked(self) -> Asked:
+        with self._window.turn():
+            asked: Asked = (self._cache.asked + self._reads).cpu().numpy()
+            return asked
 
     def _bring_up(self, batch: Batch, over: int, room: Room | None, ahead: bool) -> Admission | None:
         """Let a batch have its rows up, where batches up to `over` are over. Waits for the device once.

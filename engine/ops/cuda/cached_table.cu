@@ -2,6 +2,7 @@
 // kernels alone. Every row that is up has a line below, so it can always go down.
 #include "admission.h"
 #include "segments.h"
+#include "tally.h"
 
 using namespace tierbed;
 
@@ -40,10 +41,11 @@ extern "C" __global__ void bring_down(Slot* slots, u32 mask, Segments memory, Ad
 }
 
 // lines [n]: where each of the first `count` rows is below -> where it is used, with the row there. A row without a
-// slot is used below; one without a place there, `nowhere`, stays so.
+// slot is used below; one without a place there, `nowhere`, stays so. asked [tables, 2]: misses.
 extern "C" __global__ void bring_up(Cache cache, Admission all, const u64* hashes, const u32* tables, const u32* count,
-                                    u64* lines, u64 nowhere, InitialRow initial, u64* counts) {
+                                    u64* lines, u64 nowhere, InitialRow initial, u64* counts, u64* asked) {
     Counts counted;
+    Tally rows(asked);
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
         const u64 below = lines[i];
         const u64 up = all.lines[i] ? all.lines[i] : below;
@@ -54,6 +56,7 @@ extern "C" __global__ void bring_up(Cache cache, Admission all, const u64* hashe
         synchronise(tile);  // every lane has read the record, which may be that of `up`
         if (tile.lane == 0) {
             ++counted.found[stored ? FOUND : NEW];
+            rows.add(place_of(tables[i], true));
             if (all.slots[i] != NONE) cache.ways[all.slots[i]].stored = stored;
         }
         if (stored == 0)
@@ -61,14 +64,17 @@ extern "C" __global__ void bring_up(Cache cache, Admission all, const u64* hashe
         else if (up != below)
             copy_line(tile, up, below, SHAPE);
     });
+    rows.end();
     counted.add_to(counts);
 }
 
-// lines [n]: where each of the first `count` rows can be read, 0 where it is nowhere; absent [n]: 1 for those, else 0
+// lines [n]: where each of the first `count` rows can be read, 0 where it is nowhere; absent [n]: 1 for those, else 0;
+// asked [tables, 2]: hits and misses.
 extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, Segments memory, const u64* hashes,
                                        const u32* tables, const u32* count, u64 n, u64* lines, i32* absent,
-                                       u64* counts) {
+                                       u64* counts, u64* asked) {
     Counts counted;
+    Tally rows(asked);
     for_each_item<GROUP>(n, [&](Tile tile, u64 i) {
         u64 line = 0;
         if (i < *count) {
@@ -78,12 +84,14 @@ extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, Segme
             const u64 below = row ? memory.address(row - 1) : 0;
             const bool stored = below && record(below, SHAPE)->updates != 0;
             if (tile.lane == 0) ++counted.found[line ? SERVED : stored ? FOUND : NEW];
+            if (tile.lane == 0) rows.add(place_of(tables[i], line == 0));
             if (stored) line = below;
         }
         if (tile.lane != 0) return;
         lines[i] = line;
         absent[i] = i < *count && line == 0;
     });
+    rows.end();
     counted.add_to(counts);
 }
 

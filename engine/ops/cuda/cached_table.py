@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._core import GROUP
-from ...store.contract import Chunks, Found, Keys, Lines, Room, Tables
+from ...store.contract import Asked, Chunks, Found, Keys, Lines, Room, Tables
 from .batch import Batch, lines_among, rows_of
 from .cache import Admission, Cache
 from .device import Argument, launch
@@ -36,6 +36,7 @@ class CachedTable:
         self._lanes = lanes_for((layout.dim + 3) // 4)  # that copy a line
         # rows that the table below had and had not, rows that went down, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
+        self._asked = torch.zeros_like(cache.asked)  # hits of lookups that only read, and all misses
         self._new: dict[Batch, Tensor] = {}  # of announced batches: flags [size], rows that got their line below ahead
 
     def announce(self, batch: Batch) -> None:
@@ -65,7 +66,7 @@ class CachedTable:
             absent = batch.empty(torch.int32)
             self._run(
                 "locate_rows", batch.size, GROUP, self._cache.by_value(), *self._below.table.index(), batch.hashes,
-                batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent, self._counts,
+                batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent, self._counts, self._asked,
             )  # fmt: skip
             copy_present(batch, self._layout)
             initialise_missing(batch, self._layout, absent.cumsum(0, dtype=torch.int32))
@@ -113,11 +114,17 @@ class CachedTable:
         with self._window.turn():
             return self._metrics()
 
+    def asked(self) -> Asked:
+        with self._window.turn():
+            counts = self._asked.clone()
+            counts[:, 0] += self._cache.asked[:, 0]
+            asked: Asked = counts.cpu().numpy()
+            return asked
+
     def _metrics(self) -> dict[str, dict[str, float]]:
-        found, new, written, served = self._counts.tolist()
+        found, new, written, _ = self._counts.tolist()
         device, line = self._cache.metrics(), self._layout.stored_bytes
-        device["hits"] += served
-        device["misses"] = found + new
+        device["hits"], device["misses"] = self.asked().sum(0).tolist()
         device.update(bytes_in=found * line, bytes_out=written * line)
         moved = {"hits": found, "misses": new, "bytes_in": written * line, "bytes_out": found * line}
         return {"device": device, "host": {**self._below.metrics()["host"], **moved}}
@@ -142,7 +149,7 @@ class CachedTable:
         self._run("bring_down", batch.size, self._lanes, *table.index(), struct, batch.count, self._counts)
         self._run(
             "bring_up", batch.size, self._lanes, cache, struct, batch.hashes, batch.tables, batch.count, batch.lines,
-            table.nowhere, self._layout.initial, self._counts,
+            table.nowhere, self._layout.initial, self._counts, self._asked,
         )  # fmt: skip
         return admission
 

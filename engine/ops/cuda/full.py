@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import _core
-from ...store.contract import BUCKETS, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
+from ...store.contract import BUCKETS, Asked, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
 from .batch import Batch, keys_of, lines_among, one_row, rows_of
 from .faults import Faults
 from .image import TableImage
@@ -135,6 +135,10 @@ class FullStore(WithoutAnnouncements[Batch]):
         sizes = {"capacity": room, "fill": counts["resident_rows"] / max(room, 1), "bytes": self.table.bytes}
         moved = {"bytes_in": 0, "bytes_out": 0}  # no tier is above
         return {self._tier: {**counts, **moved, **sizes, "index_bytes": self.table.index_bytes}}
+
+    def asked(self) -> Asked:
+        asked: Asked = self.table.asked.clone().cpu().numpy()
+        return asked
 
     def _held(self) -> Held:
         hashes, tables, lines, updates = self.table.rows()

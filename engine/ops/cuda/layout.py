@@ -32,6 +32,7 @@ class Layout:
     def __init__(self, device: Device, initial: InitialValues) -> None:
         self.device = device
         self.dim = int(sum(initial.columns))
+        self.tables = len(initial.kinds) // len(initial.columns)
         self.width = self.dim + sum(initial.state_widths)
         self.stored_bytes = self.width * 4 + 8  # without padding
         self.line_bytes = (self.stored_bytes + 15) // 16 * 16

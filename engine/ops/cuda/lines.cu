@@ -2,6 +2,7 @@
 #include "hash.h"
 #include "layout.h"
 #include "pool.h"
+#include "tally.h"
 
 using namespace tierbed;
 
@@ -116,19 +117,29 @@ extern "C" __global__ void count_new(const u64* lines, const u32* count, u64* to
     if (found) atomicAdd(total, found);
 }
 
-// values [size, dim] -> the embeddings of their rows, the last occurrence standing; `written` counts first writes
-extern "C" __global__ void assign_rows(const u64* lines, const u32* offsets, const u32* positions, const u32* count,
-                                       const float* values, u32 step, u64* written, const u32* faults) {
+// written [tables]: how many of the first `count` lines were ever written.
+extern "C" __global__ void count_written(const u64* lines, const u32* tables, const u32* count, u64* written) {
+    Tally counted(written);
+    for_each(*count, [&](u64 i) {
+        if (lines[i] && record(lines[i], SHAPE)->updates) counted.add(tables[i]);
+    });
+    counted.end();
+}
+
+// values [size, dim] -> the embeddings of their rows, the last occurrence standing; written [tables] counts first writes
+extern "C" __global__ void assign_rows(const u64* lines, const u32* tables, const u32* offsets, const u32* positions,
+                                       const u32* count, const float* values, u32 step, u64* written,
+                                       const u32* faults) {
     if (*faults) return;
-    u64 found = 0;
+    Tally counted(written);
     for_each_item<WARP>(*count, [&](Tile tile, u64 i) {
         const u64 last = positions[offsets[i + 1] - 1];
         copy_bytes(tile, floats(lines[i]), values + last * SHAPE.dim, SHAPE.dim * 4);
         if (tile.lane != 0) return;
         Record* lifecycle = record(lines[i], SHAPE);
-        found += lifecycle->updates == 0;
+        if (lifecycle->updates == 0) counted.add(tables[i]);
         if (lifecycle->updates != 0xFFFFFFFFu) lifecycle->updates += 1;
         lifecycle->step = step;
     });
-    if (found) atomicAdd(written, found);
+    counted.end();
 }

@@ -17,6 +17,7 @@ from ...errors import OptionError
 from ...inputs import Gradients, Lookup
 from ...options import CachedHostMemOptions, StoreOptions
 from ...store.contract import Tier
+from ...table_counts import Counts
 from ..processor import Factory, Late, Recorder
 from . import step as kernels
 from .batch import Batch, Segment
@@ -57,13 +58,14 @@ class CudaProcessor:
         self.recorder: Recorder | None = device
         self._layout = Layout(device, spec.initial_values(state))
         self._faults = Faults(device, spec.name, spec.num_tables, capacity)
-        self._written = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._taken = torch.zeros_like(self._written)  # updates
+        self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
+        self._taken = torch.zeros(1, dtype=torch.int64, device=self.device)  # updates
         self._numbers = kernels.new_numbers(self.device)
 
     @property
-    def written(self) -> int:
-        return int(self._written)
+    def written(self) -> Counts:
+        counts: Counts = self._written.cpu().numpy()
+        return counts
 
     def late(self, wait: bool) -> Late | None:
         error = self._faults.take(self._faults.seen(wait))
@@ -123,8 +125,9 @@ class CudaProcessor:
         ]
         batch.wrong |= torch.stack(differ).any().to(torch.int32) * CHANGED
 
-    def count_written(self, batch: Batch) -> int:
-        return int(batch.count) - int(kernels.count_new(self._layout, batch.lines, batch.count))
+    def count_written(self, batch: Batch) -> Counts:
+        counts: Counts = kernels.count_written(self._layout, batch).cpu().numpy()
+        return counts
 
     def gather(self, batch: Batch, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         out = torch.empty((*lookup.shape, self._layout.dim), dtype=dtype, device=self.device)

@@ -88,12 +88,12 @@ class RuleKernels:
     ) -> None:
         """grads: one a lookup, [rows of the lookup, dim], all of one dtype.
 
-        `written` [1] int64 grows by the rows written for the first time. After a fault nothing is written.
+        `written` [tables] int64 grows by the rows written for the first time. After a fault nothing is written.
         """
         program, sources, sums, _kept = self._sum_blocks(batch, grads, means, weights)
         launch(
-            self._layout.device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.count,
-            numbers, sums, self._whole(batch), written, faults,
+            self._layout.device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.tables,
+            batch.count, numbers, sums, self._whole(batch), written, faults,
         )  # fmt: skip
 
     def square(
@@ -163,8 +163,8 @@ def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Ten
     """Write values [size, dim] to the rows of unpooled lookups, the last occurrence standing; see `update`."""
     groups = batch.groups
     launch(
-        layout.device, layout.program("lines.cu"), "assign_rows", batch.size, WARP, batch.lines, groups.offsets,
-        groups.positions, batch.count, values, np.uint32(step), written, faults,
+        layout.device, layout.program("lines.cu"), "assign_rows", batch.size, WARP, batch.lines, batch.tables,
+        groups.offsets, groups.positions, batch.count, values, np.uint32(step), written, faults,
     )  # fmt: skip
 
 
@@ -173,6 +173,14 @@ def count_new(layout: Layout, lines: Tensor, count: Tensor) -> Tensor:
     total = torch.zeros(1, dtype=torch.int64, device=lines.device)
     launch(layout.device, layout.program("lines.cu"), "count_new", len(lines), 1, lines, count, total)
     return total
+
+
+def count_written(layout: Layout, batch: Batch) -> Tensor:
+    """[tables], how many rows of a batch whose lines are set were ever written."""
+    written = torch.zeros(layout.tables, dtype=torch.int64, device=batch.lines.device)
+    program = layout.program("lines.cu")
+    launch(layout.device, program, "count_written", batch.size, 1, batch.lines, batch.tables, batch.count, written)
+    return written
 
 
 def initialise_missing(batch: Batch, layout: Layout, ranks: Tensor) -> None:

@@ -4,13 +4,14 @@
 // Rows of one call are distinct, so inserting them races for slots alone, and a slot is claimed by its `row`. New rows
 // are numbered by their rank among the missing: neither numbers nor values depend on the order of threads.
 #include "segments.h"
+#include "tally.h"
 
 using namespace tierbed;
 
 namespace {
 
-// counts [5]: lines in use or erased, erased ones; what was found, missed and inserted
-enum Count : u32 { USED, ERASED, HITS, MISSES, INSERTIONS };
+// counts [3]: lines in use or erased, erased ones; what was inserted
+enum Count : u32 { USED, ERASED, INSERTIONS };
 
 TIERBED_FN void claim_slot(const IndexView& index, const Slot& slot) {
     u32 at = home_slot(index, slot.hash);
@@ -76,12 +77,11 @@ extern "C" __global__ void count_inserted(const i32* ranks, u64 n, u64* counts, 
     counts[INSERTIONS] += inserted;
 }
 
-// Of the first `count` rows, those that were found are hits.
-extern "C" __global__ void count_asked(const u32* count, const i32* ranks, u64 n, u64* counts) {
-    if (blockIdx.x != 0 || threadIdx.x != 0) return;
-    const u64 missing = static_cast<u32>(ranks[n - 1]);
-    counts[HITS] += *count - missing;
-    counts[MISSES] += missing;
+// asked [tables, 2]: of the first `count` rows, those that were found are hits, where `ranks` grows is a miss.
+extern "C" __global__ void count_asked(const u32* tables, const u32* count, const i32* ranks, u64* asked) {
+    Tally counted(asked);
+    for_each(*count, [&](u64 i) { counted.add(place_of(tables[i], ranks[i] != (i ? ranks[i - 1] : 0))); });
+    counted.end();
 }
 
 // clusters [n]: the free slot before the run of slots that a row is in, for the first `count` whose line is not 0;

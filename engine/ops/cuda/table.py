@@ -18,7 +18,7 @@ SMALLEST_BITS = 10  # lines of the first segment of a table that grows, as a pow
 MOST_ROWS = (1 << 32) * 3 // 4
 PROBE_LANES, WARP = 8, 32  # as in table.cu
 
-COUNTS = ("used", "erased", "hits", "misses", "insertions")
+COUNTS = ("used", "erased", "insertions")
 
 _SEGMENTS = np.dtype([("begins", "<u8"), ("room", "<u8"), ("base_bits", "<u4")], align=True)
 
@@ -48,6 +48,7 @@ class FullTable:
         self.nowhere = self._zeros(layout.line_bytes, torch.uint8)  # the line of rows that do not fit
         self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
         self._counts = self._zeros(len(COUNTS), torch.int64)
+        self.asked = self._zeros((layout.tables, 2), torch.int64)  # hits and misses
         # around each look at its rows from outside of a store's calls, for a table that another thread changes as well
         self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
         self._erased = self._zeros(1, torch.int32)  # numbers + 1 of rows whose lines are free, or more
@@ -101,11 +102,12 @@ class FullTable:
 
     def count(self, batch: Batch, ranks: Tensor) -> None:
         """Count the rows that `find` found and missed as hits and misses."""
-        self._run("count_asked", min(batch.size, 1), 1, batch.count, ranks, np.uint64(batch.size), self._counts)
+        self._run("count_asked", batch.size, 1, batch.tables, batch.count, ranks, self.asked)
 
     def counts(self) -> dict[str, int]:
         """Waits for the device."""
-        used, erased, hits, misses, insertions = self._counts.tolist()
+        used, erased, insertions = self._counts.tolist()
+        hits, misses = self.asked.sum(0).tolist()
         return {"resident_rows": used - erased, "hits": hits, "misses": misses, "insertions": insertions}
 
     def numbers_of(self, lines: Tensor) -> Tensor:

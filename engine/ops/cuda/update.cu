@@ -6,6 +6,7 @@
 // b of a row whose occurrences begin at `offset` has slot offset / SUM_BLOCK + b: no two blocks after the first share
 // one.
 #include "layout.h"
+#include "tally.h"
 #include "update.h"
 #include "rules.h"
 
@@ -94,24 +95,24 @@ extern "C" __global__ void write_numbers(const __grid_constant__ Numbers given, 
     if (blockIdx.x == 0 && threadIdx.x == 0) *numbers = given;
 }
 
-// `whole`: [warps of the grid, dim]. `written` counts first writes.
-extern "C" __global__ void update_rows(const __grid_constant__ Sources from, const u64* lines, const u32* count,
-                                       const Numbers* numbers, float* sums, float* whole, u64* written,
-                                       const u32* faults) {
+// `whole`: [warps of the grid, dim]. written [tables] counts first writes.
+extern "C" __global__ void update_rows(const __grid_constant__ Sources from, const u64* lines, const u32* tables,
+                                       const u32* count, const Numbers* numbers, float* sums, float* whole,
+                                       u64* written, const u32* faults) {
     if (*faults) return;
     const Rule rule(numbers->hyper);
     const float scale = numbers->scale;
     const u32 step = numbers->step;
-    u64 found = 0;
+    Tally counted(written);
     for_each_item<WARP>(*count, [&](Tile tile, u64 row) {
         with_gradients(
             tile, from, row, sums, [&](auto type, const Gradients& gradients, const Occurrences& occurrences) {
                 const bool first = update_row<decltype(type)>(tile, lines[row], SHAPE, gradients, occurrences, scale,
                                                               rule, step, memory_of_warp(whole));
-                found += first && tile.lane == 0;
+                if (first && tile.lane == 0) counted.add(tables[row]);
             });
     });
-    if (found) atomicAdd(written, found);
+    counted.end();
 }
 
 // squares [count]: the sum of the squares of each row's gradient. `whole`: [warps of the grid, dim].

@@ -113,6 +113,17 @@ inline nb::dict described(const Record& record) {
     return place;
 }
 
+// [tables, 2], flat: hits and misses of each table in a store
+template <class Store>
+Array<u64> asked(const Store& store) {
+    std::vector<u64> counts;
+    {
+        nb::gil_scoped_release unlocked;
+        counts = store.asked();
+    }
+    return own(std::move(counts));
+}
+
 inline void add_latencies(nb::dict& metrics, const std::string& name, const Histogram& histogram) {
     metrics[(name + "_seconds_p50").c_str()] = histogram.quantile(0.5);
     metrics[(name + "_seconds_p90").c_str()] = histogram.quantile(0.9);

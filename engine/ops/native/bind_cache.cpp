@@ -100,7 +100,8 @@ void bind_cache(nb::module_& m) {
         .def("close", &CachedTier::close, unlocked)
         .def("where", &where)
         .def("residents", &residents)
-        .def("metrics", &metrics_of);
+        .def("metrics", &metrics_of)
+        .def("asked", &asked<CachedTier>);
     m.attr("WAYS") = WAYS;
     m.attr("GROUP") = GROUP;
     m.attr("WAY_BYTES") = sizeof(Way);

@@ -95,6 +95,7 @@ void bind_full_table(nb::module_& m) {
                  add_latencies(all, "write", counts.write);
                  return all;
              })
+        .def("asked", &asked<FullTable>)
         .def_prop_ro("rows", &FullTable::rows)
         .def_prop_ro("bytes", &FullTable::bytes);
 }

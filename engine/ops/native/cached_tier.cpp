@@ -22,6 +22,7 @@ CachedTier::CachedTier(const Layout& layout, Tier& below, const CacheOptions& op
       below_(below),
       overflow_rows_(options.overflow_bytes / Overflow::row_bytes(layout.shape)),
       directory_(layout.shape, options.budget_bytes, options.replacement, overflow_rows_),
+      asked_(layout.tables),
       process_(getpid()),
       threads_(std::make_unique<Threads>()) {
     if (below.on_disk())

@@ -65,6 +65,8 @@ public:
         u64 prefetch_waits;
     };
     Metrics metrics() const;
+    // [tables, 2], hits and misses of each table
+    std::vector<u64> asked() const;
     const Histogram& fetch_latency() const { return fetch_latency_; }
     const Histogram& write_latency() const { return write_latency_; }
 
@@ -118,6 +120,7 @@ private:
     std::size_t overflow_rows_;
     Directory directory_;
     CacheCounts counts_;
+    TableCounts asked_;
     std::atomic<u64> bytes_in_{0};
     u64 bytes_out_ = 0, prefetch_waits_ = 0;
     Histogram fetch_latency_, write_latency_;

@@ -52,6 +52,7 @@ bool CachedTier::admit(const Wanted& wanted, u32 number, For purpose) {
     try {
         overflow.reserve(std::min<std::size_t>(counts.evictions_dirty + counts.overflows, coming + 1));
         if (!writer) write_victims();
+        if (purpose != For::write) directory_.count_asked(wanted, asked_);
     } catch (...) {
         directory_.restore();
         throw;
@@ -163,6 +164,7 @@ std::vector<std::size_t> CachedTier::copy_present(const Wanted& wanted, const u6
     });
     counts_.hits += directory_.counted().hits;
     counts_.misses += directory_.counted().misses;
+    directory_.count_asked(wanted, asked_);
     return others;
 }
 
@@ -281,6 +283,11 @@ CachedTier::Metrics CachedTier::metrics() const {
     all.overflow_bytes = overflow.bytes();
     all.window_bytes = directory_.window.bytes();
     return all;
+}
+
+std::vector<u64> CachedTier::asked() const {
+    const std::lock_guard directory(threads_->directory);
+    return asked_.sums();
 }
 
 CachedTier::Resident CachedTier::resident(const Way& way, u64 line, i64 slot) const {

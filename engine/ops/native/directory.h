@@ -5,6 +5,7 @@
 
 #include "cache.h"
 #include "overflow.h"
+#include "table_counts.h"
 #include "window.h"
 
 namespace tierbed {
@@ -68,6 +69,8 @@ public:
     void drop();
     // What was done since `probe`.
     const CacheCounts& counted() const { return counts_; }
+    // Adds its hits and misses.
+    void count_asked(const Wanted& batch, TableCounts& counts) const;
 
     // Calls body(absent) for each absent row, buckets ascending.
     template <class Body>

@@ -52,7 +52,7 @@ void Lines::give(u32 row, const LineShape& shape) {
     ++free_;
 }
 
-FullTable::FullTable(const Layout& layout) : shape_(layout.shape) {}
+FullTable::FullTable(const Layout& layout) : shape_(layout.shape), asked_(layout.tables) {}
 
 std::size_t FullTable::find(Batch& batch) {
     const std::lock_guard lock(mutex_);
@@ -62,6 +62,7 @@ std::size_t FullTable::find(Batch& batch) {
         const u32 bucket = static_cast<u32>(b);
         const Index::Reader index = index_.reader(bucket);
         const Lines& lines = lines_[bucket];
+        TableCounts::Share asked = asked_.share();
         const std::size_t end = batch.bucket_begin[b + 1];
         std::size_t absent = 0, present = 0;
         for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
@@ -74,6 +75,7 @@ std::size_t FullTable::find(Batch& batch) {
             batch.lines[i] = row ? lines.address(row - 1, shape_.line_bytes) : 0;
             absent += row == 0;
             present += row != 0;
+            asked.add(batch.tables[i], row != 0);
         }
         missing[b] = absent;
         held[b] = present;
@@ -128,10 +130,12 @@ void FullTable::read(const Rows& rows, bool* found, bool) {
     const std::lock_guard lock(mutex_);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const Index::Reader index = index_.reader(bucket);
+        TableCounts::Share asked = asked_.share();
         for (std::size_t i = begin; i < end; ++i) {
             if (i + AHEAD < end) index.fetch(rows.hashes[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
             found[i] = row != 0 && record(line_of(bucket, row), shape_)->updates > 0;
+            asked.add(rows.tables[i], found[i]);
             if (found[i]) copy_line(THREAD, rows.lines[i], line_of(bucket, row), shape_);
         }
     });
@@ -221,6 +225,11 @@ std::vector<u8> FullTable::scan(u32 bucket) const {
     }
     packed.resize(static_cast<std::size_t>(out - packed.data()));
     return packed;
+}
+
+std::vector<u64> FullTable::asked() const {
+    const std::lock_guard lock(mutex_);
+    return asked_.sums();
 }
 
 std::size_t FullTable::rows() const {

@@ -9,6 +9,7 @@
 #include "histogram.h"
 #include "index.h"
 #include "memory.h"
+#include "table_counts.h"
 #include "tier.h"
 
 namespace tierbed {
@@ -76,6 +77,8 @@ public:
     std::vector<u8> scan(u32 bucket) const;
     std::size_t rows() const;
     const FullTableCounts& counts() const { return counts_; }
+    // [tables, 2], hits and misses of each table
+    std::vector<u64> asked() const;
     u32 width() const { return shape_.width; }
     std::size_t bytes() const;
 
@@ -94,6 +97,7 @@ private:
     Index index_;
     std::array<Lines, BUCKETS> lines_;
     FullTableCounts counts_;
+    TableCounts asked_;
     mutable std::mutex mutex_;  // below a cache it is read and written by several threads
 };
 

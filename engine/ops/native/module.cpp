@@ -42,6 +42,11 @@ Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
     return segment;
 }
 
+u64* counts_of(const Layout& layout, std::optional<OutVector<u64>>& by_table) {
+    require(!by_table || by_table->size() == layout.tables, "by_table must be [tables]");
+    return by_table ? by_table->data() : nullptr;
+}
+
 void bind_batch(nb::module_& m) {
     nb::class_<Batch>(m, "Batch")
         .def(
@@ -215,14 +220,17 @@ void bind_step(nb::module_& m) {
     m.def(
         "update",
         [](Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
-           const std::string& rule, std::vector<double> hyper, u32 step, const std::string& dtype, float scale) {
+           const std::string& rule, std::vector<double> hyper, u32 step, const std::string& dtype, float scale,
+           std::optional<OutVector<u64>> by_table) {
+            u64* const counts = counts_of(layout, by_table);
             const Upstreams given(batch, layout, grads, means, weights, dtype);
             const BoundRule bound(layout, rule, std::move(hyper));
             nb::gil_scoped_release unlocked;
-            return update(batch, layout, given.upstream, bound, step, scale);
+            return update(batch, layout, given.upstream, bound, step, scale, counts);
         },
         nb::arg("batch"), nb::arg("layout"), nb::arg("grads"), nb::arg("means"), nb::arg("weights"), nb::arg("rule"),
-        nb::arg("hyper"), nb::arg("step"), nb::arg("dtype") = "float32", nb::arg("scale") = 1.0f);
+        nb::arg("hyper"), nb::arg("step"), nb::arg("dtype") = "float32", nb::arg("scale") = 1.0f,
+        nb::arg("by_table").none() = nb::none());
     m.def(
         "square_gradients",
         [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
@@ -249,15 +257,29 @@ void bind_step(nb::module_& m) {
               nb::gil_scoped_release unlocked;
               catch_up(layout, lines.data(), lines.size(), bound, step);
           });
-    m.def("assign", [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> values, u32 step) {
-        require(values.shape(0) == batch.size && values.shape(1) == layout.shape.dim,
-                "values must be [batch.size, dim]");
-        nb::gil_scoped_release unlocked;
-        return assign(batch, layout, values.data(), step);
-    });
+    m.def(
+        "assign",
+        [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> values, u32 step,
+           std::optional<OutVector<u64>> by_table) {
+            require(values.shape(0) == batch.size && values.shape(1) == layout.shape.dim,
+                    "values must be [batch.size, dim]");
+            u64* const counts = counts_of(layout, by_table);
+            nb::gil_scoped_release unlocked;
+            return assign(batch, layout, values.data(), step, counts);
+        },
+        nb::arg("batch"), nb::arg("layout"), nb::arg("values"), nb::arg("step"),
+        nb::arg("by_table").none() = nb::none());
     m.def("count_new", [](const Batch& batch, const Layout& layout) {
         nb::gil_scoped_release unlocked;
         return count_new(batch, layout);
+    });
+    m.def("count_written", [](const Batch& batch, const Layout& layout) {
+        std::vector<u64> by_table(layout.tables);
+        {
+            nb::gil_scoped_release unlocked;
+            count_written(batch, layout, by_table.data());
+        }
+        return own(std::move(by_table));
     });
 }
 

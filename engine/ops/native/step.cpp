@@ -11,19 +11,17 @@ namespace {
 
 constexpr std::size_t AHEAD = 4;
 
-// Calls body(row) -> "written for the first time" for every unique row; returns how many were.
-template <class Body>
-std::size_t count_rows(const Batch& batch, const Body& body) {
-    std::atomic<std::size_t> total{0};
+// Calls body(row) -> "counts" for every unique row, and counted(begin, end, how many of them do) for ranges of rows.
+template <class Body, class Counted>
+void count_rows(const Batch& batch, const Body& body, const Counted& counted) {
     parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
         std::size_t count = 0;
         for (std::size_t row = begin; row < end; ++row) {
             if (row + AHEAD < end) prefetch(floats(batch.lines[row + AHEAD]));
             count += body(row);
         }
-        total += count;
+        counted(begin, end, count);
     });
-    return total;
 }
 
 GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
@@ -39,6 +37,16 @@ GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
 }
 
 }  // namespace
+
+void FirstWrites::add(std::size_t begin, std::size_t end, std::size_t count) {
+    if (count == 0) return;
+    const std::lock_guard lock(mutex_);
+    total_ += count;
+    if (!by_table_) return;
+    for (std::size_t row = begin; row < end; ++row)
+        if (record(batch_.lines[row], layout_.shape)->updates == 1 && batch_.tables[row] < layout_.tables)
+            ++by_table_[batch_.tables[row]];
+}
 
 void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out) {
     GatherJob job = job_of(batch, layout, lookup);
@@ -59,8 +67,9 @@ void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, 
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
-std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step) {
-    return count_rows(batch, [&](std::size_t row) {
+std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* by_table) {
+    FirstWrites first_writes(batch, layout, by_table);
+    const auto write = [&](std::size_t row) {
         const u32 last = batch.occurrences[batch.offsets[row + 1] - 1];
         copy_bytes(THREAD, floats(batch.lines[row]), values + static_cast<std::size_t>(last) * layout.shape.dim,
                    layout.shape.dim * 4);
@@ -69,13 +78,26 @@ std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 
         if (lifecycle->updates != 0xFFFFFFFFu) lifecycle->updates += 1;
         lifecycle->step = step;
         return first;
-    });
+    };
+    count_rows(batch, write,
+               [&](std::size_t begin, std::size_t end, std::size_t count) { first_writes.add(begin, end, count); });
+    return first_writes.total();
 }
 
 std::size_t count_new(const Batch& batch, const Layout& layout) {
-    return count_rows(batch, [&](std::size_t row) {
+    std::atomic<std::size_t> total{0};
+    const auto is_new = [&](std::size_t row) {
         return !batch.lines[row] || record(batch.lines[row], layout.shape)->updates == 0;
-    });
+    };
+    count_rows(batch, is_new, [&](std::size_t, std::size_t, std::size_t count) { total += count; });
+    return total;
+}
+
+void count_written(const Batch& batch, const Layout& layout, u64* by_table) {
+    for (std::size_t row = 0; row < batch.unique; ++row)
+        if (batch.lines[row] && record(batch.lines[row], layout.shape)->updates > 0 &&
+            batch.tables[row] < layout.tables)
+            ++by_table[batch.tables[row]];
 }
 
 void initialise_lines(const Layout& layout, const u32* tables, const u64* keys, const u64* lines, std::size_t n) {

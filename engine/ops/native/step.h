@@ -1,5 +1,6 @@
 // The loops of a step over a batch whose lines are set.
 #pragma once
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -18,8 +19,31 @@ struct Pooling {
 void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out);
 void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
                   const void* grads, float* out);
-std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step);
+
+// Counts the rows of a batch that were just written for the first time, by table.
+class FirstWrites {
+public:
+    // Adds to by_table [layout.tables]; null for no counts.
+    FirstWrites(const Batch& batch, const Layout& layout, u64* by_table)
+        : batch_(batch), layout_(layout), by_table_(by_table) {}
+
+    // `count` of the rows [begin, end) were. Several threads may tell of theirs.
+    void add(std::size_t begin, std::size_t end, std::size_t count);
+    std::size_t total() const { return total_; }
+
+private:
+    const Batch& batch_;
+    const Layout& layout_;
+    u64* by_table_;
+    std::size_t total_ = 0;
+    std::mutex mutex_;
+};
+
+// Returns how many rows were written for the first time, and adds them to `by_table`, as `FirstWrites` does.
+std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* by_table);
 std::size_t count_new(const Batch& batch, const Layout& layout);
+// Adds to by_table [layout.tables] the rows that were ever written.
+void count_written(const Batch& batch, const Layout& layout, u64* by_table);
 void initialise_missing(Batch& batch, const Layout& layout);
 void initialise_lines(const Layout& layout, const u32* tables, const u64* keys, const u64* lines, std::size_t n);
 

@@ -1,7 +1,6 @@
 #include "update.h"
 
 #include <algorithm>
-#include <atomic>
 #include <stdexcept>
 
 #include "../kernels/catch_up.h"
@@ -75,19 +74,19 @@ BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<
 }
 
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstream>& grads, const BoundRule& rule,
-                   u32 step, float scale) {
+                   u32 step, float scale, u64* by_table) {
     const Given given(batch, layout.shape.dim, grads);
     UpdateJob job = given.job;
     job.scale = scale;
     job.shape = layout.shape;
     job.hyper = rule.hyper.data();
     job.step = step;
-    std::atomic<std::size_t> total{0};
+    FirstWrites first_writes(batch, layout, by_table);
     parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(3 * std::size_t{layout.shape.dim});
-        total += rule.loops.update(job, begin, end, memory.data());
+        first_writes.add(begin, end, rule.loops.update(job, begin, end, memory.data()));
     });
-    return total;
+    return first_writes.total();
 }
 
 void square_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, float* out) {

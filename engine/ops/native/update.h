@@ -22,10 +22,9 @@ struct BoundRule {
     std::vector<double> hyper;
 };
 
-// `grads`: one a lookup of the batch, all of one type; `scale`: of their sums. Returns how many rows were written for
-// the first time.
+// `grads`: one a lookup of the batch, all of one type; `scale`: of their sums. Returns as `assign`, with `by_table`.
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstream>& grads, const BoundRule& rule,
-                   u32 step, float scale);
+                   u32 step, float scale, u64* by_table);
 // out [unique]: the sum of the squares of the gradient of each row of the batch.
 void square_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, float* out);
 // Brings embedding and state of `lines` to the beginning of `step`, where the rule catches up.
