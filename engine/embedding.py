@@ -113,6 +113,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
 
         Outside a `Graph` it reads, and an `EagerOptimizer` trains what it read. Raises InputError, StoreError.
         """
+        ops.refuse_export(self.name)
         lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
         check_weights(self.spec, lookup, weights)
         if self.shadow.device != ids.device:

@@ -18,6 +18,8 @@ from .optim.rule import Group, Rule, all_rules
 from .row_state import RowState
 
 _REFUSED = ("amsgrad", "differentiable")
+# what torch, its schedulers and users write into a group that changes no step
+_LABELS = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 _NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # at least 0, in every optimizer that has them
 
 
@@ -65,7 +67,7 @@ class RowOptimizer:
                 f"{type(self._optimizer).__name__} began as rule {self.rule!r} and now asks for {rule.kernel.name!r}, "
                 "whose state the rows lack; keep momentum (zero or not) and decoupled_weight_decay as they were"
             )
-        _check(group)
+        _check(self._optimizer, group)
         self._clips = [_clip(group, name) for name in CLIPS]
         changes_inside = any(isinstance(value, torch.Tensor | list) for value in settings.values())
         self._checked = None if changes_inside else settings
@@ -79,7 +81,8 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimize
     """The row optimizer of one of `optimizer.param_groups`.
 
     Raises OptimizerError for any but torch's SGD, Adagrad, Adam and AdamW and those of `engine.optim`, by exact type;
-    for amsgrad or differentiable; for clips that are no positive numbers of float32.
+    for amsgrad or differentiable; for clips that are no positive numbers of float32; for keys of the group that the
+    optimizer does not have.
     """
     return RowOptimizer(optimizer, group)
 
@@ -105,17 +108,20 @@ def _name(kind: type) -> str:
     return f"{module.rpartition('.')[0] if module.startswith(('torch.', __package__)) else module}.{kind.__qualname__}"
 
 
-def _check(group: Group) -> None:
-    """What torch checks when an optimizer is made, and no more after that."""
+def _check(optimizer: torch.optim.Optimizer, group: Group) -> None:
+    """What torch checks when an optimizer is made, and no more after that; and what it never does: unknown keys."""
     for name in _NUMBERS:
         if name in group:
             number(group, name)
     betas = group.get("betas", ())
     if not all(0.0 <= float(beta) < 1.0 for beta in betas):
         raise OptimizerError(f"param group: betas={betas!r}; give two numbers that are at least 0 and below 1")
-    for name in group:
-        if name.startswith("clip") and name not in CLIPS:
-            raise OptimizerError(f"param group: {name}={group[name]!r}; rows are clipped by {' and '.join(CLIPS)}")
+    unknown = next((name for name in group if name not in optimizer.defaults and name not in (*CLIPS, *_LABELS)), None)
+    if unknown is not None:
+        raise OptimizerError(
+            f"param group: {unknown}={group[unknown]!r}; {type(optimizer).__name__} has no such setting, and rows do not "
+            f"follow it: leave it out of the embedding's group (rows are clipped by {' and '.join(CLIPS)})"
+        )
 
 
 def _clip(group: Group, name: str) -> float:

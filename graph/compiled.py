@@ -148,6 +148,7 @@ def compile_step(
     drop_double_transpose(graph)
     count = sum(returned.is_tensor)
     with_grad = returned.with_grad if root.training else []
+    optimizers.tell_untrained(root, bool(with_grad))
     values: Any = graph.output_node().args[0]
     trained: list[tuple[MultiTableMultiColumnEmbedding, RowOptimizer]] = []
     if with_grad:

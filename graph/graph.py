@@ -31,6 +31,7 @@ from .optimizers import OptimizerSet
 from .pipeline import AHEAD, Run, forget_announced, iterate
 from .profile import Profile, Timer, profile
 from .progress import Bar, NoProgress
+from .ranks import refuse_around
 from .signature import Structure, call_key, modes, without_sizes
 from .sizes import Sizes
 from .step_end import StepEnd, positive
@@ -183,6 +184,7 @@ class Graph(nn.Module):
         Raises GraphError for a `build` that a static graph cannot hold, OptimizerError where backward() reaches a
         parameter without optimizer, and whatever `build`, an op or a store raises; the graph stays usable.
         """
+        refuse_around(self)
         step, tensors = self.__compiled(args, kwargs)
         return step.run(tensors, self.__timer)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,6 +21,8 @@ from .step_end import check_schedule
 
 if TYPE_CHECKING:
     from .graph import Graph
+
+log = logging.getLogger("tierbed")
 
 
 def embeddings_of(root: nn.Module) -> dict[str, MultiTableMultiColumnEmbedding]:
@@ -51,6 +55,7 @@ class OptimizerSet:
         self._optimizers: list[Optimizer] = []
         self._schedulers: dict[int, LRScheduler] = {}  # by the optimizer's id
         self._rows: dict[int, RowOptimizer] = {}
+        self._settled = False  # a step trains, or it was told that none does
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self._optimizers)
@@ -121,6 +126,17 @@ class OptimizerSet:
                     f"{type(optimizer).__name__} holds parameter {name_of(root, parameter)}, which is in no module of "
                     "the graph; assign its module to self in __init__, and make the optimizer after replacing any"
                 )
+
+    def tell_untrained(self, root: Graph, trains: bool) -> None:
+        """Warn once of a step of `root` in training mode that trains nothing, where none before it did."""
+        wanted = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._held())
+        if wanted and not trains and not self._settled:
+            log.warning(
+                "%s has optimizers and is in training mode, but build leaves no gradient, so nothing is trained: call "
+                "loss.backward() in build, or eval() of a graph that only evaluates",
+                type(root).__name__,
+            )
+        self._settled = self._settled or wanted
 
     def _held(self) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
         for optimizer in self._optimizers:

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ..engine.errors import GraphError
+from .ranks import refuse_ranks
 
 _TRAINING = attrgetter("training")
 _MODULE_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -35,6 +36,7 @@ class Structure:
     """
 
     def __init__(self, root: nn.Module) -> None:
+        refuse_ranks(root)
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if is_lazy(tensor):
                 raise GraphError(f"{name} has no shape yet; run its module once on a sample before the graph")

@@ -98,6 +98,24 @@ def test_steps_of_every_rule(device: Device, rule: str, clips: list[float]) -> N
 
 
 @on_devices
+@pytest.mark.parametrize("rule", ["adagrad", "adam", "adamw"])
+def test_without_eps_a_gradient_of_zero_makes_no_nan(device: Device, rule: str) -> None:
+    kernel = RULES[rule]
+    rng = np.random.default_rng(2)
+    both = Both(device, Table([5], [0.0] * len(kernel.element_states), state_widths=[5] * len(kernel.element_states)))
+    hyper = random_hyper(kernel, rng, [0.0, 0.0])
+    hyper[kernel.all_hypers.index("eps")] = 0.0
+    if "weight_decay" in kernel.hypers:
+        hyper[kernel.hypers.index("weight_decay")] = 0.0
+    grads = np.array([[0, -0.0, 1e-30, 1, -2]] * 3, np.float32)  # the square of 1e-30 is 0
+    for step in (1, 2):
+        both.pin([([1, 2, 3], None, None)])
+        both.update(kernel, [grads], [False], [None], hyper, step)
+        both.check()
+    assert np.isfinite(both.table.values(both.host.lines)).all()
+
+
+@on_devices
 @pytest.mark.parametrize("dim", [1, 3, 64, 130])
 def test_dims(device: Device, dim: int) -> None:
     rng = np.random.default_rng(dim)

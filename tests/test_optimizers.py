@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +88,62 @@ def test_sgd_and_adagrad_equal_dense_torch_even_when_batches_miss_rows(kind: typ
     _core.initialise_missing(batch, table.layout)
     wanted = dense.weight.detach().numpy()[batch.keys.astype(np.int64)]
     np.testing.assert_allclose(table.values(batch.lines)[:, :4], wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["max_norm", "max_gradient", "lr_scale"])
+def test_a_setting_that_rows_would_ignore_is_refused_by_name(name: str) -> None:
+    with pytest.raises(OptimizerError, match=f"{name}=0.5; Adagrad has no such setting.*clip_grad_row_norm"):
+        rows_of(torch.optim.Adagrad([{"params": [torch.nn.Parameter(torch.zeros(1))], name: 0.5}], lr=0.1))
+
+
+SCHEDULES = [
+    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=4),
+    lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 0.5),
+    lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 4),
+    lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_what_schedulers_of_torch_write_into_a_group_is_accepted(kind: type, schedule: Any) -> None:
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    named = [{"params": [("w", torch.nn.Parameter(torch.zeros(1)))], "name": "rows"}]
+    optimizer = kind(named, lr=0.1, **options)
+    rows = rows_of(optimizer)
+    scheduler = schedule(optimizer)
+    for step in range(1, 4):
+        optimizer.step()
+        scheduler.step()
+        rows.hyper(step)
+
+
+NO_EPS = [(torch.optim.Adagrad, {}), (torch.optim.Adam, {}), (torch.optim.AdamW, {"weight_decay": 0.5})]
+
+
+@pytest.mark.parametrize(("kind", "options"), NO_EPS, ids=["adagrad", "adam", "adamw"])
+def test_without_eps_a_gradient_of_zero_makes_no_nan(kind: type, options: dict) -> None:
+    rows = rows_of(kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1, eps=0.0, **options))
+    table = Table([3], rows.initial, state_widths=rows.row_state(3).widths)
+    store = _core.FullTable(table.layout)
+    keys, tables = np.arange(4, dtype=np.uint64), np.zeros(4, np.uint32)
+    batch = table.batch(keys, tables)
+    store.find(batch)
+    store.insert_missing(batch, table.layout)
+    before = table.values(batch.lines).copy()
+    wanted = before.copy()
+    # 1e-30: its square is 0 in float32
+    grads = np.array([[0.0, 0, 0], [1e-30, -1e-30, -0.0], [0, 1, -2], [math.nan, 0, 0]], np.float32)
+    naive.update(wanted, np.zeros(4, np.uint32), grads[batch.keys.astype(int)], rows.rule, rows.hyper(1), 1)
+    table.update(batch, grads, rows.rule, rows.hyper(1), 1)
+    values = table.values(batch.lines)
+    np.testing.assert_array_equal(values, wanted)
+    order = np.argsort(batch.keys)
+    values, before = values[order][:, :3], before[order][:, :3]
+    decay = np.float32(1 - 0.1 * options.get("weight_decay", 0.0))
+    np.testing.assert_array_equal(values[:2], before[:2] * decay)
+    np.testing.assert_allclose(values[2], before[2] * decay - [0, 0.1, -0.1], rtol=1e-5)
+    assert np.isnan(values[3]).tolist() == [True, False, False]
 
 
 class LazyRow:
@@ -227,6 +284,9 @@ def test_options_that_choose_an_implementation_are_accepted(option: str) -> None
         (CatchUpAdam, "betas", (0.9, 1.0)),
         (torch.optim.Adagrad, "weight_decay", math.inf),
         (torch.optim.SGD, "clip_grad_norm", 1.0),
+        (torch.optim.Adagrad, "max_norm", 1.0),
+        (CatchUpAdam, "max_gradient", 1.0),
+        (torch.optim.Adam, "momentum", 0.9),
     ],
 )
 def test_a_wrong_setting_of_a_running_optimizer_is_refused_by_name(

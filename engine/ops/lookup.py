@@ -10,6 +10,7 @@ holds.
 from __future__ import annotations
 
 import itertools
+import secrets
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,16 @@ from ..shadow_grad import accumulate, is_reached
 if TYPE_CHECKING:
     from ..embedding import MultiTableMultiColumnEmbedding
 
-_handles = itertools.count()
 _orders = itertools.count()
 _embeddings: weakref.WeakValueDictionary[int, MultiTableMultiColumnEmbedding] = weakref.WeakValueDictionary()
 
 
 def register(embedding: MultiTableMultiColumnEmbedding) -> int:
-    """A number by which the ops find the embedding: op arguments are tensors and numbers only."""
-    handle = next(_handles)
+    """A number by which the ops find the embedding: op arguments are tensors and numbers only.
+
+    It is drawn at random: a program that was recorded elsewhere, or of an embedding that is gone, finds no other.
+    """
+    handle = secrets.randbits(62)
     _embeddings[handle] = embedding
     return handle
 
@@ -38,8 +41,30 @@ def register(embedding: MultiTableMultiColumnEmbedding) -> int:
 def embedding_of(handle: int) -> MultiTableMultiColumnEmbedding:
     embedding = _embeddings.get(handle)
     if embedding is None:
-        raise ClosedError(f"handle {handle}: its embedding no longer exists; keep a reference to it")
+        raise ClosedError(
+            f"a lookup of handle {handle}, which no embedding of this process has: it no longer exists, so keep a "
+            "reference to it; or another process recorded the program: make it of the module that takes the rows, and "
+            "call the embedding before the program"
+        )
     return embedding
+
+
+def refuse_export(name: str) -> None:
+    """GraphError where a lookup of that embedding would be recorded to run elsewhere. `torch.compile` is fine."""
+    traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if traced or (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):
+        _refuse_export(name)
+
+
+def _refuse_export(name: str) -> None:
+    raise GraphError(
+        f"embedding {name!r} cannot be part of a program of torch.export, torch.jit or torch.onnx, which would run "
+        "without its rows; export the module that takes the rows, and call the embedding before the program"
+    )
+
+
+# as by torch.compiler.assume_constant_result, which imports Dynamo: strict export then raises the very error
+_refuse_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @torch.library.custom_op("tierbed::lookup", mutates_args=())
@@ -67,6 +92,8 @@ def _(
     handle: int,
 ) -> Tensor:
     embedding = embedding_of(handle)
+    if torch.compiler.is_exporting():
+        _refuse_export(embedding.name)
     shape = (*Lookup(ids, table_ids, offsets, pooling).shape, embedding.dim)
     return torch.empty(shape, dtype=embedding.output_dtype, device=ids.device)
 

@@ -4,6 +4,7 @@
     w -= lr / (1 + (t - 1) * lr_decay) * (g / (sqrt(s) + eps))
 
 `g` is negated for `maximize`; weight decay then adds `weight_decay * w` to it. `t` counts the steps of the embedding.
+Where sqrt(s) + eps is 0 (eps = 0, and no gradient yet), w stays as it is; torch makes it NaN.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from .kernel import Kernel
-from .rule import Group, Row, Rule, decayed
+from .rule import Group, Row, Rule, decayed, quotient
 
 ADAGRAD = Kernel(
     name="adagrad",
@@ -21,7 +22,7 @@ ADAGRAD = Kernel(
     element="""
         g = decayed(g, w, weight_decay, maximize);
         sum = sum + g * g;
-        w = w - lr * (g / (square_root(sum) + eps));
+        w = w - lr * quotient(g, square_root(sum) + eps);
     """,
 )
 
@@ -29,7 +30,7 @@ ADAGRAD = Kernel(
 def adagrad(x: Row) -> None:
     g = decayed(x.g, x.w, x.weight_decay, x.maximize)
     x.sum += g * g
-    x.w -= x.lr * (g / (np.sqrt(x.sum) + x.eps))
+    x.w -= x.lr * quotient(g, np.sqrt(x.sum) + x.eps)
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:

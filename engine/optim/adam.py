@@ -6,7 +6,8 @@
     adamw   w *= 1 - lr * weight_decay, then adam without weight decay
 
 `g` is negated for `maximize`; adam's weight decay then adds `weight_decay * w` to it. `t` counts the steps of the
-embedding. Lazy: `m` and `v` of a row decay only in steps that touch it.
+embedding. Lazy: `m` and `v` of a row decay only in steps that touch it. Where m is divided by 0 (eps = 0, and no
+gradient yet), w takes no step by it; torch makes it NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from .kernel import Kernel
-from .rule import Group, Row, Rule, decayed
+from .rule import Group, Row, Rule, decayed, quotient
 
 ADAM = Kernel(
     name="adam",
@@ -36,7 +37,7 @@ ADAM = Kernel(
         g = decayed(g, w, weight_decay, maximize);
         exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
         exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
-        w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
+        w = w - step_size * quotient(exp_avg, square_root(exp_avg_sq) / sqrt_correction2 + eps);
     """,
 )
 
@@ -49,7 +50,7 @@ ADAMW = Kernel(
         w = w * decay;
         exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
         exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
-        w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
+        w = w - step_size * quotient(exp_avg, square_root(exp_avg_sq) / sqrt_correction2 + eps);
     """,
 )
 
@@ -66,7 +67,7 @@ def adamw(x: Row) -> None:
 def moments(x: Row, g: np.ndarray) -> None:
     x.exp_avg += (g - x.exp_avg) * x.one_minus_beta1
     x.exp_avg_sq[:] = x.beta2 * x.exp_avg_sq + (x.one_minus_beta2 * g) * g
-    x.w -= x.step_size * (x.exp_avg / (np.sqrt(x.exp_avg_sq) / x.sqrt_correction2 + x.eps))
+    x.w -= x.step_size * quotient(x.exp_avg, np.sqrt(x.exp_avg_sq) / x.sqrt_correction2 + x.eps)
 
 
 def hyper(group: Group, step: int) -> dict[str, float]:

@@ -31,6 +31,11 @@ def decayed(
     return g + weight_decay * w if weight_decay != 0 else g
 
 
+def quotient(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
+    """a / b, or 0 where b is 0 and a thus 0, or so small that its square was."""
+    return a / np.where(b == 0, np.float32(2.0**127), b)
+
+
 def _zeros(group: Group) -> Mapping[str, float]:
     return {}
 

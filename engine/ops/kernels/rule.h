@@ -11,6 +11,9 @@ TIERBED_FN float decayed(float g, float w, float weight_decay, float maximize) {
     return weight_decay != 0.0f ? signed_g + weight_decay * w : signed_g;
 }
 
+// a / b, or 0 where b is 0 and a thus 0, or so small that its square was: a branch would be slower
+TIERBED_FN float quotient(float a, float b) { return a / (b == 0.0f ? 0x1p127f : b); }
+
 TIERBED_FN float square(float x) { return x * x; }
 TIERBED_FN float absolute(float x) { return x < 0.0f ? -x : x; }
 
