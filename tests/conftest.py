@@ -43,6 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # a shell's background jobs ignore it, and so would all processes that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        config.option.maxworkerrestart = "0"  # with `loadfile` a new worker runs the test again that ended the last
     config.stash[STDERR] = os.dup(2)  # which tests redirect
     config.addinivalue_line("markers", "limit(seconds): how long the test may take before it counts as hanging")
     if core := config.getoption("core"):
@@ -53,18 +55,32 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that hangs shows where each thread stands and ends its process, native code that holds the lock alike."""
+    """A test that hangs shows where each thread stands and fails. Where nothing interrupts it, its process ends."""
     marker = item.get_closest_marker("limit")
     limit = marker.args[0] if marker else SLOW_LIMIT if item.get_closest_marker("slow") else LIMIT
-    faulthandler.dump_traceback_later(limit, exit=True, file=item.config.stash[STDERR])
+    stderr = item.config.stash[STDERR]
+
+    def hangs(number: int, frame: object) -> None:
+        faulthandler.dump_traceback(stderr)
+        pytest.fail(f"it hangs: not over after {limit} s")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(limit)
+    faulthandler.dump_traceback_later(2 * limit, exit=True, file=stderr)
     try:
         return (yield)
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        _without_limit()
+        signal.signal(signal.SIGALRM, before)
+
+
+def _without_limit() -> None:
+    signal.alarm(0)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_enter_pdb() -> None:
-    faulthandler.cancel_dump_traceback_later()
+    _without_limit()
 
 
 def _poisoned(allocate: Callable[..., Any]) -> Callable[..., Any]:
