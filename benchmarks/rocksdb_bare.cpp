@@ -15,6 +15,8 @@
 #include <rocksdb/utilities/options_util.h>
 #include <rocksdb/write_batch.h>
 
+#include "../engine/ops/native/rocksdb_open.h"
+
 namespace {
 
 constexpr std::size_t KEY_BYTES = 13, BUCKETS = 64, READS = 256, BATCH_BYTES = 256 << 10;
@@ -54,10 +56,13 @@ void* bare_open(const char* folder, std::size_t shards, std::size_t threads) {
         std::vector<rocksdb::ColumnFamilyDescriptor> families;
         check(rocksdb::LoadLatestOptions(rocksdb::ConfigOptions(), path, &options, &families));
         std::vector<rocksdb::ColumnFamilyHandle*> handles;
-        rocksdb::DB* db = nullptr;
-        check(rocksdb::DB::Open(options, path, families, &handles, &db));
+        std::unique_ptr<rocksdb::DB> db;
+        const auto open = [&](auto* where) -> decltype(rocksdb::DB::Open(options, path, families, &handles, where)) {
+            return rocksdb::DB::Open(options, path, families, &handles, where);
+        };
+        check(tierbed::open_into(db, open));
         for (auto* handle : handles) check(db->DestroyColumnFamilyHandle(handle));
-        bare->shards.emplace_back(db);
+        bare->shards.push_back(std::move(db));
     }
     return bare;
 }

@@ -47,7 +47,7 @@ class Sizes:
 
 
 FEATURES, HIDDEN = 26, (512, 256)
-QUICK = Sizes(rows=5_000, on_disk=500, pairs=1, batch=256, steps=3, model_batch=8, model_steps=3)
+QUICK = Sizes(rows=50_000, on_disk=500, pairs=1, batch=256, steps=3, model_batch=8, model_steps=3)
 
 
 @contextmanager

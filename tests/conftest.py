@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
@@ -17,6 +20,10 @@ from hypothesis import settings
 settings.register_profile("suite", max_examples=60, deadline=None)
 settings.register_profile("sanitize", max_examples=20, deadline=None)  # by --hypothesis-profile
 settings.load_profile("suite")
+
+# Seconds: a guard against what hangs, no bar. Ten times what the longest test takes on a machine that is busy.
+LIMIT, SLOW_LIMIT = 600, 3600
+STDERR = pytest.StashKey[int]()
 
 
 class _OtherCore(MetaPathFinder):
@@ -34,10 +41,46 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # a shell's background jobs ignore it, and so would all processes that tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        config.option.maxworkerrestart = "0"  # with `loadfile` a new worker runs the test again that ended the last
+    config.stash[STDERR] = os.dup(2)  # which tests redirect
+    config.addinivalue_line("markers", "limit(seconds): how long the test may take before it counts as hanging")
     if core := config.getoption("core"):
         assert core.is_file(), f"--core {core}: no such file"
         assert "tierbed.engine" not in sys.modules
         sys.meta_path.insert(0, _OtherCore(core))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that hangs shows where each thread stands and fails. Where nothing interrupts it, its process ends."""
+    marker = item.get_closest_marker("limit")
+    limit = marker.args[0] if marker else SLOW_LIMIT if item.get_closest_marker("slow") else LIMIT
+    stderr = item.config.stash[STDERR]
+
+    def hangs(number: int, frame: object) -> None:
+        faulthandler.dump_traceback(stderr)
+        pytest.fail(f"it hangs: not over after {limit} s")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(limit)
+    faulthandler.dump_traceback_later(2 * limit, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        _without_limit()
+        signal.signal(signal.SIGALRM, before)
+
+
+def _without_limit() -> None:
+    signal.alarm(0)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_enter_pdb() -> None:
+    _without_limit()
 
 
 def _poisoned(allocate: Callable[..., Any]) -> Callable[..., Any]:

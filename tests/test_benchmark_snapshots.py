@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import snapshot_steps
+from snapshot_disk import peak_bytes
 from tier_stores import Mismatch
 
 BENCHMARKS = Path(snapshot_steps.__file__).parent
@@ -25,6 +26,15 @@ def test_every_section_has_figures(tmp_path: Path) -> None:
     figures = json.loads(place.read_text())["figures"]
     assert {figure["section"] for figure in figures} == {"full", "incremental", "checkpoint", "background", "verify"}
     assert all(figure["value"] > 0 for figure in figures)
+
+
+def test_memory_counts_that_the_allocator_kept_of_what_ran_before() -> None:
+    def blocks() -> list[bytes]:
+        return [b"x" * (64 << 10) for _ in range(257)]  # each too small for the allocator to map it by itself
+
+    last = blocks()[-1]  # nothing below it goes back to the system
+    assert peak_bytes(blocks) > 8 << 20
+    del last
 
 
 def test_no_figure_of_a_load_that_gave_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

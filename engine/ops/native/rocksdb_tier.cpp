@@ -21,6 +21,7 @@
 #include "../kernels/hash.h"
 #include "packed_row.h"
 #include "pool.h"
+#include "rocksdb_open.h"
 #include "rocksdb_status.h"
 
 namespace tierbed {
@@ -117,12 +118,14 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     const u64 cycle = database.write_buffer_size * static_cast<u64>(database.min_write_buffer_number_to_merge);
     for (u32 i = 0; i < options.shards; ++i) {
         const std::string place = folder + "/shard-" + std::to_string(i);
-        rocksdb::DB* db = nullptr;
-        check(options.read_only ? rocksdb::DB::OpenForReadOnly(database, place, &db)
-                                : rocksdb::DB::Open(database, place, &db),
-              place, "open");
+        std::unique_ptr<rocksdb::DB> db;
+        const auto open = [&](auto* where) -> decltype(rocksdb::DB::Open(database, place, where)) {
+            return options.read_only ? rocksdb::DB::OpenForReadOnly(database, place, where)
+                                     : rocksdb::DB::Open(database, place, where);
+        };
+        check(open_into(db, open), place, "open");
         shards_.push_back(std::make_unique<Shard>());
-        shards_.back()->db.reset(db);
+        shards_.back()->db = std::move(db);
         shards_.back()->until_flush = static_cast<i64>(cycle * i / options.shards);
     }
 }
