@@ -53,6 +53,12 @@ def written(node: fx.Node) -> set[int]:
     return memory(n for n in pytree.tree_leaves(changed) if isinstance(n, fx.Node))
 
 
+def reshaped(graph: fx.Graph) -> set[int]:
+    """The storages of tensors whose shape the step changes in place, as `transpose_` does."""
+    views = (n for n in graph.nodes if torch.Tag.inplace_view in getattr(n.target, "tags", ()))
+    return set().union(*map(written, views))
+
+
 def stable(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
     """An argument of a node as it is there: a copy where a later op writes to its memory."""
     later = node.next

@@ -18,13 +18,14 @@ from ..engine.ops.processor import Recorder
 from ..engine.table import OpenTable
 from .alias import memory, written
 from .dense import dense_step
+from .halves import split
 from .step_end import StepEnd, end_dense, end_step, schedule
 
 WARM_UP = 3  # calls that run plainly before: kernels are compiled, libraries and memory settle
 
 _INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_LIVE: set[Any] = {dense_step, end_dense, schedule}
+_LIVE: set[Callable[..., Any]] = {dense_step, end_dense, schedule}
 _RECORDED: dict[Any, Callable[..., Any]] = {
     step.prefetch: recorded.prefetch,
     step.update: recorded.update,
@@ -185,26 +186,13 @@ def _waits(node: fx.Node) -> bool:
 
 def cut(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """A compiled step in two: what is recorded, which returns (results, what the rest takes), and the rest."""
-    graph, end = fx.Graph(), fx.Graph()
-    output = graph.output(graph.graph_copy(module.graph, {}))
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.find_nodes(op="call_function", target=end_step):
         _split_end(graph, node)
-    live = [node for node in graph.nodes if node.target in _LIVE]
-    sources = dict.fromkeys(source for node in live for source in node.all_input_nodes if source not in live)
-    taken = [source for source in sources if source.op != "get_attr"]
-    copies = {source: end.placeholder(source.name) for source in taken}
     for node in graph.nodes:
-        if node in live or (node in sources and node.op == "get_attr"):
-            copies[node] = end.node_copy(node, copies.__getitem__)
-    end.output(None)
-    output.args = ((output.args[0], taken),)
-    for node in reversed(live):
-        graph.erase_node(node)
-    for node in graph.nodes:
-        if node.op == "get_attr" and not node.users:
-            graph.erase_node(node)
         node.target = _RECORDED.get(node.target, node.target)
-    return fx.GraphModule(module, graph), fx.GraphModule(module, end)
+    return split(module, graph, _LIVE)
 
 
 def _split_end(graph: fx.Graph, node: fx.Node) -> None:

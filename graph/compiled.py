@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,14 @@ from ..engine.ops.lookup import embedding_of
 from ..engine.optimizers import RowOptimizer
 from ..engine.pinned import training_step
 from .ahead import Coming, cut_lookups
+from .attempt import Attempt
 from .bound import bind_ops
 from .captured import Captured
 from .inductor import compile_dense
 from .listing import listing
 from .lookups import expand_reads, expand_trained, refuse_used
 from .names import identifiers, tensor_names
+from .open_sizes import sizes_from_inputs
 from .optimizers import OptimizerSet, embeddings_by_shadow, embeddings_of
 from .passes import (
     add_dense_steps,
@@ -35,8 +37,9 @@ from .passes import (
     name_placeholders,
 )
 from .sharing import share_batches
+from .sizes import Sizes
 from .step_end import StepEnd
-from .trace import Trace
+from .trace import Trace, trace
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -55,6 +58,7 @@ class CompiledStep:
     constants: list[Any]
     is_tensor: list[bool]
     captured: Captured | None = None  # where training steps run as a CUDA graph
+    attempt: Attempt | None = None  # where it is for many sizes
 
     def coming(self, tensors: list[Tensor]) -> Coming | None:
         """What a coming run on these tensors trains, as far as that is known. What is wrong with them, it raises."""
@@ -70,7 +74,7 @@ class CompiledStep:
     def run(self, tensors: list[Tensor], timer: Timer | None = None) -> Any:
         """What build returned, computed anew. If an op raises, pins are dropped and the exception goes on.
 
-        GraphError while another thread trains the same rows.
+        GraphError while another thread trains the same rows. FailedForSizes where a step for other sizes may run.
         """
         if not self.trained:
             outputs = self._forward(tensors, timer)
@@ -99,8 +103,11 @@ class CompiledStep:
     def _forward(self, tensors: list[Tensor], timer: Timer | None) -> Any:
         # not no_grad: some kernels choose by gradient mode, and it is the one that the trace saw
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            forward = _plain if timer is None else timer.forward
+            if self.attempt is not None:
+                return self.attempt.run(tensors, forward)
             if timer is not None:
-                return timer.forward(self.module, tensors)
+                return forward(self.module, tensors)
             if self.captured is not None:
                 return self.captured.run(tensors, lambda: self.module.forward(*tensors))
             return self.module.forward(*tensors)
@@ -109,6 +116,10 @@ class CompiledStep:
         """The step as Python, one op a line, with shapes, dtypes and stores as comments."""
         recorded = self.captured is not None and self.captured.recording is not None
         return ("# recorded as a CUDA graph\n" if recorded else "") + listing(self.module)
+
+
+def _plain(module: fx.GraphModule, tensors: list[Any]) -> Any:
+    return module.forward(*tensors)
 
 
 def compile_step(
@@ -144,6 +155,8 @@ def compile_step(
     paths = tensor_names(root)
     name_placeholders(placeholders, [*traced.inputs, *(paths[id(tensor)] for tensor in tensors)])
     by_shadow = embeddings_by_shadow(root)
+    if traced.fits is not None:
+        sizes_from_inputs(module)
     drop_detach(graph)
     drop_double_transpose(graph)
     count = sum(returned.is_tensor)
@@ -192,7 +205,40 @@ def compile_step(
     if inductor is not None:
         module = compile_dense(module, inductor)
     captured = Captured(module, len(traced.inputs), [e for e, _ in trained], end) if cuda_graph and trained else None
+    attempt = None if traced.fits is None else Attempt(module)
     bind_ops(module)
     return CompiledStep(
-        type(root).__name__, module, lookups, trained, returned.spec, returned.constants, returned.is_tensor, captured
+        type(root).__name__,
+        module,
+        lookups,
+        trained,
+        returned.spec,
+        returned.constants,
+        returned.is_tensor,
+        captured,
+        attempt,
     )
+
+
+def compile_for_many(
+    root: Graph,
+    sizes: Sizes,
+    family: Hashable,
+    leaves: list[Any],
+    spec: pytree.TreeSpec,
+    tensors: list[Tensor],
+    optimizers: OptimizerSet,
+    end: StepEnd,
+) -> CompiledStep | None:
+    """A step that serves calls of other sizes as well, where they keep changing and one can be made."""
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    changing = sizes.changing(family, inputs)
+    if changing is None:
+        return None
+    try:
+        traced = trace(root, leaves, spec, tensors, optimizers, changing)
+        step = compile_step(root, traced, optimizers, end, tensors, None, False)
+    except Exception:  # build looks at a size; what else is wrong, a step for these sizes raises as well
+        return None
+    assert traced.fits is not None
+    return step if sizes.add(type(root).__name__, family, traced.fits, step, inputs) else None

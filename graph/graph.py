@@ -23,8 +23,9 @@ from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.interrupts import uninterrupted
 from . import checkpoint
 from .ahead import Announcer
+from .attempt import FailedForSizes
 from .checkpoint import path_of
-from .compiled import CompiledStep, compile_step
+from .compiled import CompiledStep, compile_for_many, compile_step
 from .drawing import draw
 from .extra_state import check_state, extra_state, load_extra_state
 from .optimizers import OptimizerSet
@@ -186,7 +187,14 @@ class Graph(nn.Module):
         """
         refuse_around(self)
         step, tensors = self.__compiled(args, kwargs)
-        return step.run(tensors, self.__timer)
+        try:
+            return step.run(tensors, self.__timer)
+        except FailedForSizes as failed:
+            cause = failed.__cause__
+        own, tensors = self.__compiled(args, kwargs, alone=True)
+        result = own.run(tensors, self.__timer)  # where it raises as well, the step for many sizes is not at fault
+        self.__sizes.drop(type(self).__name__, step, cause)
+        return result
 
     def run(self, batches: Iterable[Any], *, ahead: int = AHEAD, progress: bool | str = False) -> Run:
         """Run a step on each batch, and iterate over what `build` returns: `for loss in graph.run(loader)`.
@@ -280,8 +288,10 @@ class Graph(nn.Module):
             return
         announcer.add(between, step.coming(tensors))
 
-    def __compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, list[Tensor]]:
-        """The step of a call, and the tensors that it runs on."""
+    def __compiled(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool = False
+    ) -> tuple[CompiledStep, list[Tensor]]:
+        """The step of a call, and the tensors that it runs on. alone: a step for these sizes alone."""
         if self.__left:
             self.__left.clear()
             forget_announced(self)
@@ -291,10 +301,10 @@ class Graph(nn.Module):
             leaves, spec = pytree.tree_flatten((args, kwargs))
         signature, tensors = self.__signature(leaves, spec)
         known, step = self.__last
-        if signature != known:
+        if signature != known or alone:
             with one_trace, uninterrupted():  # Ctrl-C in the middle of a trace aborts in torch
                 signature, tensors = self.__signature(leaves, spec)  # a trace in another thread may have been under way
-                step = self.__step_for(signature, leaves, spec, tensors)
+                step = self.__step_for(signature, leaves, spec, tensors, alone)
             self.__last = signature, step
         return step, [leaf for leaf in leaves if isinstance(leaf, Tensor)] + tensors
 
@@ -316,7 +326,7 @@ class Graph(nn.Module):
         ), tensors
 
     def __step_for(
-        self, signature: Any, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor]
+        self, signature: Any, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor], alone: bool
     ) -> CompiledStep:
         if signature in self.__steps:
             self.__steps.move_to_end(signature)
@@ -324,7 +334,7 @@ class Graph(nn.Module):
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         family = (spec, without_sizes(signature[1], leaves), *signature[2:])
         known = self.__sizes.find(family, inputs)
-        if known is not None:
+        if known is not None and not alone:
             return known
         if detect_fake_mode(tensors):
             raise GraphError(
@@ -334,31 +344,21 @@ class Graph(nn.Module):
         self.__optimizers.attach(self)
         self.__optimizers.refuse_foreign(self)
         begin = perf_counter()
-        step = self.__compile_for_many(family, inputs, leaves, spec, tensors)
+        step = None
+        if not alone:
+            step = compile_for_many(self, self.__sizes, family, leaves, spec, tensors, self.__optimizers, self.__end)
         if step is None:
             traced = trace(self, leaves, spec, tensors, self.__optimizers)
             step = compile_step(self, traced, self.__optimizers, self.__end, tensors, self.__inductor, self.__recorded)
             self.__steps[signature] = step
-            self.__sizes.saw(family, inputs)
+            if not alone:
+                self.__sizes.saw(family, inputs)
+        elif self.__inductor is not None:
+            self.__sizes.tell_uncompiled(type(self).__name__)
         why = facts(self, leaves, spec, self.__optimizers, self.__end, self.__inductor, self.__recorded)
         self.__compiles.add(type(self).__name__, why, perf_counter() - begin)
         self.__bound()
         return step
-
-    def __compile_for_many(
-        self, family: Hashable, inputs: list[Tensor], leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor]
-    ) -> CompiledStep | None:
-        """A step that serves calls of other sizes as well, where they keep changing and one can be made."""
-        changing = self.__sizes.changing(family, inputs)
-        if changing is None:
-            return None
-        try:
-            traced = trace(self, leaves, spec, tensors, self.__optimizers, changing)
-            step = compile_step(self, traced, self.__optimizers, self.__end, tensors, None, False)
-        except Exception:  # build looks at a size; what else is wrong, a step for these sizes raises as well
-            return None
-        assert traced.fits is not None
-        return step if self.__sizes.add(type(self).__name__, family, traced.fits, step, inputs) else None
 
     def __bound(self) -> None:
         if len(self.__steps) > STEPS:

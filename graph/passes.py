@@ -12,12 +12,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..engine.inputs import Lookup
 from ..engine.ops import step
-from .alias import external, live_nodes, stable, storages
+from .alias import external, live_nodes, reshaped, stable, storages
 from .dense import dense_step
 from .names import identifiers
 from .step_end import DenseGrads, RowGrads, StepEnd, accumulate, end_step, schedule
+from .trace import LIVE
 
-_EFFECTS: set[Callable[..., Any]] = {step.update, dense_step, end_step, accumulate, schedule}
+# what moves rows and parameters
+EFFECTS: set[Callable[..., Any]] = {step.update, dense_step, end_step, accumulate, schedule}
 
 
 def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
@@ -28,17 +30,25 @@ def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
 
 
 def drop_detach(graph: fx.Graph) -> None:
-    """A compiled step runs without autograd, where detach is the identity."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        node.replace_all_uses_with(node.args[0])
-        graph.erase_node(node)
+    """A compiled step runs without autograd, where detach is the identity, unless one of the two is reshaped alone.
+
+    That of an argument, which the trace made, is always: build reshapes the very tensor of the call.
+    """
+    apart = reshaped(graph)
+    detaches = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
+    arguments = [n for n in detaches if n.args[0].op == "placeholder" and LIVE not in n.args[0].meta]
+    for node in detaches:
+        if node in arguments or not storages(node) & apart:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def drop_double_transpose(graph: fx.Graph) -> None:
     """The backward of a linear layer transposes its weight, and its weight's gradient, there and back."""
     transpose = torch.ops.aten.t.default
+    apart = reshaped(graph)
     for node in graph.find_nodes(op="call_function", target=transpose):
-        if node.args[0].target is transpose:
+        if node.args[0].target is transpose and not storages(node) & apart:
             node.replace_all_uses_with(node.args[0].args[0])
             graph.erase_node(node)
 
@@ -128,7 +138,7 @@ def add_schedules(module: fx.GraphModule, schedulers: dict[str, LRScheduler], st
 
 def drop_dead(graph: fx.Graph) -> None:
     """Remove what nothing depends on. Unlike FX's own pass it also removes in-place ops on memory that nobody reads."""
-    live = live_nodes(graph, _EFFECTS)
+    live = live_nodes(graph, EFFECTS)
     for node in reversed(list(graph.nodes)):
         if node not in live:
             graph.erase_node(node)

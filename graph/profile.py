@@ -180,7 +180,8 @@ def _timed(batches: Iterable[Any], drawn: list[Span]) -> Iterator[Any]:
 def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[Op]]:
     """A module that does the same and appends the time to a list: at its beginning and after each op."""
     stage_of = stages(module.graph)
-    on_gpu = any(node.meta["val"].is_cuda for node in module.graph.find_nodes(op="placeholder"))
+    values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+    on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in values)
     stamp = _stamp_gpu if on_gpu else _stamp
     clock: list[int] = []
     ops: list[Op] = []

@@ -36,6 +36,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self._families: dict[Hashable, _Family] = {}
+        self._told = False
 
     def clear(self) -> None:
         self._families.clear()
@@ -68,7 +69,7 @@ class Sizes:
     def saw(self, key: Hashable, inputs: Sequence[Tensor]) -> None:
         """A step for these sizes alone was made, since there was none for many, or none can be made."""
         family = self._families.setdefault(key, _Family())
-        family.fixed = self.changing(key, inputs) is not None
+        family.fixed |= self.changing(key, inputs) is not None
         if len(family.seen) < OWN:
             family.seen.append(_shapes(inputs))
         if len(self._families) > FAMILIES:
@@ -92,6 +93,30 @@ class Sizes:
             )
         family.general.append((fits, step))
         return True
+
+    def drop(self, name: str, step: CompiledStep, cause: BaseException | None) -> None:
+        """A step for many sizes failed where one for a call's own sizes did not: each further size has its own."""
+        for family in self._families.values():
+            if any(general is step for _, general in family.general):
+                family.general = [(fits, general) for fits, general in family.general if general is not step]
+                family.fixed = True
+                log.warning(
+                    "%s: the step that many sizes share failed (%s: %s), and one for the sizes of this call took its "
+                    "place; further sizes get steps of their own: pad inputs to few sizes, such as powers of two",
+                    name,
+                    type(cause).__name__,
+                    cause,
+                )
+
+    def tell_uncompiled(self, name: str) -> None:
+        """That `compile_dense` has no part in steps for many sizes, once."""
+        if not self._told:
+            self._told = True
+            log.warning(
+                "%s: compile_dense compiles steps for their own sizes; the one that further sizes share runs without "
+                "it: pad inputs to few sizes, such as powers of two",
+                name,
+            )
 
 
 def _shapes(inputs: Sequence[Tensor]) -> Shapes:

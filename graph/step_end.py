@@ -48,6 +48,19 @@ class RowGrads(NamedTuple):
 LookupGrads = tuple[MultiTableMultiColumnEmbedding, list[Lookup], list[Tensor], list[Tensor | None]]
 
 
+class _Same:
+    """A part of a key that equals itself alone: it keeps the tensor, so that no other can take its id."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self._tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._tensor is self._tensor
+
+    def __hash__(self) -> int:
+        return id(self._tensor)
+
+
 class StepEnd:
     """What a graph asks of its gradients, and those that wait for the update."""
 
@@ -67,11 +80,19 @@ class StepEnd:
 
     def key(self) -> Hashable:
         """Changes with what a compiled step depends on."""
-        return self.is_plain, self.every > 1, id(self.scaler)
+        return self.is_plain, self.every > 1, self.scaling()
+
+    def scaling(self) -> Hashable:
+        """Changes with the tensor that a compiled step multiplies its loss by."""
+        return _Same(self._scale)
+
+    @property
+    def _scale(self) -> Tensor | None:
+        return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler._scale
 
     def check_scaled(self, module: fx.GraphModule) -> None:
         """GraphError where the loss of a recorded step is not multiplied by the scale that its end divides by."""
-        scale = None if self.scaler is None or not self.scaler.is_enabled() else self.scaler._scale
+        scale = self._scale
         nodes = module.graph.find_nodes(op="get_attr")
         if scale is not None and not any(getattr(module, node.target, None) is scale for node in nodes):
             raise GraphError(

@@ -126,7 +126,7 @@ def trace(
             grads[live] for live in with_grad
         ]
 
-    shapes = None if changing is None else ShapeEnv(duck_shape=False)
+    shapes = None if changing is None else _open_shapes()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns it on
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
@@ -163,6 +163,11 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, changing: set[tuple[
     sizes = [DimDynamic.DYNAMIC if (index, d) in changing else DimDynamic.STATIC for d in range(tensor.dim())]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{index}"))
+
+
+def _open_shapes() -> ShapeEnv:
+    """Of sizes alone: what depends on values raises, as in a recording of sizes that are known."""
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
 
 
 def _fits(shapes: ShapeEnv, fakes: Sequence[Any]) -> Fits:

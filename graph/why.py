@@ -101,6 +101,7 @@ def facts(
     found["gradients", ""] = (
         "accumulated" if end.every > 1 else "as they are" if end.is_plain else "clipped or unscaled"
     )
+    found["gradient scaler", ""] = _Object("none" if end.scaler is None else "GradScaler", end.scaling())
     found["cuda_graph", ""] = cuda_graph
     found["compile_dense", ""] = "off" if inductor is None else dict(inductor)
     for path, module in root.named_modules():
