@@ -45,25 +45,9 @@ def verify(
 
 
 def _damaged_of(snapshots: list[Snapshot]) -> dict[str, SnapshotError]:
-    """Errors by name, of what they go over as well; each file is read once."""
-    from ..engine.errors import SnapshotError
+    from ..snapshots.chain import chains_of, verify_all
 
-    damaged: dict[str, SnapshotError] = {}
-    chains: dict[str, list[Snapshot]] = {}
-    for snapshot in snapshots:
-        try:
-            chains[snapshot.name] = snapshot.chain
-        except SnapshotError as error:
-            damaged[snapshot.name], chains[snapshot.name] = error, [snapshot]
+    chains, damaged = chains_of(snapshots)
     links = {link.name: link for chain in chains.values() for link in chain}
     with progress("verifying", sum(link.manifest.own_rows for link in links.values())) as told:
-        for name, link in links.items():
-            try:
-                link.verify_own(told)
-            except SnapshotError as error:
-                damaged.setdefault(name, error)
-    for name, chain in chains.items():
-        for link in chain:
-            if link.name in damaged and name not in damaged:
-                damaged[name] = SnapshotError(f"it goes over {link.name!r}, which is damaged")
-    return damaged
+        return verify_all(chains, damaged, told)

@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ._core_rows import RowCheck as RowCheck
+from ._core_rows import join_rows as join_rows
+from ._core_rows import merge_rows as merge_rows
+
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
@@ -324,13 +328,6 @@ class TableImage:
     def next(self, rows: U8) -> int:
         """Pack as many rows as there is room for, by (table, key), as `row_dtype`. How many: 0 at the bucket's end."""
     kept_bytes: int
-
-def join_rows(before: U8, after: U8, row_bytes: int) -> tuple[U8, U8]:
-    """Compare packed rows of one bucket, each side in strictly ascending order, until either side has no more.
-
-    Of those of `before` that were compared: 1 where `after` lacks the row. Of those of `after`: 0 where it is the same,
-    1 where its bytes differ, 2 where `before` lacks it.
-    """
 
 rocksdb_version: str
 

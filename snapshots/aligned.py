@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..engine import _core
 from ..engine.store.contract import BUCKETS, Chunks
 
 Rows = NDArray[np.void]
+
+_NONE = np.empty(0, np.uint8)
 
 
 def aligned(left: Chunks, right: Chunks) -> Iterator[tuple[int, Rows | None, Rows | None]]:
@@ -30,22 +33,28 @@ def aligned(left: Chunks, right: Chunks) -> Iterator[tuple[int, Rows | None, Row
             yield bucket, None, b.take(None)
 
 
-def changed(older: Chunks, newer: Chunks, deleted: Chunks) -> Chunks:
-    """The rows of `older` as they are after changes: without the `deleted` keys, and with the rows of `newer`."""
-    for bucket, left, right in aligned(_without(older, deleted), newer):
-        if left is None or right is None:
-            rows = right if left is None else left
-            assert rows is not None
-            yield bucket, rows
-            continue
-        rows = np.concatenate([left[~among(sort_keys(left), sort_keys(right))], right])
-        yield bucket, rows[np.argsort(sort_keys(rows))]
+def changed(older: Chunks, newer: Chunks, deleted: Chunks, twice: Callable[[int], Exception]) -> Chunks:
+    """The rows of `older` as they are after changes: without the `deleted` keys, and with the rows of `newer`.
 
-
-def _without(chunks: Chunks, deleted: Chunks) -> Chunks:
-    for bucket, rows, keys in aligned(chunks, deleted):
-        if rows is not None:
-            yield bucket, rows if keys is None else rows[~among(sort_keys(rows), sort_keys(keys))]
+    Raises what `twice` makes of a bucket where a key is both in `newer` and in `deleted`. All three may be streams of
+    keys alone.
+    """
+    streams = was, now, gone = _Stream(older), _Stream(newer), _Stream(deleted)
+    for bucket in range(BUCKETS):
+        while there := [stream for stream in streams if stream.rows_of(bucket) is not None]:
+            if there == [was]:
+                yield bucket, was.drop(len(was.rows))
+                continue
+            dtype = there[0].rows.dtype
+            parts = [stream.rows.view(np.uint8) if stream in there else _NONE for stream in streams]
+            merged, *counts, both = _core.merge_rows(*parts, dtype.itemsize)
+            if both:
+                raise twice(bucket)
+            for stream, count in zip(streams, counts, strict=True):
+                if stream in there:
+                    stream.drop(count)
+            if len(merged):
+                yield bucket, merged.view(dtype)
 
 
 def sort_keys(rows: Rows) -> NDArray[np.bytes_]:
@@ -64,37 +73,28 @@ def among(keys: NDArray[np.bytes_], others: NDArray[np.bytes_]) -> NDArray[np.bo
     return found
 
 
-class Order:
-    """Whether the rows of a bucket come in strictly ascending order of (table, key), part by part."""
-
-    def __init__(self) -> None:
-        self._last: tuple[int, int] | None = None
-
-    def holds(self, rows: Rows) -> bool:
-        """Of rows [n], n > 0, that follow those before."""
-        tables, keys = rows["table"], rows["key"]
-        ascending = (tables[1:] > tables[:-1]) | ((tables[1:] == tables[:-1]) & (keys[1:] > keys[:-1]))
-        before, self._last = self._last, (int(tables[-1]), int(keys[-1]))
-        return bool(ascending.all()) and (before is None or before < (int(tables[0]), int(keys[0])))
-
-
 class _Stream:
     """Sorted chunks, of which one is held, less what was taken of it."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
         self._bucket = -1
-        self._rows: Any = ()
+        self.rows: Any = ()
 
     def rows_of(self, bucket: int) -> Rows | None:
         """The rows that are held, if they are of this bucket."""
-        while len(self._rows) == 0:
-            self._bucket, self._rows = next(self._chunks, (BUCKETS, (None,)))
-        rows: Rows = self._rows
+        while len(self.rows) == 0:
+            self._bucket, self.rows = next(self._chunks, (BUCKETS, (None,)))
+        rows: Rows = self.rows
         return rows if self._bucket == bucket else None
 
     def take(self, last: bytes | None) -> Rows | None:
         """The rows that are held, up to the key `last`, or all; None for none."""
-        count = len(self._rows) if last is None else int(np.searchsorted(sort_keys(self._rows), last, side="right"))
-        taken, self._rows = self._rows[:count], self._rows[count:]
-        return taken if count else None
+        count = len(self.rows) if last is None else int(np.searchsorted(sort_keys(self.rows), last, side="right"))
+        return self.drop(count) if count else None
+
+    def drop(self, count: int) -> Rows:
+        """The first rows that are held, no longer held."""
+        taken: Rows = self.rows[:count]
+        self.rows = self.rows[count:]
+        return taken

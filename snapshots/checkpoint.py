@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,8 +15,9 @@ from numpy.typing import NDArray
 from ..engine import _core
 from ..engine.errors import SnapshotError, StoreError
 from ..engine.store.contract import Chunks
-from ..engine.store.durable import fsync_dir, open_regular
+from ..engine.store.durable import check_regular, fsync_dir, open_regular
 from ..engine.store.rocksdb import LiveFile, RocksDB, require_rocksdb
+from .apart import ApartError, rows_apart
 from .format import ROCKSDB, Manifest, RocksDBFiles
 from .reader import remedy_of
 from .writer import Progress, finish, new_snapshot
@@ -48,46 +48,26 @@ def write_checkpoint(
         return finish(place, "checkpoint", description, rows, rocksdb=RocksDBFiles(tier.shards, entries))
 
 
-def verify_checkpoint(folder: Path, manifest: Manifest, progress: Progress | None = None) -> None:
-    """Compare every file with its size and checksum, and open the databases, without writing into the folder.
+def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
+    """The rows of a checkpoint as `Snapshot.chunks` yields them, every file compared before the first chunk.
 
-    A link shares the bytes: damage to a file of the running store is found here as well. Raises SnapshotError naming a
+    A process of its own reads them: RocksDB may end it where the files are forged. Without writing into the folder. A
+    link shares the bytes: damage to a file of the running store is found here as well. Raises SnapshotError naming a
     file that is missing, changed, or foreign.
     """
-    with _opened(folder, manifest, progress):
-        pass
-
-
-def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
-    """The rows of a checkpoint as `Snapshot.chunks` yields them, verified before the first chunk.
-
-    RocksDB would end the process where some bits of a file are damaged. Raises SnapshotError.
-    """
-    count = 0
-    with _opened(folder, manifest) as tier:
-        for bucket, rows in tier.scan():
-            count += len(rows)
-            yield from ((bucket, rows[begin : begin + max_rows]) for begin in range(0, len(rows), max_rows))
-    if count != manifest.rows:
-        raise _damaged(folder, folder / ROCKSDB, f"it has {count} rows instead of {manifest.rows}")
-
-
-@contextmanager
-def _opened(folder: Path, manifest: Manifest, progress: Progress | None = None) -> Iterator[RocksDB]:
-    """The databases, verified."""
     assert manifest.rocksdb is not None
     _require_rocksdb(folder)
-    files, shards = manifest.rocksdb.files, manifest.rocksdb.shards
+    files = manifest.rocksdb.files
     _check_names(folder, files)
-    told = _in_rows(progress, manifest.rows, sum(file["bytes"] for file in files.values()))
     for name, entry in files.items():
-        _check_file(folder, name, entry, told)
+        _check_file(folder, name, entry)
     try:
-        with closing(RocksDB(folder / ROCKSDB, manifest.width, shards, read_only=True)) as tier:
-            yield tier
-    except StoreError as error:
-        cause = str(error).rpartition("; ")[0]  # RocksDB's own advice is for a store
+        yield from rows_apart(folder / ROCKSDB, manifest.width, manifest.rocksdb.shards, max_rows)
+    except ApartError as error:
+        cause = str(error).rpartition("; ")[0] or str(error)  # RocksDB's own advice is for a store
         raise _damaged(folder, folder / ROCKSDB, cause) from error
+    except OSError as error:
+        raise SnapshotError(f"no process could be started to read {str(folder / ROCKSDB)!r}: {error}") from error
 
 
 def _place(
@@ -115,7 +95,7 @@ def _place(
 def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
     """Link a file of rows, which RocksDB made durable. Why the file system cannot, where it cannot."""
     try:
-        os.link(source, target)
+        os.link(source.resolve(), target)  # of what a symbolic link leads to
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -142,13 +122,11 @@ def _copy(source: Path, target: Path, file: LiveFile) -> int:
     return crc32c
 
 
-def _checksum_of(path: Path, size: int, told: Progress | None = None) -> int:
+def _checksum_of(path: Path, size: int) -> int:
     checksum = _core.Crc32c()
     with open_regular(path) as file:
         for piece in _pieces(file, size):
             checksum.update(piece)
-            if told is not None:
-                told(len(piece))
     return checksum.finish()
 
 
@@ -167,7 +145,7 @@ def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
     """That the files in the folder are these, with their sizes."""
     place = folder / ROCKSDB
     try:
-        found = {str(path.relative_to(place)): path.stat().st_size for path in _files_in(place)}
+        found = {str(path.relative_to(place)): path for path in _files_in(place)}
     except OSError as error:
         raise _damaged(folder, place, str(error)) from error
     for name in sorted(found.keys() - files.keys()):
@@ -175,22 +153,28 @@ def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
     for name, entry in files.items():
         if name not in found:
             raise _damaged(folder, place / name, "it is missing")
-        if found[name] != entry["bytes"]:
-            raise _damaged(folder, place / name, f"it has {found[name]} bytes instead of {entry['bytes']}")
+        try:
+            check_regular(found[name])
+            size = found[name].stat().st_size
+        except OSError as error:
+            raise _damaged(folder, found[name], str(error)) from error
+        if size != entry["bytes"]:
+            raise _damaged(folder, found[name], f"it has {size} bytes instead of {entry['bytes']}")
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
+    """What lies in the folder and in those in it, which may be links."""
     for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files_in(folder / entry.name)
+        if entry.is_dir():
+            yield from (folder / entry.name / inner for inner in os.listdir(entry))
         else:
             yield folder / entry.name
 
 
-def _check_file(folder: Path, name: str, entry: dict[str, int], told: Progress) -> None:
+def _check_file(folder: Path, name: str, entry: dict[str, int]) -> None:
     path = folder / ROCKSDB / name
     try:
-        crc32c = _checksum_of(path, entry["bytes"], told)
+        crc32c = _checksum_of(path, entry["bytes"])
     except OSError as error:
         raise _damaged(folder, path, str(error)) from error
     if crc32c != entry["crc32c"]:

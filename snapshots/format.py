@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..engine import _core
 from ..engine.errors import SnapshotError
 from ..engine.optim.kernel import CLIPS
 from ..engine.optim.rule import rule_named
@@ -255,6 +256,17 @@ def is_deleted(name: str) -> bool:
 def bucket_of(name: str) -> int:
     """The bucket of a file that a manifest names."""
     return int(name[-6:-4])
+
+
+def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
+    """Whether rows of a table that `older` describes are rows of the one that `newer` describes."""
+    same = all(older[field] == newer[field] for field in ("width", "key_type", "columns"))
+    return same and len(older["tables"]) <= len(newer["tables"])
+
+
+def row_check(description: dict[str, Any], bucket: int) -> _core.RowCheck:
+    """What knows rows of a bucket, or keys of deleted ones, that no table of a description has."""
+    return _core.RowCheck(bucket, len(description["tables"]), description["key_type"] == "int32")
 
 
 def dtype_of(name: str, width: int) -> np.dtype[np.void]:

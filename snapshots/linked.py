@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..engine.errors import SnapshotError
-from ..engine.store.durable import fsync_file, made_aside
+from ..engine.store.durable import check_regular, fsync_file, made_aside
 from .format import MANIFEST
 from .reader import Snapshot
 from .retention import remove_snapshot
 
 
 def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
-    """Make `folder` the same snapshot, by hard links, or copies on another file system; durable when it returns.
+    """Make `folder` the same full snapshot, by hard links, or copies on another file system; durable when it returns.
 
-    Raises SnapshotError, and nothing is left.
+    A symbolic link is followed. Raises SnapshotError, and nothing is left.
     """
     try:
         with made_aside(folder) as place:
-            for file in snapshot.folder.iterdir():
-                _link(file, place / file.name)
+            for name in [MANIFEST, *snapshot.manifest.files]:
+                _link(snapshot.folder / name, place / name)
     except OSError as error:
         raise SnapshotError(f"snapshot {snapshot.name!r} was not put into {str(folder.parent)!r}: {error}") from error
 
@@ -47,7 +47,7 @@ def check_linked(snapshot: Snapshot, folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     held = Snapshot.open(folder)
-    if held.manifest != snapshot.manifest:
+    if held.manifest.encode() != snapshot.manifest.encode():  # which NaN in it does not keep from being equal
         raise SnapshotError(
             f"{str(folder)!r} and {str(snapshot.folder)!r} are two snapshots of one name; give the former another, or "
             "remove it"
@@ -57,8 +57,9 @@ def check_linked(snapshot: Snapshot, folder: Path) -> None:
 
 
 def _link(file: Path, to: Path) -> None:
+    check_regular(file)
     try:
-        os.link(file, to)
+        os.link(file.resolve(), to)
     except OSError:  # another file system, or one without links
         shutil.copyfile(file, to)
         fsync_file(to)

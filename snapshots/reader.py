@@ -16,8 +16,23 @@ from numpy.typing import NDArray
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import Chunks
 from ..engine.store.durable import open_regular, read_record
-from .aligned import Order, changed
-from .format import HEADER_BYTES, MANIFEST, Kind, Manifest, RowFile, bucket_of, dtype_of, is_deleted, npy_header
+from .chain import table_of, verify_chain
+from .format import (
+    HEADER_BYTES,
+    MANIFEST,
+    ROCKSDB,
+    Kind,
+    Manifest,
+    RowFile,
+    bucket_file,
+    bucket_of,
+    deleted_file,
+    dtype_of,
+    fits,
+    is_deleted,
+    npy_header,
+    row_check,
+)
 from .threads import ahead
 
 LONGEST_CHAIN = 100  # snapshots that are read as one table, each by files and threads of its own
@@ -81,7 +96,7 @@ class Snapshot:
                 f"snapshot {self.name!r} goes over a {wanted.name!r} that another snapshot has taken the place of; "
                 f"{remedy}"
             )
-        if parent.manifest.width != self.manifest.width or parent.manifest.sequence >= self.manifest.sequence:
+        if parent.manifest.sequence >= self.manifest.sequence or not fits(parent.description, self.description):
             raise SnapshotError(f"snapshot {self.name!r} does not fit {wanted.name!r}, which it goes over; {remedy}")
         return parent
 
@@ -99,53 +114,34 @@ class Snapshot:
         return chain[::-1]
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read all that its rows are read from: sizes, headers, checksums. Raises SnapshotError naming the file.
+        """Read all that its rows are read from, and check what a load does. Raises SnapshotError naming the file.
 
         `progress` is told how many rows each chunk added, `own_rows` of each snapshot in the chain in all.
         """
-        for snapshot in self.chain:
-            snapshot.verify_own(progress)
-
-    def verify_own(self, progress: Callable[[int], None] | None = None) -> None:
-        """`verify` of its own files alone, without those of its parents."""
-        if self.manifest.rocksdb is not None:
-            from .checkpoint import verify_checkpoint  # only where RocksDB wrote it
-
-            verify_checkpoint(self.folder, self.manifest, progress)
-            return
-        for _, rows in self.read_files(self.manifest.files):
-            if progress is not None:
-                progress(len(rows))
+        verify_chain(self.chain, progress)
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
         """Every row of the table as (bucket, rows [n] of `row_dtype(width)`), ordered as by `Tier.scan`.
 
         n is at most `max_rows`, and a chunk at most about 32 MiB; where the snapshot goes over others, of each of them.
-        Every file's presence, size and header is checked before the first chunk, its checksum before its last chunk: a
-        consumer that must not be left with damaged rows calls `verify` first, or keeps what it builds aside until the
-        end. Raises SnapshotError naming the file.
+        Every file's presence, size and header is checked before the first chunk, its checksum before its last chunk,
+        and the number of rows after the last: a consumer that must not be left with damaged rows calls `verify` first,
+        or keeps what it builds aside until the end. Raises SnapshotError naming the file.
         """
-        first, *later = self.chain
-        chunks = first._base_chunks(max_rows)
-        for snapshot in later:
-            chunks = changed(chunks, *snapshot.changes(max_rows))
-        return chunks
+        return table_of(self.chain, max_rows)
 
-    def changes(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
-        """What an incremental snapshot holds itself: rows as `chunks`, and in the same order keys [n] of deleted rows.
+    def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
+        """What it holds itself: rows as `chunks`, and in the same order keys [n] of deleted rows.
 
         Both are read to the end before their checksums are known.
         """
+        if self.manifest.rocksdb is not None:
+            from .checkpoint import checkpoint_chunks  # only where RocksDB wrote it
+
+            return self._checked(checkpoint_chunks(self.folder, self.manifest, max_rows)), iter(())
         rows = {name: file for name, file in self.manifest.files.items() if not is_deleted(name)}
         keys = {name: file for name, file in self.manifest.files.items() if is_deleted(name)}
         return self.read_files(rows, max_rows), self.read_files(keys, max_rows)
-
-    def _base_chunks(self, max_rows: int) -> Chunks:
-        if self.manifest.rocksdb is not None:
-            from .checkpoint import checkpoint_chunks
-
-            return checkpoint_chunks(self.folder, self.manifest, max_rows)
-        return self.read_files(self.manifest.files, max_rows)
 
     def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
         """What some of the manifest's files hold, as `chunks`. Raises SnapshotError naming the file."""
@@ -158,15 +154,29 @@ class Snapshot:
     def _sums(self, parts: Iterator[Part]) -> Generator[tuple[int, NDArray[np.void]], None, None]:
         """The rows of files as (bucket, rows), each file's checksum looked at before its last chunk goes on."""
         for name, group in groupby(parts, key=itemgetter(0)):
-            entry, count, checksum, order = self.manifest.files[name], 0, 0, Order()
+            entry, count, checksum, check = self.manifest.files[name], 0, 0, row_check(self.description, bucket_of(name))
             for _, rows in group:
-                checksum = zlib.crc32(rows.view(np.uint8).data, checksum)
+                data = rows.view(np.uint8)
+                checksum = zlib.crc32(data.data, checksum)
                 count += len(rows)
                 if count == entry.rows and checksum != entry.crc32:
-                    raise self._damaged(name, "its checksum does not match")
-                if not order.holds(rows):
-                    raise self._damaged(name, "its rows are not in strictly ascending order of (table, key)")
+                    raise self.damaged(name, "its checksum does not match")
+                if problem := check.problem(data, rows.dtype.itemsize):
+                    raise self.damaged(name, problem)
                 yield bucket_of(name), rows
+
+    def _checked(self, chunks: Chunks) -> Chunks:
+        """The rows of a checkpoint as they are."""
+        for bucket, group in groupby(chunks, key=itemgetter(0)):
+            check = row_check(self.description, bucket)
+            for _, rows in group:
+                if problem := check.problem(rows.view(np.uint8), rows.dtype.itemsize):
+                    raise self.damaged(ROCKSDB, problem)
+                yield bucket, rows
+
+    def named_twice(self, bucket: int) -> SnapshotError:
+        """Where a key of the bucket is both of a row that was written and of one that was deleted."""
+        return self.damaged(deleted_file(bucket), f"it has keys of rows that {bucket_file(bucket)} has")
 
     def _read(self, files: dict[str, RowFile], max_rows: int) -> Generator[Part, None, None]:
         # read, not mapped: a failing disk raises here, where a mapping would kill the process
@@ -180,9 +190,9 @@ class Snapshot:
                     try:
                         got = file.readinto(data)  # type: ignore[attr-defined]
                     except OSError as error:
-                        raise self._damaged(name, str(error)) from error
+                        raise self.damaged(name, str(error)) from error
                     if got != data.nbytes:
-                        raise self._damaged(name, "it was truncated while being read")
+                        raise self.damaged(name, "it was truncated while being read")
                     yield name, rows
 
     def _open(self, name: str, entry: RowFile) -> BinaryIO:
@@ -190,7 +200,7 @@ class Snapshot:
         try:
             file = open_regular(self.folder / name)
         except OSError as error:
-            raise self._damaged(name, str(error)) from error
+            raise self.damaged(name, str(error)) from error
         size = os.fstat(file.fileno()).st_size
         if size != entry.bytes:
             problem = f"it has {size} bytes instead of {entry.bytes}"
@@ -199,10 +209,12 @@ class Snapshot:
         else:
             return file
         file.close()
-        raise self._damaged(name, problem)
+        raise self.damaged(name, problem)
 
-    def _damaged(self, name: str, problem: str) -> SnapshotError:
-        return SnapshotError(f"{str(self.folder / name)!r} is damaged: {problem}. {remedy_of(self.folder)}")
+    def damaged(self, name: str | None, problem: str) -> SnapshotError:
+        """What is wrong with one of its files, or with all of it, and the remedy."""
+        path = self.folder if name is None else self.folder / name
+        return SnapshotError(f"{str(path)!r} is damaged: {problem}. {remedy_of(self.folder)}")
 
 
 class Listing(NamedTuple):

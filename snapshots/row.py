@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from ..engine import _core
 from ..engine.errors import InputError
-from ..engine.store.contract import row_dtype
+from ..engine.store.contract import Chunks, row_dtype
 from ..engine.store.folder import StoreFolder
 from ..engine.tables import choices, names_in, numbered, table_number
 from .exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
-from .format import ROCKSDB, bucket_file, deleted_file
+from .format import bucket_file, deleted_file
 from .live import marked
 from .reader import Snapshot
 
@@ -78,22 +78,24 @@ def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
     bucket = int(_core.buckets(np.array([table], np.uint32), np.array([key], np.uint64))[0])
     for link in reversed(snapshot.chain):
         if link.manifest.rocksdb is not None:
-            link.verify_own()  # RocksDB may end the process where files are damaged
-            place = link.folder / ROCKSDB
-            return _find_in_rocksdb(place, link.manifest.width, link.manifest.rocksdb.shards, table, key)
-        found = _among(link, bucket_file(bucket), table, key)
+            return _among(link.parts()[0], table, key)
+        found = _among(_file(link, bucket_file(bucket)), table, key)
         if found is not None:
             return found
-        if _among(link, deleted_file(bucket), table, key) is not None:
+        if _among(_file(link, deleted_file(bucket)), table, key) is not None:
             return None
     return None
 
 
-def _among(snapshot: Snapshot, file: str, table: int, key: int) -> NDArray[np.void] | None:
-    """What one of its files has of the key."""
-    entry = snapshot.manifest.files.get(file)
+def _file(snapshot: Snapshot, name: str) -> Chunks:
+    entry = snapshot.manifest.files.get(name)
+    return snapshot.read_files({name: entry}) if entry else iter(())
+
+
+def _among(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
+    """What some of its files have of the key."""
     found = None
-    for _, rows in snapshot.read_files({file: entry}) if entry else ():  # to the end, where the checksum is known
+    for _, rows in chunks:  # to the end, where it is known whether they are damaged
         matches = rows[(rows["table"] == table) & (rows["key"] == key)]
         if len(matches):
             found = matches.copy()

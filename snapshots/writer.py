@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..engine import _core
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import BUCKETS
 from ..engine.store.durable import TEMPORARY, UnsyncedError, made_aside, remove_folder
-from .aligned import Order
 from .format import (
     HEADER_BYTES,
     MANIFEST,
@@ -35,6 +35,7 @@ from .format import (
     dtype_of,
     is_deleted,
     npy_header,
+    row_check,
 )
 from .reader import Snapshot, list_snapshots
 from .threads import Behind
@@ -60,7 +61,7 @@ def write_snapshot(
     fails; what `chunks` raises passes through.
     """
     with new_snapshot(folder, description) as place:
-        files = _write_files(place, bucket_file, description["width"], chunks, progress)
+        files = _write_files(place, bucket_file, description, chunks, progress)
         rows = sum(file.rows for file in files.values())
         return finish(place, "full", description, rows, files=files)
 
@@ -87,9 +88,9 @@ def write_incremental(
     with new_snapshot(folder, description) as place:
         deleted: dict[int, list[Rows]] = {}
         chunks = _without_deleted(changes, deleted)
-        files = _write_files(place, bucket_file, description["width"], chunks, progress)
+        files = _write_files(place, bucket_file, description, chunks, progress)
         keys = ((bucket, part) for bucket in sorted(deleted) for part in deleted[bucket])
-        files |= _write_files(place, deleted_file, description["width"], keys, progress)
+        files |= _write_files(place, deleted_file, description, keys, progress)
         over = Parent(parent.name, parent.manifest.id)
         return finish(place, "incremental", description, rows, files=files, parent=over)
 
@@ -168,13 +169,13 @@ def _without_deleted(
 def _write_files(
     folder: Path,
     name_of: Callable[[int], str],
-    width: int,
+    description: dict[str, Any],
     chunks: Iterable[tuple[int, Rows]],
     progress: Progress | None,
 ) -> dict[str, RowFile]:
-    """Each bucket's rows to its file. Chunks are made while those before are written, and files before are synced."""
+    """Each bucket's rows of a table to its file. Chunks are made while those before are written, and files before are synced."""
     files: dict[str, _File] = {}
-    previous = -1
+    previous, width = -1, description["width"]
     with ExitStack() as opened, Behind() as syncing, Behind() as writing:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
             if not previous < bucket < BUCKETS:
@@ -183,7 +184,7 @@ def _write_files(
                 )
             previous, name = bucket, name_of(bucket)
             file = None
-            for rows in _checked(bucket, dtype_of(name, width), group):
+            for rows in _checked(bucket, dtype_of(name, width), row_check(description, bucket), group):
                 if file is None:
                     file = files[name] = opened.enter_context(closing(_File(folder / name, rows.dtype)))
                 writing.do(partial(file.write, rows))
@@ -228,14 +229,16 @@ class _File:
         return RowFile(self._count, HEADER_BYTES + self._count * self._dtype.itemsize, self._checksum)
 
 
-def _checked(bucket: int, dtype: np.dtype[np.void], group: Iterable[tuple[int, Rows]]) -> Iterator[Rows]:
-    """The non-empty chunks of a bucket, contiguous, their order checked."""
-    order = Order()
+def _checked(
+    bucket: int, dtype: np.dtype[np.void], check: _core.RowCheck, group: Iterable[tuple[int, Rows]]
+) -> Iterator[Rows]:
+    """The non-empty chunks of a bucket, contiguous, their rows checked."""
     for _, rows in group:
         if rows.dtype != dtype or rows.ndim != 1:
             raise SnapshotError(f"bucket {bucket} came as {rows.dtype} {rows.shape}, not as {dtype}")
         if len(rows) == 0:
             continue
-        if not order.holds(rows):
-            raise SnapshotError(f"the rows of bucket {bucket} are not in strictly ascending order of (table, key)")
-        yield np.ascontiguousarray(rows)
+        whole = np.ascontiguousarray(rows)
+        if problem := check.problem(whole.view(np.uint8), dtype.itemsize):
+            raise SnapshotError(f"bucket {bucket} cannot be written: {problem}")
+        yield whole

@@ -18,6 +18,8 @@ from tierbed.snapshots import Manifest, write_snapshot
 
 Chunk = tuple[int, NDArray[np.void]]
 
+UNIFORM = {"type": "uniform", "low": -0.1, "high": 0.1}
+
 
 def description(width: int = 6, **changes: Any) -> dict[str, Any]:
     """Of an Adagrad table whose columns take half of the width, or of one without state where it is odd."""
@@ -34,19 +36,32 @@ def description(width: int = 6, **changes: Any) -> dict[str, Any]:
         "hyper": [0.1, 0.0, 0.0, 1e-10, 0.0, 0.0] if states else [0.1, 0.0, 0.0, 0.0, 0.0],
         "initial": [0.0] * len(states),
         "seed": 7,
-        "tables": [{"type": "uniform", "low": -0.1, "high": 0.1}, {"type": "constant", "value": 0.0}],
+        "tables": [UNIFORM, {"type": "constant", "value": 0.0}, UNIFORM],
         "padding_idx": None,
         "step": 12,
     } | changes
 
 
-def make_rows(width: int, count: int, seed: int = 0) -> NDArray[np.void]:
-    """Rows in order of (table, key), with NaN, infinities, subnormals and the extreme keys among them."""
+def key_in(bucket: int, table: int, number: int) -> int:
+    """The key of a table whose hash begins with the bucket and ends with a number below 2**58: each another."""
+    x = bucket << 58 | number
+    for shift, factor in ((31, 0x319642B2D24D8EC3), (27, 0x96DE1B173F119089), (30, 1)):
+        x = (x ^ x >> shift ^ x >> 2 * shift) * factor % 2**64
+    return x ^ (table + 1) * 0x9E3779B97F4A7C15 % 2**64
+
+
+def make_rows(width: int, count: int, seed: int = 0, bucket: int | None = None) -> NDArray[np.void]:
+    """Rows in order of (table, key), of one bucket or of all, with NaN, infinities and subnormals among them.
+
+    Those of all buckets have the extreme keys.
+    """
     random = np.random.default_rng(seed)
     rows = np.zeros(count, row_dtype(width))
     rows["table"] = random.integers(0, 3, count)
     rows["key"] = np.unique(random.integers(0, 2**64, 2 * count + 2, np.uint64))[:count]
     rows["key"][:2] = [0, 2**64 - 1][:count]
+    if bucket is not None:
+        rows["key"] = [key_in(bucket, int(row["table"]), int(row["key"]) >> 6) for row in rows]
     rows["values"] = random.integers(0, 2**32, (count, width), np.uint32).view(np.float32)
     rows["updates"] = 1 + random.integers(0, 9, count)
     rows["step"] = random.integers(0, 2**32, count, np.uint32)
@@ -55,7 +70,7 @@ def make_rows(width: int, count: int, seed: int = 0) -> NDArray[np.void]:
 
 def make_buckets(width: int, counts: dict[int, int]) -> dict[int, NDArray[np.void]]:
     """Rows by bucket, buckets ascending."""
-    return {bucket: make_rows(width, count, bucket) for bucket, count in sorted(counts.items())}
+    return {bucket: make_rows(width, count, bucket, bucket) for bucket, count in sorted(counts.items())}
 
 
 def chunked(buckets: dict[int, NDArray[np.void]], size: int = 7) -> Iterator[Chunk]:

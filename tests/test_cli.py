@@ -203,7 +203,7 @@ def test_inspect_shows_rows_and_draws_them(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_norms_are_of_the_embeddings_that_are_finite(cli: Cli) -> None:
-    rows = make_rows(6, 40, 3)
+    rows = make_rows(6, 40, 3, bucket=0)
     rows["values"] = np.random.default_rng(0).normal(size=(40, 6)) * np.geomspace(1e-12, 1e12, 40)[:, None]
     rows["values"][4, 1], rows["values"][5, 2], rows["values"][6, 5] = np.nan, np.inf, np.nan  # the last of the state
     write_snapshot(cli.store / "snapshots" / "a", description(), [(0, rows)])

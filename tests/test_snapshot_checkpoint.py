@@ -174,18 +174,18 @@ def test_checkpoints_while_another_thread_writes_and_merges_are_all_sound(tmp_pa
     small = options_text({"write_buffer_size": 1 << 16, "min_write_buffer_number_to_merge": 1})
     ended = threading.Event()
     with closing(RocksDB(tmp_path / "live", WIDTH, options=small)) as tier:
+        put(tier, 3000)
 
         def work() -> None:
-            seed = 0
             while not ended.is_set():
-                put(tier, 3000, seed := seed + 1)
+                put(tier, 3000)
                 tier.compact()
 
         worker = threading.Thread(target=work)
         worker.start()
         try:
             for number in range(12):
-                write_checkpoint(tmp_path / f"s{number}", description(WIDTH), 0, tier)
+                write_checkpoint(tmp_path / f"s{number}", description(WIDTH), 3000, tier)
                 Snapshot.open(tmp_path / f"s{number}").verify()
         finally:
             ended.set()

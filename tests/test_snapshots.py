@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from stored import Chunk, chunked, description, flip_bit, joined, make_buckets, make_rows, run_python, save
 
+from tierbed.engine import _core
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.store.contract import row_dtype
 from tierbed.snapshots import Snapshot, check_name, latest_snapshot, list_snapshots, write_snapshot
@@ -42,7 +43,7 @@ def test_numpy_alone_reads_a_bucket(tmp_path: Path) -> None:
     save(tmp_path / "s", {3: 20})
     rows = np.load(tmp_path / "s" / "bucket-03.npy", mmap_mode="r", allow_pickle=False)
     assert rows.dtype == row_dtype(6)
-    assert rows.tobytes() == make_rows(6, 20, 3).tobytes()
+    assert rows.tobytes() == make_rows(6, 20, 3, 3).tobytes()
 
 
 @pytest.mark.parametrize("width", [1, 128, 1 << 20])
@@ -63,7 +64,7 @@ def test_empty_table_and_empty_chunks_make_no_bucket_file(tmp_path: Path) -> Non
 
 
 def test_strided_chunks_and_scratch_reused_by_the_tier_are_written_right(tmp_path: Path) -> None:
-    rows = make_rows(6, 30)
+    rows = make_rows(6, 30, bucket=4)
 
     def reused() -> Iterator[Chunk]:
         scratch = np.zeros(20, rows.dtype)
@@ -77,13 +78,14 @@ def test_strided_chunks_and_scratch_reused_by_the_tier_are_written_right(tmp_pat
 
 def test_writing_and_reading_hold_a_chunk_and_not_the_table(tmp_path: Path) -> None:
     rows = make_rows(64, 200)
-    step = 1 << 40
+    numbers = np.arange(64 * 70_000, dtype=np.uint64)
+    keys = numbers[_core.buckets(np.zeros(len(numbers), np.uint32), numbers) == 8][:60_000].reshape(300, 200)
 
     def growing() -> Iterator[Chunk]:
-        rows["table"], rows["key"] = 0, np.arange(200)
-        for _ in range(300):
+        rows["table"] = 0
+        for part in keys:
+            rows["key"] = part
             yield 8, rows.copy()
-            rows["key"] += step
 
     tracemalloc.start()
     try:
@@ -124,15 +126,16 @@ def test_existing_name_is_never_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "chunks",
     [
-        [(1, make_rows(6, 3)), (0, make_rows(6, 3))],
-        [(1, make_rows(6, 3)), (2, make_rows(6, 3)), (1, make_rows(6, 3))],
+        [(1, make_rows(6, 3, bucket=1)), (0, make_rows(6, 3, bucket=0))],
+        [(b, make_rows(6, 3, seed, b)) for seed, b in enumerate([1, 2, 1])],
         [(64, make_rows(6, 3))],
         [(-1, make_rows(6, 3))],
-        [(0, make_rows(5, 3))],
-        [(0, make_rows(6, 4).reshape(2, 2))],
-        [(0, make_rows(6, 3)[::-1])],
-        [(0, make_rows(6, 9)[[0, 1, 1]])],
-        [(0, make_rows(6, 3)), (0, make_rows(6, 3)[2:])],
+        [(0, make_rows(5, 3, bucket=0))],
+        [(0, make_rows(6, 4, bucket=0).reshape(2, 2))],
+        [(0, make_rows(6, 3, bucket=0)[::-1])],
+        [(0, make_rows(6, 9, bucket=0)[[0, 1, 1]])],
+        [(0, make_rows(6, 3, bucket=0)), (0, make_rows(6, 3, bucket=0)[2:])],
+        [(0, make_rows(6, 3, bucket=1))],
     ],
 )
 def test_chunks_out_of_order_or_of_another_type_leave_nothing(tmp_path: Path, chunks: list[Chunk]) -> None:
@@ -143,8 +146,8 @@ def test_chunks_out_of_order_or_of_another_type_leave_nothing(tmp_path: Path, ch
 
 def test_error_while_rows_are_read_passes_through_and_leaves_nothing(tmp_path: Path) -> None:
     def failing() -> Iterator[Chunk]:
-        yield 0, make_rows(6, 10)
-        yield 1, make_rows(6, 10)
+        yield 0, make_rows(6, 10, bucket=0)
+        yield 1, make_rows(6, 10, bucket=1)
         raise ValueError("the tier failed")
 
     save(tmp_path / "before")
@@ -202,7 +205,7 @@ def test_a_row_state_takes_one_float(tmp_path: Path) -> None:
     manifest = write_snapshot(
         tmp_path / "s",
         description(4, columns=[3], optimizer="rowwise_adagrad", state_widths=[1]),
-        [(0, make_rows(4, 5))],
+        [(0, make_rows(4, 5, bucket=0))],
     )
     assert manifest.width == 4
 

@@ -20,7 +20,7 @@ from tierbed.snapshots.retention import plan_prune, prune
 
 def fill(folder: Path, parents: list[int | None]) -> list[Snapshot]:
     """Snapshot s0, s1 .. of steps 0, 10 .., full or over an earlier one."""
-    rows = make_rows(6, 3)
+    rows = make_rows(6, 3, bucket=0)
     for number, parent in enumerate(parents):
         place, described = folder / f"s{number}", description(step=10 * number)
         if parent is None:

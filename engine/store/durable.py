@@ -134,9 +134,14 @@ def unseal(data: bytes) -> Any:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading. Raises OSError, also for a pipe or a device, which could block for ever."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(f"{str(path)!r} is not a regular file")
+    check_regular(path)
     return path.open("rb")
+
+
+def check_regular(path: Path) -> None:
+    """Raises OSError for anything but a file, and for a symbolic link to anything else."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{str(path)!r} is not a regular file: put a file, or a link to one, in its place")
 
 
 def read_record(path: Path) -> bytes:

@@ -313,4 +313,5 @@ NB_MODULE(_core, m) {
     bind_rocksdb(m);
     bind_ledger(m);
     bind_changes(m);
+    bind_rows(m);
 }

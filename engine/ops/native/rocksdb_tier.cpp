@@ -31,6 +31,7 @@ constexpr std::size_t KEY_BYTES = 13;
 constexpr std::size_t READS = 256;               // keys a MultiGet
 constexpr std::size_t BATCH_BYTES = 256u << 10;  // a WriteBatch
 constexpr std::chrono::milliseconds POLL(2);
+constexpr char RELOAD[] = "load the last snapshot";
 
 struct Key {
     char bytes[KEY_BYTES];
@@ -47,7 +48,7 @@ struct Key {
 void check_size(const char* what, std::size_t bytes, std::size_t expected, const std::string& folder) {
     if (bytes != expected)
         throw std::runtime_error("RocksDB in " + folder + ": a stored " + what + " of " + std::to_string(bytes) +
-                                 " bytes where " + std::to_string(expected) + " are expected; load the last snapshot");
+                                 " bytes where " + std::to_string(expected) + " are expected; " + RELOAD);
 }
 
 u64 property_of(rocksdb::DB& db, const std::string& name) {
@@ -339,7 +340,7 @@ std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
     for (; bucket_ < BUCKETS; ++bucket_) {
         rocksdb::Iterator& it = *iterators_[bucket_ % iterators_.size()];
         std::size_t rows = 0;
-        for (; rows < max_rows && it.Valid() && static_cast<u8>(it.key()[0]) == bucket_; it.Next(), ++rows) {
+        for (; rows < max_rows && it.Valid() && (it.key().empty() || static_cast<u8>(it.key()[0]) == bucket_); it.Next(), ++rows) {
             check_size("key", it.key().size(), KEY_BYTES, folder_);
             check_size("row", it.value().size(), stored_bytes_of(shape_.width), folder_);
             u32 table;
@@ -352,6 +353,8 @@ std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
         bucket = bucket_;
         if (rows) return rows;
     }
+    for (const auto& it : iterators_)
+        if (it->Valid()) throw std::runtime_error("RocksDB in " + folder_ + ": a shard has rows of another; " + RELOAD);
     return 0;
 }
 
