@@ -123,15 +123,15 @@ def inspect(
     snapshot = open_snapshot(store, name)
     with progress("reading", snapshot.manifest.rows) as told:
         summary = summarise(snapshot, told, first=rows)
+    names = names_in(snapshot.description)
     if plot is not None:
-        draw(summary, f"{name}, step {snapshot.description['step']:,}", plot)
+        draw(summary, f"{name}, step {snapshot.description['step']:,}", plot, names)
     figures = {**entry(name, snapshot.manifest), **summary.figures}
     first = [plain_row(row, snapshot.description) for row in summary.first]
     if as_json:
         print_json({**figures, "description": snapshot.description, "first_rows": first})
         return
     described = {"embedding" if field == "name" else field: of for field, of in snapshot.description.items()}
-    names = names_in(snapshot.description)
     figures["rows_by_table"] = {label_of(table, names): count for table, count in figures["rows_by_table"].items()}
     print_fields({**figures, **described})
     for row in first:

@@ -88,8 +88,7 @@ def names_of_both(left: Names, right: Names) -> tuple[str | None, ...] | None:
     """The names of tables that two descriptions are of, some named in one alone; None where a place has two of them."""
     names = tuple(a or b for a, b in zip_longest(left, right))
     named = [name for name in names if name is not None]
-    clash = misplaced(left, names) or misplaced(right, names) or len(set(named)) < len(named)
-    return None if clash else names
+    return None if misplaced(right, names) or len(set(named)) < len(named) else names
 
 
 def are_names(value: Any, tables: int) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.errors import OptionError
+from ..engine.tables import Names, labels_of
 from .summary import NORM_EDGES, Summary
 
 _BARS = 60
@@ -29,8 +30,11 @@ def check_plot(path: Path) -> None:
         raise OptionError(f"{str(path)!r} is in a folder that is not there: make it first")
 
 
-def draw(summary: Summary, title: str, path: Path) -> None:
-    """Row norms, update counts and rows of each table, side by side, in a file. Raises OptionError where it cannot."""
+def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
+    """Row norms, update counts and rows of each table, side by side, in a file. Raises OptionError where it cannot.
+
+    `names`: of the tables.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")
@@ -39,6 +43,8 @@ def draw(summary: Summary, title: str, path: Path) -> None:
     _norms(norms, summary)
     _bars(updates, summary.updates, "updates of a row", "How often rows were updated")
     _bars(tables, summary.tables, "table", "Rows of each table")
+    if any(names) and len(names) <= _BARS:
+        tables.set_xticks(range(len(names)), labels_of(names), rotation=45, ha="right")
     for axes in (norms, updates, tables):
         _count_rows(axes)
     picture = BytesIO()

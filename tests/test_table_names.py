@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from embeddings import DIM, held, train
+from hypothesis import given
+from hypothesis import strategies as st
 from table_names import filled, firsts, opened
 
 from tierbed.engine import (
@@ -20,6 +22,7 @@ from tierbed.engine import (
     make_normal_initializer,
     make_table_options,
 )
+from tierbed.engine.tables import misplaced, names_of_both
 from tierbed.snapshots import Snapshot
 
 on_memory_and_disk = pytest.mark.parametrize(
@@ -164,6 +167,35 @@ def test_a_name_given_later_selects_a_table_that_was_stored_without(tmp_path: Pa
     with opened(tmp_path, "a", "b") as embedding:
         embedding.load_snapshot("s", tables=["a"])
         assert firsts(embedding) == {0: 1.0}
+
+
+def test_a_store_without_rows_takes_any_names(tmp_path: Path) -> None:
+    with filled(tmp_path, "a", "b") as embedding:
+        embedding.delete([7, 7], [0, 1])
+    with opened(tmp_path, "b", "a") as embedding:
+        embedding.put([7], torch.ones(1, DIM), "a")
+    with opened(tmp_path, "b", "a") as embedding:
+        assert firsts(embedding) == {1: 1.0}
+
+
+LISTS = st.lists(st.sampled_from([None, "a", "b", "c"]), max_size=4).filter(
+    lambda names: len({*names} - {None}) == sum(name is not None for name in names)
+)
+
+
+@given(LISTS, LISTS)
+def test_rows_stay_those_of_their_table_wherever_it_is_listed(stored: list[str | None], mine: list[str | None]) -> None:
+    moved = [place for place, name in enumerate(stored) if name and (name not in mine or mine.index(name) != place)]
+    assert misplaced(stored, mine) == moved
+    both = names_of_both(stored, mine)
+    assert both == names_of_both(mine, stored)
+    if both is None:
+        assert {*stored, *mine} - {None}
+        assert moved or misplaced(mine, stored)
+    else:
+        assert misplaced(stored, both) == misplaced(mine, both) == []
+        assert len(both) == max(len(stored), len(mine))
+    assert not moved or both is None or len(mine) < len(stored) or None in mine
 
 
 def test_a_name_that_cannot_be_is_refused() -> None:

@@ -80,6 +80,13 @@ def test_the_shell_shows_names_and_keeps_ids_in_its_documents(cli: Cli) -> None:
     assert "table_names" not in cli.json("inspect", "bare")["description"]
 
 
+def test_a_plot_has_the_names_at_its_axis(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, shown in (("named", True), ("bare", False)):
+        cli.says("inspect", name, "--plot", str(tmp_path / f"{name}.svg"))
+        assert ("<!-- item -->" in (tmp_path / f"{name}.svg").read_text()) == shown
+
+
 def test_a_difference_names_tables_and_keeps_ids(cli: Cli) -> None:
     found = json.loads(cli.run("diff", "bare", "named", "--json")[1])
     assert found["by_table"] == {"added": {"2": 1}, "changed": {"2": 1}, "gone": {}}

@@ -1,6 +1,7 @@
 """Writes tests/golden/snapshots-N: a snapshot of each kind of format N, and the rows that each of them holds.
 
-Run once for a new format; what is there for earlier ones is never written again.
+And snapshots-N-named, one whose tables have names. Run once for a new format; what is there for earlier ones is never
+written again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from embeddings import contents, make, options, train
+from table_names import opened
 
 from tierbed.snapshots.format import FORMAT
+
+NAMES = ("user", None, "Straße 7")
 
 
 def write(folder: Path) -> None:
@@ -31,5 +35,16 @@ def write(folder: Path) -> None:
             np.save(folder / f"{kind}.npy", contents(embedding))
 
 
+def write_named(folder: Path) -> None:
+    folder.mkdir()
+    with TemporaryDirectory() as store, opened(Path(store), *NAMES) as embedding:
+        for table in range(3):
+            train(embedding, torch.arange(2) + table, table)
+        embedding.save_snapshot("full")
+        shutil.copytree(Path(store) / "rows" / "snapshots" / "full", folder / "full")
+        np.save(folder / "full.npy", contents(embedding))
+
+
 if __name__ == "__main__":
     write(Path(__file__).parent / f"snapshots-{FORMAT}")
+    write_named(Path(__file__).parent / f"snapshots-{FORMAT}-named")
