@@ -30,12 +30,15 @@ def stat(store: Store, as_json: Json = False) -> None:
         print_json(plain(status))
         return
     sizes = ", ".join(f"{size(count)} {part}" for part, count in status.bytes.items())
+    by_table = status.rows_by_table or {}
+    tables = {"rows by table": ", ".join(f"{text(name)}: {rows:,}" for name, rows in by_table.items())}
     held = f"open in process {status.holder or 'unknown'}"
     print_fields(
         {
             "state": {"open": held, "closed": "closed cleanly", "unclean": "not closed", "new": "new"}[status.state],
             "live rows": {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live, status.live),
             "rows": "unknown" if status.rows is None else f"{status.rows:,}",
+            **(tables if len(by_table) > 1 else {}),
             "step": "unknown" if status.step is None else f"{status.step:,}",
             "on disk": sizes,
             "base": text(status.base or "none"),
@@ -119,6 +122,7 @@ def plain(status: StoreStatus) -> dict[str, Any]:
         "holder": status.holder,
         "live": status.live,
         "rows": status.rows,
+        "rows_by_table": status.rows_by_table,
         "step": status.step,
         "base": status.base,
         "bytes": status.bytes,

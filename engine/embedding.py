@@ -253,8 +253,7 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         table.compact()
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """Numbers of the whole (`table`), of each tier from the top, and of each table: docs/metrics.md explains them.
-        """
+        """Numbers of the whole (`table`), of each tier from the top, of each table: docs/metrics.md explains them."""
         return self._table().metrics()
 
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:

@@ -117,7 +117,8 @@ class MetricsCollector:
     def collect(self) -> Iterator[Any]:
         """One family a metric, labelled by `embedding` and `tier`; latencies by `quantile` as well, 1 for the longest.
 
-        Those of each table are labelled by `embedding` and `table`. `tierbed_up` of each embedding is 1, or 0 where it gave no metrics: unused, closed, or failed, with a warning.
+        Those of each table are labelled by `embedding` and `table`. `tierbed_up` of each embedding is 1, or 0 where it
+        gave no metrics: unused, closed, or failed, with a warning.
         """
         families = _Families()
         for embedding in self._embeddings:
@@ -170,9 +171,9 @@ def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
 def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, step: int | None = None) -> None:
     """Add the metrics of open embeddings to a `torch.utils.tensorboard.SummaryWriter`, as scalars.
 
-    Their tags are `<embedding>/<tier>/<metric>`, of a table `<embedding>/tables/<table>/<metric>`. step: of the x axis; by default the embedding's own. One that was not
-    used yet adds nothing, one that fails gives a warning. Raises ClosedError for one that was closed, InputError for
-    what is no writer, no embedding, or embeddings of equal names.
+    Their tags are `<embedding>/<tier>/<metric>`, of a table `<embedding>/tables/<table>/<metric>`. step: of the x axis;
+    by default the embedding's own. One that was not used yet adds nothing, one that fails gives a warning. Raises
+    ClosedError for one that was closed, InputError for what is no writer, no embedding, or embeddings of equal names.
     """
     if not hasattr(writer, "add_scalar"):
         raise InputError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")

@@ -40,9 +40,9 @@ T = TypeVar("T")
 class OpenRows:
     """Rows in a stack of tiers, used on a processor.
 
-    `stored_rows` were there when it was opened, `stored` of each table or None where that is not known; `step` counts the updates of the whole table. `state` is what rows
-    carry beside the embedding; `optimizer` is None where the table is open for reading and `put` alone. `before_write`
-    is told, before each write, the step that it is of.
+    `stored_rows` were there when it was opened, `stored` of each table or None where that is not known; `step` counts
+    the updates of the whole table. `state` is what rows carry beside the embedding; `optimizer` is None where the table
+    is open for reading and `put` alone. `before_write` is told, before each write, the step that it is of.
     """
 
     def __init__(

@@ -10,12 +10,13 @@ from ..engine.errors import SnapshotError, StoreError
 from ..engine.store.contract import Chunks
 from ..engine.store.durable import remove_folder
 from ..engine.store.folder import StoreFolder
+from ..engine.table_counts import FIELD as TABLE_ROWS
 from .format import Manifest, check_name
 from .reader import Snapshot
 from .selection import ALL, LoadReport, Selection
 from .writer import Progress, write_snapshot
 
-_OF_THE_MARK = ("live", "rows", "shards")  # what a mark says beside the description of a snapshot
+_OF_THE_MARK = ("live", "rows", "shards", TABLE_ROWS)  # what a mark says beside the description of a snapshot
 
 
 def save_live(store: StoreFolder, name: str, progress: Progress | None = None, kind: str = "full") -> Manifest:

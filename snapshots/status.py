@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from ..engine.errors import SnapshotError, StoreError
 from ..engine.store.folder_view import FolderView
+from ..engine.table_counts import counts_in
+from ..engine.tables import labels_of, names_in
 from .reader import Snapshot, list_snapshots
 
 
@@ -49,6 +51,14 @@ class StoreStatus:
     base: str | None
     bytes: dict[str, int]
     restart: Restart
+
+    @property
+    def rows_by_table(self) -> dict[str, int] | None:
+        """Of the live rows, by the tables' names or numbers; None where the mark does not tell."""
+        counts = None if self.mark is None else counts_in(self.mark, len(self.mark["tables"]))
+        if self.mark is None or counts is None:
+            return None
+        return dict(zip(labels_of(names_in(self.mark)), counts.tolist(), strict=True))
 
     @property
     def state(self) -> Literal["open", "closed", "unclean", "new"]:

@@ -43,6 +43,8 @@ def test_a_snapshot_saved_by_the_shell_loads_on_every_store(cli: Cli, tmp_path: 
         assert "cached_ssd" in cli.fails("save", "shell", "--kind", kind)
         return
     assert cli.json("save", "shell", "--kind", kind)["kind"] == kind
+    fields, ours = (cli.json("inspect", name)["description"].keys() for name in ("shell", "more"))
+    assert fields == ours  # nothing that is the mark's alone
     cli.json("verify", "shell")
     for other in ("device", "ssd"):
         with make(options(other, tmp_path), "adam") as embedding:
@@ -179,6 +181,7 @@ def test_stat_tells_what_the_next_run_does(cli: Cli, tmp_path: Path, store: str)
     stat = cli.json("store stat")
     assert (stat["state"], stat["step"], stat["rows"], stat["base"]) == ("open", 2, None, None)
     assert stat["holder"] > 0
+    assert stat["rows_by_table"] is None
     assert (stat["restart"]["from"], stat["restart"]["lost_steps"]) == ("empty", 2)
     embedding.save_snapshot("first")
     train(embedding, [4])
@@ -189,6 +192,8 @@ def test_stat_tells_what_the_next_run_does(cli: Cli, tmp_path: Path, store: str)
     stat = cli.json("store stat")
     assert (stat["state"], stat["holder"], stat["step"], stat["rows"], stat["base"]) == ("closed", None, 3, 4, "first")
     assert stat["live"] == ("rocksdb" if store == "ssd" else "rows")
+    assert stat["rows_by_table"] == {"0": 4, "1": 0, "2": 0}
+    assert "\nrows by table  0: 4, 1: 0, 2: 0\n" in cli.says("store stat")
     assert (stat["restart"]["from"], stat["restart"]["step"]) == ("live", 3)
     assert all(count > 0 for count in stat["bytes"].values())
     with StoreFolder(cli.store) as folder:

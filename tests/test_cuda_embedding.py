@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cuda_tables import on_devices, on_one_device, tables_on
@@ -106,11 +107,14 @@ def of_steps(store: str, embedding: MultiTableEmbedding) -> dict[str, Any]:
     metrics = embedding.metrics()
     top = metrics["device" if "device" in metrics else "host"]
     counts = {name: top[name] for name in COUNTED if name in top}
+    tables = [list(numbers.values()) for numbers in metrics["tables"].values()]
+    assert np.sum(tables, 0).tolist() == [metrics["table"]["rows"], top["hits"], top["misses"]]
     if store not in ("device", "host", "capacity", "host_capacity"):  # on the CPU, rows without a set stay a while
         asked, gone = (counts.pop(one) + counts.pop(two) for one, two in (COUNTED[:2], COUNTED[2:4]))
         del counts["overflows"]
         counts |= {"asked": asked, "evictions": gone}
-    return {**metrics["table"], **counts}
+        tables = [[rows, hits + misses] for rows, hits, misses in tables]
+    return {**metrics["table"], **counts, "tables": tables}
 
 
 @on_one_device
