@@ -54,9 +54,13 @@ def written(node: fx.Node) -> set[int]:
 
 
 def reshaped(graph: fx.Graph) -> set[int]:
-    """The storages of tensors whose shape the step changes in place, as `transpose_` does."""
-    views = (n for n in graph.nodes if torch.Tag.inplace_view in getattr(n.target, "tags", ()))
-    return set().union(*map(written, views))
+    """The storages of tensors whose shape the step changes in place."""
+    return set().union(*(written(node) for node in graph.nodes if is_reshape(node)))
+
+
+def is_reshape(node: fx.Node) -> bool:
+    """Whether a node changes the shape of its first argument in place, as `transpose_` does."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
 
 
 def stable(graph: fx.Graph, node: fx.Node, value: Any) -> Any:

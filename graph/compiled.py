@@ -155,9 +155,9 @@ def compile_step(
     paths = tensor_names(root)
     name_placeholders(placeholders, [*traced.inputs, *(paths[id(tensor)] for tensor in tensors)])
     by_shadow = embeddings_by_shadow(root)
+    drop_detach(graph)
     if traced.fits is not None:
         sizes_from_inputs(module)
-    drop_detach(graph)
     drop_double_transpose(graph)
     count = sum(returned.is_tensor)
     with_grad = returned.with_grad if root.training else []

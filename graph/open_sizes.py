@@ -14,7 +14,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..engine.errors import GraphError
-from .alias import external, reshaped
+from .alias import is_reshape
 
 
 def sizes_from_inputs(module: fx.GraphModule) -> None:
@@ -23,7 +23,7 @@ def sizes_from_inputs(module: fx.GraphModule) -> None:
     GraphError where the step changes the shape of an input or of a live tensor in place: no other call has its sizes.
     """
     graph = module.graph
-    if reshaped(graph) & external(graph):
+    if any(is_reshape(node) and node.args[0].op != "call_function" for node in graph.nodes):
         raise GraphError("build changes the shape of an argument, a parameter or a buffer in place")
     read = [node for node in graph.nodes if _is_size(node) and _reads_tensor(node)]
     before = set(graph.nodes)

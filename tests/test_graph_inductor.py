@@ -52,3 +52,17 @@ def test_options_that_inductor_does_not_know_are_refused() -> None:
     graph.compile_dense(no_such_option=1)
     with pytest.raises(GraphError, match=r"compile_dense: TorchInductor could not compile.*no_such_option"):
         graph(id_batches(12, 3)[0])
+
+
+def test_a_step_for_many_sizes_that_is_not_compiled_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tierbed.graph.sizes.OWN", 1)
+    graph = graph_over(embedding(), nn.Linear(8, 1))
+    graph.compile_dense()
+    for training in (True, False):
+        graph.train(training)
+        for rows in (12, 20, 30):
+            graph(id_batches(rows, 3)[0])
+    assert str(graph).count("# compiled step") == 4
+    assert len([record for record in caplog.records if "compile_dense" in record.message]) == 1
