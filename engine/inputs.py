@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import InputError, OptionError
+from .numeric import whole
 from .spec import KEY_TYPES, TableSpec
 
 DEVICES = ("cpu", "cuda")  # that tables live on
@@ -125,11 +126,11 @@ def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
 
 def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
     """A key and its table, which may be None where there is one. Raises InputError."""
-    if isinstance(key, bool) or not isinstance(key, (int, np.integer)):
+    if whole(key) is None:
         raise InputError(f"key of embedding {spec.name!r}: got {key!r}; give one whole number")
     if table is None and spec.num_tables == 1:
         table = 0
-    if isinstance(table, bool) or not isinstance(table, (int, np.integer)) or not 0 <= table < spec.num_tables:
+    if whole(table, 0, spec.num_tables - 1) is None:
         raise InputError(
             f"table of embedding {spec.name!r}: got {table!r}; give the key's, from 0 to {spec.num_tables - 1}"
         )
