@@ -11,9 +11,10 @@ from .errors import OptionError
 
 def whole(value: Any, least: float = -math.inf, most: float = math.inf) -> int | None:
     """A whole number from `least` to `most` as an int; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, Integral):
         return None
-    return int(value)
+    number = int(value)
+    return number if least <= number <= most else None
 
 
 def real(value: Any) -> float | None:
