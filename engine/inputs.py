@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import InputError, OptionError
+from .numeric import whole
 from .spec import KEY_TYPES, TableSpec
 from .tables import choices, table_number
 
@@ -53,6 +54,7 @@ def check_lookup(spec: TableSpec, ids: Any, table_ids: Any = None, offsets: Any 
     where = f"ids of embedding {spec.name!r}"
     if not isinstance(ids, Tensor):
         raise InputError(f"{where}: got {type(ids).__name__}; give a torch.Tensor of {spec.key_type}")
+    _refuse_nested(where, "ids", ids)
     if ids.dtype != spec.key_type:
         raise InputError(
             f"{where}: dtype {ids.dtype}, but key_type is {spec.key_type}; convert them by ids.to({spec.key_type})"
@@ -65,6 +67,7 @@ def check_lookup(spec: TableSpec, ids: Any, table_ids: Any = None, offsets: Any 
         _check_tables_in_order(spec, lookup)
         return lookup
     where = f"table_ids of embedding {spec.name!r}"
+    _refuse_nested(where, "table_ids", table_ids)
     if table_ids.dtype.is_floating_point or table_ids.dtype.is_complex or table_ids.dtype == torch.bool:
         raise InputError(f"{where}: got {table_ids.dtype}; give a torch.Tensor of an integer dtype")
     _check_place(where, "table_ids", table_ids, ids)
@@ -93,6 +96,7 @@ def _check_bags(spec: TableSpec, ids: Tensor, offsets: Any, pooling: Any) -> Non
     where = f"offsets of embedding {spec.name!r}"
     if pooling is None:
         raise InputError(f"{where}: they make bags, and pooling=None pools none; give pooling='sum' or 'mean'")
+    _refuse_nested(where, "offsets", offsets)
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1:
         got = f"{offsets.dtype} {tuple(offsets.shape)}" if isinstance(offsets, Tensor) else type(offsets).__name__
         raise InputError(f"{where}: got {got}; give a 1-D torch.Tensor of int64 or int32")
@@ -126,7 +130,7 @@ def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
 
 def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
     """A key and its table, which may be None where there is one. Raises InputError."""
-    if isinstance(key, bool) or not isinstance(key, (int, np.integer)):
+    if whole(key) is None:
         raise InputError(f"key of embedding {spec.name!r}: got {key!r}; give one whole number")
     if table is None and spec.num_tables == 1:
         table = 0
@@ -145,6 +149,7 @@ def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
     where = f"weights of embedding {spec.name!r}"
     if lookup.pooling is None:
         raise InputError(f"{where}: they weigh the rows of a bag, and pooling=None makes none; give pooling='sum'")
+    _refuse_nested(where, "weights", weights)
     wanted = tuple(lookup.ids.shape)
     if not isinstance(weights, Tensor) or weights.dtype != torch.float32 or tuple(weights.shape) != wanted:
         got = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
@@ -179,6 +184,15 @@ def _check_place(where: str, name: str, values: Tensor, ids: Tensor) -> None:
         raise InputError(f"{where} are on {values.device} and the ids on {ids.device}; give {name}.to(ids.device)")
     if values.layout != torch.strided:
         raise InputError(f"{where} are {values.layout}; give {name}.to_dense()")
+
+
+def _refuse_nested(where: str, name: str, values: Any) -> None:
+    """Raises InputError for a nested tensor."""
+    if isinstance(values, Tensor) and values.is_nested:
+        raise InputError(
+            f"{where} are a nested tensor; make it contiguous(), with layout=torch.jagged, and give {name}.values(), "
+            "and for its bags offsets=ids.offsets() with pooling='sum' or 'mean'"
+        )
 
 
 def keys_from(spec: TableSpec, keys: Any) -> Tensor:

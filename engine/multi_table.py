@@ -9,6 +9,7 @@ import torch
 
 from .embedding import MultiTableMultiColumnEmbedding
 from .errors import OptionError
+from .numeric import whole
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
@@ -27,7 +28,7 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         seed: int = 0,
         output_dtype: torch.dtype = torch.float32,
     ) -> None:
-        if not isinstance(embedding_dim, int):
+        if whole(embedding_dim) is None:
             raise OptionError(
                 f"embedding_dim={embedding_dim!r}: give a whole number, or use MultiTableMultiColumnEmbedding"
             )

@@ -6,12 +6,12 @@ torch.
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any
 
 import torch
 
 from .errors import OptimizerError
+from .numeric import real
 from .optim.kernel import CLIPS
 from .optim.own import LARGEST, SMALLEST, number
 from .optim.rule import Group, Rule, all_rules
@@ -119,8 +119,8 @@ def _check(optimizer: torch.optim.Optimizer, group: Group) -> None:
     unknown = next((name for name in group if name not in optimizer.defaults and name not in (*CLIPS, *_LABELS)), None)
     if unknown is not None:
         raise OptimizerError(
-            f"param group: {unknown}={group[unknown]!r}; {type(optimizer).__name__} has no such setting, and rows do not "
-            f"follow it: leave it out of the embedding's group (rows are clipped by {' and '.join(CLIPS)})"
+            f"param group: {unknown}={group[unknown]!r}; {type(optimizer).__name__} has no such setting, and rows "
+            f"ignore it: leave it out of the embedding's group (rows are clipped by {' and '.join(CLIPS)})"
         )
 
 
@@ -128,9 +128,9 @@ def _clip(group: Group, name: str) -> float:
     value: Any = group.get(name)
     if value is None:
         return 0.0
-    real = isinstance(value, Real) and not isinstance(value, bool)
-    if not real or not SMALLEST <= value <= LARGEST:
+    found = real(value)
+    if found is None or not SMALLEST <= found <= LARGEST:
         raise OptimizerError(
             f"param group: {name}={value!r}; give a number from {SMALLEST:.3g} to {LARGEST:.2g}, or leave it out"
         )
-    return float(value)
+    return float(found)

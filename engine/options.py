@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import OptionError
+from .numeric import budget_option, real, whole, whole_option
 from .plain import PlainDict
 from .store.contract import BUCKETS
 from .store.rocksdb import CACHE_MB, READ_MODES, options_text, require_rocksdb
@@ -57,21 +58,27 @@ class StoreOptions(PlainDict):
                 raise OptionError(
                     f"persistent_path={self.persistent_path!r}: give one folder as a str or Path, or None"
                 )
-            object.__setattr__(self, "persistent_path", os.fspath(self.persistent_path))
-        if self.storage_dim == -1:  # OneFlow's word for "not given"
-            object.__setattr__(self, "storage_dim", None)
+            self._set("persistent_path", os.fspath(self.persistent_path))
+        if whole(self.storage_dim) == -1:  # OneFlow's word for "not given"
+            self._set("storage_dim", None)
         for name in ("capacity", "size_factor", "storage_dim", "ttl_steps"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 63):
-                raise OptionError(f"{name}={value!r}: give a whole number > 0 and < 2**63, or None")
-        size = self.physical_block_size
-        if not isinstance(size, int) or size < 512 or size > 1 << 20 or size & (size - 1):
+            if value is not None:
+                wanted = "a whole number > 0 and < 2**63, or None"
+                self._set(name, whole_option(name, value, wanted, 1, (1 << 63) - 1))
+        size = whole(self.physical_block_size, 512, 1 << 20)
+        if size is None or size & (size - 1):
             raise OptionError(
-                f"physical_block_size={size!r}: give a power of two from 512 to 1048576 bytes, as the disk's block"
+                f"physical_block_size={self.physical_block_size!r}: give a power of two from 512 to 1048576 bytes, as "
+                "the disk's block"
             )
+        self._set("physical_block_size", size)
         if self.open not in OPEN_MODES:
             raise OptionError(f"open={self.open!r}: give one of {', '.join(map(repr, OPEN_MODES))}")
         self._check_lifecycle()
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def _check_lifecycle(self) -> None:
         if self.eviction not in EVICTIONS:
@@ -86,11 +93,12 @@ class StoreOptions(PlainDict):
             raise OptionError(
                 f"ttl_steps={self.ttl_steps}: steps are counted in 32 bits; give less than 2**32, or None"
             )
-        rule = self.admission
-        sights = isinstance(rule, int) and not isinstance(rule, bool) and 2 <= rule <= MOST_SIGHTS
-        if not (rule is None or sights or (isinstance(rule, float) and 0 < rule < 1)):
+        rule = real(self.admission)
+        if rule is not None:
+            self._set("admission", rule)
+        if self.admission is not None and (rule is None or not (0 < rule < 1 or whole(rule, 2, MOST_SIGHTS))):
             raise OptionError(
-                f"admission={rule!r}: give the steps that must look a row up, from 2 to {MOST_SIGHTS}, or a "
+                f"admission={self.admission!r}: give the steps that must look a row up, from 2 to {MOST_SIGHTS}, or a "
                 "probability > 0 and < 1, or None to keep every row"
             )
 
@@ -138,8 +146,8 @@ class CachedHostMemOptions(StoreOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_budget("cache_budget_mb", self.cache_budget_mb, zero=False)
-        _check_budget("overflow_mb", self.overflow_mb, zero=False)
+        for name in ("cache_budget_mb", "overflow_mb"):
+            self._set(name, budget_option(name, getattr(self, name), zero=False))
         if self.cache_policy not in CACHE_POLICIES:
             raise OptionError(f"cache_policy={self.cache_policy!r}: give one of {', '.join(map(repr, CACHE_POLICIES))}")
 
@@ -173,41 +181,27 @@ class CachedSsdOptions(CachedHostMemOptions):
     def __post_init__(self) -> None:
         require_rocksdb()
         super().__post_init__()
-        _check_budget("host_cache_budget_mb", self.host_cache_budget_mb, zero=True)
-        shards = self.shards
-        whole = isinstance(shards, int) and not isinstance(shards, bool)
-        if shards is not None and not (whole and 1 <= shards <= BUCKETS):
-            raise OptionError(f"shards={shards!r}: give a whole number from 1 to {BUCKETS}, or None")
+        self._set("host_cache_budget_mb", budget_option("host_cache_budget_mb", self.host_cache_budget_mb, zero=True))
+        if self.shards is not None:
+            wanted = f"a whole number from 1 to {BUCKETS}, or None"
+            self._set("shards", whole_option("shards", self.shards, wanted, 1, BUCKETS))
         if self.read_mode not in READ_MODES:
             raise OptionError(f"read_mode={self.read_mode!r}: give one of {', '.join(map(repr, READ_MODES))}")
         if self.read_mode == "direct":
-            if self.rocksdb_cache_mb is None:
-                object.__setattr__(self, "rocksdb_cache_mb", CACHE_MB)
-            _check_budget("rocksdb_cache_mb", self.rocksdb_cache_mb, zero=True)
+            cache_mb = CACHE_MB if self.rocksdb_cache_mb is None else self.rocksdb_cache_mb
+            self._set("rocksdb_cache_mb", budget_option("rocksdb_cache_mb", cache_mb, zero=True))
         elif self.rocksdb_cache_mb is not None:
             raise OptionError(
                 f"rocksdb_cache_mb={self.rocksdb_cache_mb!r}: with read_mode={self.read_mode!r} the page cache has the "
                 "blocks; give read_mode='direct', or leave it out"
             )
-        if isinstance(self.io_threads, bool) or not isinstance(self.io_threads, int) or not 1 <= self.io_threads <= 64:
-            raise OptionError(f"io_threads={self.io_threads!r}: give a whole number from 1 to 64")
+        self._set("io_threads", whole_option("io_threads", self.io_threads, "a whole number from 1 to 64", 1, 64))
         if not isinstance(self.async_io, bool):
             raise OptionError(f"async_io={self.async_io!r}: give True or False")
         if self.rocksdb_options is not None:
-            object.__setattr__(self, "rocksdb_options", options_text(self.rocksdb_options))
+            self._set("rocksdb_options", options_text(self.rocksdb_options))
         if self.persistent_path is None:
             raise OptionError("persistent_path=None: cached_ssd keeps rows on disk; give a folder on the SSD")
-
-
-def _check_budget(name: str, value: Any, zero: bool) -> None:
-    good = (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and (value > 0 or (zero and value == 0))
-        and value < 1 << 40
-    )
-    if not good:
-        raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0")
 
 
 Path_ = str | os.PathLike[str]

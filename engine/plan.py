@@ -13,6 +13,7 @@ from torch import Tensor
 from . import _core
 from ._core import WAY_BYTES, WAYS
 from .errors import InputError, OptionError
+from .numeric import real, whole, whole_option
 from .ops.naive import MASK64
 from .stack_distance import Model, Sample
 from .store.contract import BUCKETS
@@ -59,10 +60,10 @@ class Plan:
 
     def rows(self, budget_mb: float) -> int:
         """Lines of a cache of `cache_budget_mb=budget_mb`. Raises OptionError for fewer than LEAST."""
-        number = isinstance(budget_mb, (int, float)) and not isinstance(budget_mb, bool)
-        if not number or not self.bytes(LEAST) / MB <= budget_mb < 1 << 40:
+        budget = real(budget_mb)
+        if budget is None or not self.bytes(LEAST) / MB <= budget < 1 << 40:
             raise OptionError(f"budget_mb={budget_mb!r}: give a number of MiB from {self.bytes(LEAST) / MB:.3f} on")
-        return int(budget_mb * MB) // self.bytes(WAYS) * WAYS
+        return int(budget * MB) // self.bytes(WAYS) * WAYS
 
     def bytes(self, rows: int) -> int:
         """That a cache of so many lines takes."""
@@ -77,16 +78,17 @@ class Plan:
             raise OptionError(f"budget_mb={budget_mb!r}, rows={rows!r}: give one of them")
         if budget_mb is not None:
             rows = self.rows(budget_mb)
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < LEAST:
+        lines = whole(rows, least=LEAST)
+        if lines is None:
             raise OptionError(f"rows={rows!r}: give a whole number of lines, {LEAST} or more")
-        return self._mean(rows, self._of_table(table))
+        return self._mean(lines, self._of_table(table))
 
     def curve(self, table: int | None = None, points: int = 32) -> Curve:
         """The miss ratio from small caches to one for every row that was seen, sizes in equal ratios.
 
         With `table`, of that table's rows, in the cache that all tables share. Raises OptionError.
         """
-        if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+        if whole(points, least=2) is None:
             raise OptionError(f"points={points!r}: give a whole number, 2 or more")
         of = self._of_table(table)
         most = max(2 * int(self.seen.sum()), 2 * LEAST)
@@ -136,7 +138,7 @@ class Plan:
     def _of_table(self, table: int | None) -> NDArray[np.bool_]:
         if table is None:
             return self._counted
-        if isinstance(table, bool) or not isinstance(table, int) or not 0 <= table < len(self.seen):
+        if whole(table, 0, len(self.seen) - 1) is None:
             raise OptionError(f"table={table!r}: tables run from 0 to {len(self.seen) - 1}")
         if not self.uses[table]:
             raise OptionError(f"table={table}: the trace has no ids of it; give a longer one, or more samples")
@@ -168,19 +170,21 @@ def plan(
 
     Raises OptionError for arguments and InputError for batches that cannot be.
     """
-    for name, value, least in (("dim", dim, 1), ("state", state, 0), ("tables", tables, 1), ("warmup", warmup, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise OptionError(f"{name}={value!r}: give a whole number >= {least}")
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1024:
-        raise OptionError(f"samples={samples!r}: give a whole number >= 1024")
-    if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, int)):
-        raise OptionError(f"padding_idx={padding_idx!r}: give a whole number, or None")
-    padding = None if padding_idx is None else padding_idx & MASK64
+    dim, tables = _count("dim", dim, 1), _count("tables", tables, 1)
+    state, warmup = _count("state", state, 0), _count("warmup", warmup, 0)
+    samples = _count("samples", samples, 1024)
+    padding = None
+    if padding_idx is not None:
+        padding = whole_option("padding_idx", padding_idx, "a whole number, or None") & MASK64
     sample = Sample(samples)
     for number, item in enumerate(trace):
         keys, table_ids = _ids(item, tables, f"batch {number} of trace")
         sample.add(_core.Batch([(keys, table_ids, None)], tables, padding))
     return Plan(sample, dim, state, tables, warmup)
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    return whole_option(name, value, f"a whole number >= {least}", least)
 
 
 def _estimates(tables: NDArray[np.int64], count: int, rate: float) -> NDArray[np.int64]:

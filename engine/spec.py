@@ -14,6 +14,7 @@ import torch
 from . import _core
 from .errors import OptionError
 from .initializers import AnyTableOptions, InitialValues, as_arrays, make_table_options
+from .numeric import whole, whole_option
 from .row_state import RowState
 from .store.durable import is_folder_name
 from .tables import FIELD, check_distinct, labels_of
@@ -118,18 +119,14 @@ def check_name(name: Any) -> str:
 
 def check_columns(embedding_dim: Any) -> tuple[int, ...]:
     """The widths of the column groups of `embedding_dim`, an int or a sequence of them. Raises OptionError."""
-    columns = (embedding_dim,) if isinstance(embedding_dim, int) else embedding_dim
-    good = isinstance(columns, (list, tuple)) and columns
-    if (
-        not good
-        or any(isinstance(c, bool) or not isinstance(c, int) or c <= 0 for c in columns)
-        or sum(columns) > 1 << 16
-    ):
+    given = embedding_dim if isinstance(embedding_dim, (list, tuple)) else [embedding_dim]
+    columns = tuple(width for one in given if (width := whole(one, least=1)) is not None)
+    if not columns or len(columns) != len(given) or sum(columns) > 1 << 16:
         raise OptionError(
             f"embedding_dim={embedding_dim!r}: give a whole number from 1 to 65536, or a list of them for several "
             f"columns"
         )
-    return tuple(columns)
+    return columns
 
 
 def check_key_type(key_type: Any) -> torch.dtype:
@@ -146,9 +143,7 @@ def check_dtype(dtype: Any) -> None:
 
 
 def check_seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-        raise OptionError(f"seed={seed!r}: give a whole number of 64 bits")
-    return seed
+    return whole_option("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1)
 
 
 def check_padding(padding_idx: Any, key_type: torch.dtype) -> int | None:
@@ -156,8 +151,5 @@ def check_padding(padding_idx: Any, key_type: torch.dtype) -> int | None:
     if padding_idx is None:
         return None
     limits = torch.iinfo(key_type)
-    if isinstance(padding_idx, bool) or not isinstance(padding_idx, int) or not limits.min <= padding_idx <= limits.max:
-        raise OptionError(
-            f"padding_idx={padding_idx!r}: give a whole number from {limits.min} to {limits.max}, or None"
-        )
-    return padding_idx
+    wanted = f"a whole number from {limits.min} to {limits.max}, or None"
+    return whole_option("padding_idx", padding_idx, wanted, limits.min, limits.max)

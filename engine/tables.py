@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
-
 from .errors import OptionError
+from .numeric import whole
 
 FIELD = "table_names"  # of a description: a name or None for each table; rows stored without it have no names
 LONGEST = 200
@@ -62,8 +61,7 @@ def table_number(given: Any, names: Names) -> int | None:
     """The table that a number or a name says; None where there is none such."""
     if isinstance(given, str):
         return names.index(given) if given in names else None
-    whole = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
-    return int(given) if whole and 0 <= given < len(names) else None
+    return whole(given, 0, len(names) - 1)
 
 
 def choices(names: Names) -> str:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.interrupts import uninterrupted
+from ..engine.numeric import whole
 from . import checkpoint
 from .ahead import Announcer
 from .attempt import FailedForSizes
@@ -117,7 +118,8 @@ class Graph(nn.Module):
 
         Calls before the last read rows as they are; those of all calls are brought up and pinned together at the last.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        every = whole(steps, least=1)
+        if every is None:
             raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
         if self.__end.steps:
             raise OptimizerError(
@@ -125,7 +127,7 @@ class Graph(nn.Module):
                 "change it after the last of them, or call drop_grads() first"
             )
         self.__refuse_recorded("accumulate_grads", steps > 1)
-        self.__end.every = steps
+        self.__end.every = every
 
     def drop_grads(self) -> None:
         """Forget the gradients of accumulated calls that wait for their update, as those of an epoch's remainder."""
@@ -214,7 +216,7 @@ class Graph(nn.Module):
         The steps are those of `run(batches, ahead=ahead)` and train as they do, to the same bits. `print` shows time
         by stage; `by_op()` and `chrome_trace(path)` have each op. Raises what `run` raises.
         """
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        if steps is not None and whole(steps, least=1) is None:
             raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
         self.__timer = Timer()
         try:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import InputError
 from ..engine.interrupts import uninterrupted
+from ..engine.numeric import whole
 from ..engine.prefetch import WINDOW
 from .progress import Progress
 
@@ -61,9 +62,10 @@ class Run(Iterator[Any]):
         left: list[None],
     ) -> None:
         """left: gets an item where this is collected without having ended, which may be at any time, in any thread."""
-        if isinstance(ahead, bool) or not isinstance(ahead, int) or not 0 <= ahead <= WINDOW:
+        most = whole(ahead, 0, WINDOW)
+        if most is None:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}")
-        self._graph, self._announce, self._ahead = graph, announce, ahead
+        self._graph, self._announce, self._ahead = graph, announce, most
         self._batches = iterate(batches)
         self._window: deque[Any] = deque()
         self._tensors: deque[list[Tensor]] = deque()  # of the window's batches, up to where Ctrl-C came between

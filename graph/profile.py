@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..engine.errors import InputError
+from ..engine.numeric import whole
 from .checkpoint import path_of
 from .listing import describe
 from .stages import STAGES, stages
@@ -107,7 +108,7 @@ class Profile:
 
     def by_op(self, most: int = 20) -> str:
         """A table of the `most` ops that took longest, each by its name in `print(graph)`. InputError for most < 1."""
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        if whole(most, least=1) is None:
             raise InputError(f"most={most!r}: give a whole number of ops > 0")
         spent: dict[Op, int] = {}
         for step in self._steps:

@@ -106,16 +106,36 @@ def call_key(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec
     key: list[Hashable] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
+            if leaf.is_nested:
+                raise _no_argument(leaves, build, spec, i)
             key.append((_DESCRIBE(leaf), leaf.layout, leaf.stride()))
         elif is_plain(leaf):
             # repr: 0.0 equals -0.0, and nan not even itself
             key.append((type(leaf), repr(leaf) if isinstance(leaf, _INEXACT) else leaf))
         else:
-            raise GraphError(
-                f"argument {argument_name(build, spec, i)} is a {type(leaf).__name__}, which cannot be compared by "
-                "value; pass tensors, numbers, strings, or lists, tuples and dicts of them, and assign modules to self"
-            )
+            raise _no_argument(leaves, build, spec, i)
     return tuple(key)
+
+
+def _no_argument(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec, index: int) -> GraphError:
+    """For an argument that a step cannot take."""
+    leaf, name = leaves[index], argument_name(build, spec, leaves, index)
+    if isinstance(leaf, Tensor):
+        return GraphError(
+            f"argument {name} is a nested tensor, which a static graph does not hold; make it contiguous(), with "
+            "layout=torch.jagged, and pass its values() and offsets() as two arguments"
+        )
+    if isinstance(leaf, np.ndarray):
+        return GraphError(f"argument {name} is a NumPy array, which a step would freeze; pass torch.from_numpy({name})")
+    return GraphError(
+        f"argument {name} is a {type(leaf).__name__}, which cannot be compared by value; pass tensors, numbers, "
+        f"strings, or lists, tuples and dicts of them, assign modules to self, and {register(leaf)}"
+    )
+
+
+def register(value: Any) -> str:
+    """How objects of a class of the user's are taken apart, as the end of a message."""
+    return f"make a class of fields a dataclass and call torch.export.register_dataclass({type(value).__name__}) once"
 
 
 def without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
@@ -127,16 +147,24 @@ def without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashabl
     return tuple(sizeless)
 
 
-def argument_name(build: Callable[..., Any], spec: pytree.TreeSpec, index: int) -> str:
+def argument_name(build: Callable[..., Any], spec: pytree.TreeSpec, leaves: list[Any], index: int) -> str:
     """How the user wrote leaf number `index`: `ids`, `batch['user']`."""
-    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
-    path: Any = paths[index][0]
-    kind, argument, *rest = path
-    if kind.idx == 1:
-        return argument.key + pytree.keystr(tuple(rest))
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
     names = list(inspect.signature(build).parameters)
-    name = names[argument.idx] if argument.idx < len(names) else f"number {argument.idx}"
-    return name + pytree.keystr(tuple(rest))
+    names += [f"number {i}" for i in range(len(names), len(args))]
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        count = len(pytree.tree_leaves(value))
+        if index < count:
+            return name + _path(value, index)
+        index -= count
+    raise IndexError(index)
+
+
+def _path(value: Any, index: int) -> str:
+    try:
+        return pytree.keystr(pytree.tree_flatten_with_path(value)[0][index][0])
+    except ValueError:  # it has an object of a class that was registered without names of its fields
+        return ""
 
 
 def is_plain(value: Any) -> bool:

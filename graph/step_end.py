@@ -20,6 +20,7 @@ from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import GraphError, OptimizerError
 from ..engine.inputs import Lookup
 from ..engine.interrupts import uninterrupted
+from ..engine.numeric import real
 from ..engine.optim.own import LARGEST, SMALLEST
 from ..engine.row_gradients import RowGradients
 from .dense import dense_step
@@ -207,9 +208,10 @@ def positive(name: str, value: float | None) -> float | None:
     """OptimizerError for what is neither None nor a number above 0 that float32 holds with full precision."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not SMALLEST <= value < LARGEST:
+    number = real(value)
+    if number is None or not SMALLEST <= number < LARGEST:
         raise OptimizerError(f"{name}={value!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or None")
-    return float(value)
+    return float(number)
 
 
 def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> list[Tensor]:

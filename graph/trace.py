@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -34,7 +35,7 @@ from .. import engine
 from ..engine.errors import GraphError
 from .alias import is_random
 from .names import name_of, tensor_names
-from .signature import argument_name, is_plain
+from .signature import argument_name, is_plain, register
 from .sizes import Fits
 from .swap import changed_setting, swapped, unused_grads
 
@@ -109,8 +110,8 @@ def trace(
         for i in where:
             if arguments[i].grad is not None:
                 raise GraphError(
-                    f"argument {argument_name(root.build, spec, i)} requires grad, but a graph keeps no gradient of "
-                    "its arguments; pass it detached, or use torch.autograd.grad in build"
+                    f"argument {argument_name(root.build, spec, leaves, i)} requires grad, but a graph keeps no "
+                    "gradient of its arguments; pass it detached, or use torch.autograd.grad in build"
                 )
         values, out_spec = pytree.tree_flatten(result)
         outputs = [value for value in values if isinstance(value, Tensor)]
@@ -141,7 +142,7 @@ def trace(
                 if _is_data_dependent(error):
                     raise GraphError(
                         f"{_line(error)} needs the value of a tensor, and a static graph is recorded without values; "
-                        "use torch.where or a mask, or compute it outside and pass it to the graph"
+                        f"{_remedy(error)}"
                     ) from error
                 if isinstance(error, ZeroDivisionError) and _is_of_torch(error):
                     raise GraphError(
@@ -154,7 +155,7 @@ def trace(
         node.meta[LIVE] = True
     assert returned is not None
     fits = None if shapes is None else _fits(shapes, fakes[: len(inputs)])
-    return Trace(module, returned, [argument_name(root.build, spec, i) for i in where], fits)
+    return Trace(module, returned, [argument_name(root.build, spec, leaves, i) for i in where], fits)
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, changing: set[tuple[int, int]] | None) -> FakeTensor:
@@ -179,7 +180,8 @@ def _fits(shapes: ShapeEnv, fakes: Sequence[Any]) -> Fits:
 def _constant(value: Any) -> Any:
     if not is_plain(value):
         raise GraphError(
-            f"build returns a {type(value).__name__}; return tensors, plain values, and lists, tuples and dicts of them"
+            f"build returns a {type(value).__name__}; return tensors, plain values, and lists, tuples and dicts of "
+            f"them, or {register(value)}"
         )
     return value
 
@@ -289,6 +291,14 @@ def _is_data_dependent(error: Exception) -> bool:
         return True
     asked = ("get value out of a tracing tensor", ".numpy() is not supported for tensor subclasses")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in asked)
+
+
+def _remedy(error: Exception) -> str:
+    """For a step that needs the value of a tensor."""
+    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    if any(isinstance(owner, _BatchNorm) and owner.momentum is None for owner in owners):
+        return "give the batch norm a momentum, such as 0.1: with momentum=None it divides by a count of its batches"
+    return "use torch.where or a mask, or compute it outside and pass it to the graph"
 
 
 def _is_of_torch(error: Exception) -> bool:

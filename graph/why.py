@@ -88,7 +88,7 @@ def facts(
     found: Facts = {}
     for i, leaf in enumerate(leaves):
         value = _describe(leaf) if isinstance(leaf, Tensor) else repr(leaf)
-        found["argument", argument_name(root.build, spec, i)] = value
+        found["argument", argument_name(root.build, spec, leaves, i)] = value
     found["arguments", ""] = _Object("structure of lists, tuples, dicts and keywords", str(spec))
     found["gradient mode", ""] = torch.is_grad_enabled()
     found["default dtype", ""] = torch.get_default_dtype()

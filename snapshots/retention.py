@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from ..engine.errors import OptionError, SnapshotError
+from ..engine.errors import SnapshotError
+from ..engine.numeric import whole_option
 from ..engine.store.durable import TEMPORARY, fsync_dir, remove_folder
 from ..engine.store.folder import StoreFolder
 from .reader import Snapshot, list_snapshots
@@ -27,9 +28,9 @@ def plan_prune(
     them. `base`, which live rows go back to after a kill, and all that a kept snapshot goes over are kept as well.
     Raises OptionError, and SnapshotError where a kept one lacks a parent.
     """
-    _check_count("keep_last", keep_last)
+    keep_last = whole_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
-        _check_count("keep_every", keep_every)
+        keep_every = whole_option("keep_every", keep_every, "a whole number from 1", 1)
     wanted = {s.name for s in snapshots[-keep_last:]} | {base}
     reached = -1
     for snapshot in snapshots:
@@ -72,8 +73,3 @@ def remove_snapshot(folder: Path) -> None:
             remove_folder(temporary)
     except OSError as error:
         raise SnapshotError(f"snapshot {str(folder)!r} cannot be removed: {error}") from error
-
-
-def _check_count(argument: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{argument}={value!r}: give a whole number from 1")

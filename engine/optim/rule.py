@@ -33,7 +33,8 @@ def decayed(
 
 def quotient(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
     """a / b, or 0 where b is 0 and a thus 0, or so small that its square was."""
-    return a / np.where(b == 0, np.float32(2.0**127), b)
+    divisor: NDArray[np.float32] = np.where(b == 0, np.float32(2.0**127), b)
+    return a / divisor
 
 
 def _zeros(group: Group) -> Mapping[str, float]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import _core
 from ..errors import OptionError, StoreError
+from ..numeric import real
 from .contract import Chunks, Found, Keys, Lines, Tables, row_dtype
 from .durable import fsync_dir, make_folder
 
@@ -79,13 +80,14 @@ def _value(name: object, value: Any) -> str:
         return "{" + ";".join(f"{inner}={_value(inner, of_inner)}" for inner, of_inner in value.items()) + "}"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if not isinstance(name, str) or not isinstance(value, (str, int, float)):
+    given = value if isinstance(value, str) else real(value)
+    if not isinstance(name, str) or given is None:
         raise OptionError(f"rocksdb_options: {name}={value!r}: give a name and a str, int, float, bool or dict")
     if not name.isidentifier() or (isinstance(value, str) and set(value) & set(";={}")):
         raise OptionError(
             f"rocksdb_options: {name}={value!r}: give one option a name, and a dict where an option has fields"
         )
-    return str(value)
+    return str(given)
 
 
 class LiveFile(NamedTuple):

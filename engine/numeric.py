@@ -1,0 +1,40 @@
+"""Numbers as users give them: of Python or of NumPy, and neither bools nor arrays."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+from .errors import OptionError
+
+
+def whole(value: Any, least: float = -math.inf, most: float = math.inf) -> int | None:
+    """A whole number from `least` to `most` as an int; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    number = int(value)
+    return number if least <= number <= most else None
+
+
+def real(value: Any) -> float | None:
+    """A number as a float, or as an int where it is whole; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def whole_option(name: str, value: Any, wanted: str, least: float = -math.inf, most: float = math.inf) -> int:
+    """The option `name` as an int from `least` to `most`. OptionError for anything else, saying what is `wanted`."""
+    number = whole(value, least, most)
+    if number is None:
+        raise OptionError(f"{name}={value!r}: give {wanted}")
+    return number
+
+
+def budget_option(name: str, value: Any, zero: bool) -> float:
+    """The option `name`, a number of MiB that may be `zero` or not. OptionError."""
+    number = real(value)
+    if number is None or not (number > 0 or (zero and number == 0)) or number >= 1 << 40:
+        raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0")
+    return number
