@@ -86,11 +86,15 @@ def import_(
 
     Example: tierbed snapshot import store/users pretrained model.pt --tensor emb.weight
     """
+    from ..engine.errors import StoreError
     from ..snapshots.exchange.importing import import_snapshot
     from ..snapshots.status import existing_store
 
     if not create:
-        existing_store(store)
+        try:
+            existing_store(store)
+        except StoreError as error:
+            raise StoreError(f"{error}; or add --create to make one there") from None
     begin = time.monotonic()
     names: str | list[str] | None = tensor[0] if tensor and len(tensor) == 1 else tensor or None
     ids = None if table_ids is None else table_of(table_ids)

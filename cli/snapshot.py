@@ -113,6 +113,7 @@ def inspect(
     Example: tierbed snapshot inspect store/users before-retraining --plot users.png
     """
     from ..engine.tables import label_of, names_in
+    from ..snapshots.format import with_named_hyper
     from ..snapshots.row import plain_row
     from ..snapshots.summary import summarise
 
@@ -128,10 +129,11 @@ def inspect(
         draw(summary, f"{name}, step {snapshot.description['step']:,}", plot, names)
     figures = {**entry(name, snapshot.manifest), **summary.figures}
     first = [plain_row(row, snapshot.description) for row in summary.first]
+    description = with_named_hyper(snapshot.description)
     if as_json:
-        print_json({**figures, "description": snapshot.description, "first_rows": first})
+        print_json({**figures, "description": description, "first_rows": first})
         return
-    described = {"embedding" if field == "name" else field: of for field, of in snapshot.description.items()}
+    described = {"embedding" if field == "name" else field: of for field, of in description.items()}
     figures["rows_by_table"] = {label_of(table, names): count for table, count in figures["rows_by_table"].items()}
     print_fields({**figures, **described})
     for row in first:

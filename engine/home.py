@@ -50,7 +50,7 @@ class TableHome:
         self.options = options
         self._processor = processor_of(device, options)
         path = options.persistent_path
-        self.folder = None if path is None else StoreFolder(Path(path) / spec.name)
+        self.folder = None if path is None else StoreFolder(Path(path) / spec.name, f"embedding {spec.name!r}")
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._fresh = options.open == "fresh"
         self._scratch = False  # whether the live rows in the folder differ from the table's

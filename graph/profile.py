@@ -19,6 +19,7 @@ from ..engine.numeric import whole
 from .checkpoint import path_of
 from .listing import describe
 from .stages import STAGES, stages
+from .waiting import Waiting
 from .why import Compiles
 
 _CLOCK = "_clock"
@@ -83,8 +84,8 @@ class Profile:
     not part of the stages.
     """
 
-    def __init__(self, name: str, steps: list[Step]) -> None:
-        self._name, self._steps = name, steps
+    def __init__(self, name: str, steps: list[Step], waiting: Waiting) -> None:
+        self._name, self._steps, self._waiting = name, steps, waiting
         self.steps = len(steps)
         self.compile_seconds = sum(step.compiling for step in steps) / 1e9
         spent: dict[str, int] = dict.fromkeys(["loader", *STAGES, _AROUND], 0)
@@ -96,7 +97,8 @@ class Profile:
         self.stages = {stage: ns / 1e9 for stage, ns in spent.items() if ns}
 
     def __str__(self) -> str:
-        """A table: for each stage the total, the mean of a step and the share."""
+        """A table: for each stage the total, the mean of a step and the share. Below it, where it is so, that threads
+        waited for a core."""
         seconds = sum(self.stages.values())
         rows = [*self.stages.items(), ("step", seconds)]
         lines = [f"{self._name}: {self.steps} steps", f"{'':14}{'total ms':>11}{'mean ms':>11}{'share':>8}"]
@@ -104,7 +106,7 @@ class Profile:
             lines.append(f"{name:14}{self._figures(spent, seconds)}")
         if self.compile_seconds:
             lines.append(f"and {self.compile_seconds:.2f} s to compile and to put the clock in, not counted above")
-        return "\n".join(lines)
+        return "\n".join([*lines, *filter(None, [self._waiting.advice])])
 
     def by_op(self, most: int = 20) -> str:
         """A table of the `most` ops that took longest, each by its name in `print(graph)`. InputError for most < 1."""
@@ -152,14 +154,16 @@ def profile(
     """`run` on all the batches; its steps go through `timer`."""
     drawn: list[Span] = []
     steps: list[Step] = []
-    running = run(_timed(batches, drawn))
-    begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
-    for _ in running:
-        span, compiling = Span(begin, perf_counter_ns()), _compiling(compiles, timer) - compiled
-        steps.append(Step(span, list(drawn), compiling, timer.take()))
-        drawn.clear()
+    waiting = Waiting()
+    with waiting.watch():
+        running = run(_timed(batches, drawn))
         begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
-    return Profile(name, steps)
+        for _ in running:
+            span, compiling = Span(begin, perf_counter_ns()), _compiling(compiles, timer) - compiled
+            steps.append(Step(span, list(drawn), compiling, timer.take()))
+            drawn.clear()
+            begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
+    return Profile(name, steps, waiting)
 
 
 def _compiling(compiles: Compiles, timer: Timer) -> int:

@@ -14,6 +14,7 @@ from ..engine.errors import SnapshotError
 from ..engine.tables import Names, labels_of, names_in, names_of_both
 from .aligned import Rows, aligned, among, sort_keys
 from .exchange.columns import EMBEDDING, Columns
+from .format import with_named_hyper
 from .reader import Snapshot
 
 Sort = Literal["added", "changed", "gone"]
@@ -36,7 +37,8 @@ class Comparison:
     `added`, `changed`, `gone`: rows by table id; a row is changed where any of its bytes is, state, updates and step
     included. `same`: rows that are not. `largest`: by "embedding" and state, the greatest absolute difference over the
     rows of both, infinite where a number met NaN; states are compared where both have the same ones. `fields`: of the
-    descriptions, what each has, where they differ. `names` of the tables. `first`: the first rows that differ.
+    descriptions, what each has, where they differ, of `hyper` the numbers that do. `names` of the tables.
+    `first`: the first rows that differ.
     """
 
     fields: dict[str, tuple[Any, Any]]
@@ -75,13 +77,22 @@ def compare(
             f"snapshots {before.name!r} and {after.name!r} cannot be compared: their tables are {tables[0]} and "
             f"{tables[1]}; compare snapshots of one embedding"
         )
-    fields = {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
+    fields = _differing(with_named_hyper(old), with_named_hyper(new))
+    was, now = fields.get("hyper", (None, None))
+    if isinstance(was, dict) and isinstance(now, dict):
+        numbers = _differing(was, now)
+        fields["hyper"] = ({n: was[n] for n in was if n in numbers}, {n: now[n] for n in now if n in numbers})
     counter = _Counter(Comparison(fields, names), Columns(new), not fields.keys() & {"states", "state_widths"}, first)
     for _, left, right in aligned(before.chunks(), after.chunks()):
         counter.add(left, right)
         if progress is not None:
             progress(sum(len(rows) for rows in (left, right) if rows is not None))
     return counter.result
+
+
+def _differing(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """By name, what each has."""
+    return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
 
 
 class _Counter:

@@ -78,6 +78,12 @@ class Manifest:
     created: int
     sequence: int
 
+    def __repr__(self) -> str:
+        held = {} if self.rocksdb is None else self.rocksdb.files
+        files = f"{len(self.files) + len(held)} files of {self.total_bytes:,} bytes"
+        step = self.description["step"]
+        return f"<{self.kind} snapshot of {self.description['name']!r}: {self.rows:,} rows at step {step:,}, {files}>"
+
     @property
     def width(self) -> int:
         """Floats in a row, optimizer state included."""
@@ -223,6 +229,15 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     _require(found == states, f"description has 'states' and 'state_widths' {found}, and rule {name!r} has {states}")
     given, taken = len(value["hyper"]), len(rule.kernel.all_hypers) + len(CLIPS)
     _require(given in (0, taken), f"description has 'hyper' of {given} numbers, and rule {name!r} takes {taken}")
+
+
+def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:
+    """The description with `hyper` as numbers by name; as the list that is stored where the rule is not known here."""
+    try:
+        names = (*rule_named(description["optimizer"]).kernel.all_hypers, *CLIPS)
+    except KeyError:
+        return description
+    return {**description, "hyper": dict(zip(names, description["hyper"], strict=False))}  # of no number yet, or all
 
 
 def _is_count(value: Any) -> bool:

@@ -103,6 +103,15 @@ def test_mistyped_store_is_not_created(tmp_path: Path, capsys: pytest.CaptureFix
     assert [entry.name for entry in tmp_path.rglob("*")] == ["other"]
 
 
+def test_an_import_into_what_is_no_store_names_the_option_that_makes_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "rows.npy", np.ones((3, 2), np.float32))
+    cli = Cli(tmp_path / "new", capsys)
+    assert "or add --create to make one there" in cli.fails("import", "a", str(tmp_path / "rows.npy"))
+    assert cli.json("import", "a", str(tmp_path / "rows.npy"), "--create")["rows"] == 3
+
+
 def test_list_shows_sound_and_damaged_snapshots(cli: Cli) -> None:
     assert cli.json("list") == {"snapshots": [], "damaged": {}}
     save(cli.store / "snapshots" / "[red]b", step=5)
@@ -129,7 +138,9 @@ def test_inspect_counts_rows_and_updates(cli: Cli) -> None:
     tables = [int(row["table"]) for row in rows]
     assert summary["rows_by_table"] == {str(table): tables.count(table) for table in sorted(set(tables))}
     assert summary["updates"] == {"min": updates[0], "median": updates[(len(updates) - 1) // 2], "max": updates[-1]}
-    assert summary["description"] == description()
+    clips = {"clip_grad_value": 0.0, "clip_grad_row_norm": 0.0}
+    hyper = {"lr": 0.1, "weight_decay": 0.0, "maximize": 0.0, "eps": 1e-10, **clips}
+    assert summary["description"] == description(hyper=hyper)
     code, out, _ = cli.run("inspect", "a")
     assert code == 0
     lines = dict(line.split(maxsplit=1) for line in out.splitlines())

@@ -105,6 +105,20 @@ def test_rows_of_another_optimizer_are_compared_by_their_embeddings(cli: Cli) ->
     assert {"optimizer", "states", "width"} <= found["fields"].keys()
 
 
+def test_settings_of_the_optimizer_differ_by_their_names(cli: Cli) -> None:
+    write(cli.store, "after", rows(), hyper=[0.05, 0.0, 0.0, 1e-10, 0.0, 1.0])
+    fields = different(cli, "before", "after")["fields"]
+    assert fields == {"hyper": [{"lr": 0.1, "clip_grad_row_norm": 0.0}, {"lr": 0.05, "clip_grad_row_norm": 1.0}]}
+    assert '{"lr": 0.1, "clip_grad_row_norm": 0.0} -> {"lr": 0.05' in cli.says("diff", "before", "after", code=1)
+
+
+def test_settings_of_an_optimizer_that_is_not_known_here_stay_numbers(cli: Cli) -> None:
+    for name, lr in (("other", 0.1), ("another", 0.2)):
+        write(cli.store, name, rows(), optimizer="lamb", hyper=[lr, 3.0])
+    assert different(cli, "other", "another")["fields"] == {"hyper": [[0.1, 3.0], [0.2, 3.0]]}
+    assert cli.json("inspect", "other")["description"]["hyper"] == [0.1, 3.0]
+
+
 def test_what_cannot_be_compared_exits_with_2(cli: Cli) -> None:
     save(cli.store / "snapshots" / "other", width=8)
     assert "their columns is [3] and [4]" in cli.fails("diff", "before", "other", code=2)

@@ -29,7 +29,7 @@ def test_folder_is_created_with_its_parents(tmp_path: Path) -> None:
 def test_second_holder_in_the_same_process_is_refused_and_told_by_whom(tmp_path: Path) -> None:
     with (
         StoreFolder(tmp_path),
-        pytest.raises(StoreError, match=f"{tmp_path.name}.*in use by process {os.getpid()}: close"),
+        pytest.raises(StoreError, match=f"{tmp_path.name}.*in use by process {os.getpid()}, this one, where a StoreF"),
     ):
         StoreFolder(tmp_path)
     StoreFolder(tmp_path).release()

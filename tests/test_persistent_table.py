@@ -189,7 +189,7 @@ def test_a_running_trainer_is_read_and_not_written(tmp_path: Path) -> None:
         train(embedding, [1, 2])
         embedding.save_snapshot("s")
         assert len(read_all(tmp_path / "rows", "s", *KINDS, DIM)) == 2
-        with pytest.raises(StoreError, match="in use by process"):
+        with pytest.raises(StoreError, match="this one, where embedding 'rows' has it open: close that first"):
             make_persistent_table_writer(tmp_path / "rows", "t", *KINDS, DIM)
 
 

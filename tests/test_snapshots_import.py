@@ -24,6 +24,13 @@ from tierbed.snapshots.exchange.importing import import_snapshot
 from tierbed.snapshots.exchange.sources import open_source
 
 
+def test_what_an_import_returns_is_no_wall_of_files(tmp_path: Path) -> None:
+    manifest = import_snapshot(tmp_path / "rows", "a", np.ones((1000, 2), np.float32))
+    assert len(manifest.files) == 64
+    size = f"64 files of {manifest.total_bytes:,} bytes"
+    assert repr(manifest) == f"<full snapshot of 'rows': 1,000 rows at step 0, {size}>"
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @given(st.data(), st.sampled_from(["int32", "int64", "uint64"]), st.sampled_from([[], ["sum"], ["m", "row"]]))
 def test_what_was_exported_comes_back_bit_for_bit(

@@ -178,7 +178,7 @@ def test_a_taken_name_and_a_store_in_use(tmp_path: Path) -> None:
     assert Snapshot.open(tmp_path / "rows" / "snapshots" / "s").manifest == before
     with make(options("host", tmp_path), tables=1) as embedding:
         assert embedding.size() == 40
-        with pytest.raises(StoreError, match="in use by process"):
+        with pytest.raises(StoreError, match="this one, where embedding 'rows' has it open: close that first"):
             import_snapshot(tmp_path / "rows", "t", VALUES)
 
 

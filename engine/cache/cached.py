@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ from ..store.full import check_room
 
 MB = 1 << 20
 
+log = logging.getLogger("tierbed")
+
 
 def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exception) -> OptionError:
     """A ValueError of a cache is one that is too small; any other is a lack of memory."""
@@ -26,7 +30,7 @@ def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exceptio
 class CachedStore:
     """A cache of `budget_mb`, which bounds lines and their metadata, as `options` say.
 
-    `option` names the budget in errors, `tier` the memory in metrics.
+    `option` names the budget in errors and warnings, `tier` the memory in metrics.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class CachedStore:
             )
         except (ValueError, MemoryError) as error:
             raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None
+        self._budget = f"{option}={budget_mb}"
+        self._rows = int(self.native.metrics()["capacity"])  # beyond which a batch is told of, once
         self._pinned: _core.Batch | None = None
 
     def announce(self, batch: _core.Batch) -> None:
@@ -64,6 +70,8 @@ class CachedStore:
             raise StoreError("a batch is still pinned; one step at a time")
         with self._errors():
             self.native.pin(batch)
+        if batch.unique > self._rows:
+            self._tell(batch.unique)
         try:
             if room is not None:
                 check_room(_core.count_new(batch, self._layout), room)
@@ -121,6 +129,17 @@ class CachedStore:
 
     def asked(self) -> Asked:
         return self.native.asked().astype(np.int64).reshape(-1, 2)
+
+    def _tell(self, rows: int) -> None:
+        """Of a batch of more rows than the sets have room for."""
+        metrics = self.native.metrics()
+        needed = math.ceil(rows * metrics["bytes"] / metrics["capacity"] / MB * 100) / 100
+        log.warning(
+            "%s has room for %d rows, and a batch has %d different ones: %d are in the overflow while it is used, "
+            "memory beside that budget; give at least %s, or smaller batches",
+            self._budget, self._rows, rows, metrics["overflow_rows"], needed,
+        )  # fmt: skip
+        self._rows = 1 << 62
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

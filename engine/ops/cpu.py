@@ -51,7 +51,8 @@ class CpuProcessor:
         return FullTable(self.layout, tier)
 
     def cache(self, below: Tier, options: CachedHostMemOptions) -> CachedStore:
-        return CachedStore(self.layout, below, options, options.cache_budget_mb, "device", "cache_budget_mb")
+        option = f"embedding {self._spec.name!r}: cache_budget_mb"
+        return CachedStore(self.layout, below, options, options.cache_budget_mb, "device", option)
 
     def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedStore, FullTable]:
         host = FullTable(self.layout, "host")

@@ -41,12 +41,14 @@ class StoreFolder(FolderView):
     - `incoming`: live rows being prepared; what a killed process left there is removed here;
     - `snapshots`: a folder for each snapshot.
 
-    Raises StoreError if the path or a parent is a file, cannot be written, or another holder has it.
+    `user`: who in this process holds it, for what is said to others here. Raises StoreError if the path or a parent is
+    a file, cannot be written, or another holder has it.
     """
 
     remedy = "persistent_path must be a folder that this user can write, with room on its device"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, user: str = "a StoreFolder") -> None:
+        self.user = user
         self._lock: int | None = None
         self._step_file: int | None = None
         super().__init__(Path(path).absolute())  # the working directory may change
@@ -73,14 +75,19 @@ class StoreFolder(FolderView):
         except BlockingIOError:
             holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
             os.close(descriptor)
-            raise StoreError(
-                f"store folder {str(self.path)!r} is in use by process {holder or 'unknown'}: close the "
-                "embedding there, or end that process, or choose another persistent_path or name"
-            ) from None
+            raise StoreError(self._in_use(holder)) from None
         except OSError:
             os.close(descriptor)
             raise
         return descriptor
+
+    def _in_use(self, holder: str) -> str:
+        used = f"store folder {str(self.path)!r} is in use by process {holder or 'unknown'}"
+        place = os.path.realpath(self.path)
+        for other in _held:
+            if other._lock is not None and os.path.realpath(other.path) == place:
+                return f"{used}, this one, where {other.user} has it open: close that first"
+        return f"{used}: close the embedding there, or end that process, or choose another persistent_path or name"
 
     def release(self) -> None:
         """Let the folder go. The files stay as they are. May be called again."""

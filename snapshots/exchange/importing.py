@@ -55,7 +55,7 @@ def import_snapshot(
     opened = open_source(source, keys, table_ids, tensor)
     if description is not None:
         description = checked_description(description, "description")
-    with StoreFolder(Path(store)) as folder:
+    with StoreFolder(Path(store), "import_snapshot") as folder:
         described = _fitted(description or opened.description or _description_of(folder, opened), opened)
         return write_rows(folder.snapshots / name, described, _rows(opened, described), progress)
 

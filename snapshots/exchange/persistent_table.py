@@ -171,7 +171,7 @@ def make_persistent_table_writer(
     check_name(snapshot_name)
     if description is not None:
         description = checked_description(description, "description")
-    folder = StoreFolder(path_of(path, "path"))
+    folder = StoreFolder(path_of(path, "path"), "a PersistentTableWriter")
     try:
         check_free(folder.snapshots / snapshot_name)
         description = description or stored_description(folder)
