@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Json, Name, NewName, Store, hold, open_snapshot
+from .arguments import Json, Name, NewName, Overwrite, Store, hold, open_snapshot
 from .entries import report
 from .output import print_json, progress, size, text
 
 
-def merge(store: Store, name: Name, new: NewName, as_json: Json = False) -> None:
+def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, as_json: Json = False) -> None:
     """Make one full snapshot of an incremental one and all that it goes over, which stay.
 
     Example: tierbed snapshot merge store/users tuesday tuesday-full
@@ -25,7 +25,8 @@ def merge(store: Store, name: Name, new: NewName, as_json: Json = False) -> None
     with hold(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
         with progress("merging", snapshot.manifest.rows) as told:
-            manifest = write_snapshot(folder.snapshots / new, snapshot.description, snapshot.chunks(), told)
+            place = folder.snapshots / new
+            manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), told, overwrite)
     report("merged", new, manifest, begin, as_json)
 
 

@@ -33,6 +33,7 @@ def export_snapshot(
     *,
     tables: Sequence[int] | None = None,
     state: bool = True,
+    overwrite: bool = False,
 ) -> int:
     """Write the rows of a snapshot of any kind to `path`, in bounded memory; returns how many.
 
@@ -41,6 +42,7 @@ def export_snapshot(
     column after the other: while they are written, the columns lie beside `path` as well.
     tables: the table ids whose rows are written, None for all. state: whether optimizer state is; without it, rows are
     as a lookup sees them, of a table at step 0 that no optimizer has trained.
+    overwrite: take the place of a file, or a snapshot, that is there, at one instant when the new one is durable.
     progress: told how many rows of the snapshot each chunk added that was read.
 
     The file is written aside and renamed when it is durable; where this raises, nothing of it is left, or the error
@@ -59,10 +61,12 @@ def export_snapshot(
     description = selection.description(snapshot.description)
     chunks = selection.rows_of(snapshot, report, progress)
     if format == "snapshot":
-        write_snapshot(path, description, chunks)
+        write_snapshot(path, description, chunks, overwrite=overwrite)
         return report.rows
-    if os.path.lexists(path):
-        raise SnapshotError(f"{str(path)!r} exists: choose another path, or delete it first")
+    if os.path.lexists(path) and not (overwrite and path.is_file()):
+        raise SnapshotError(
+            f"{str(path)!r} exists: choose another path, or delete it first, or overwrite it, if it is a file"
+        )
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         make_folder(path.parent)
