@@ -17,6 +17,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
 
     Example: tierbed snapshot merge store/users tuesday tuesday-full
     """
+    from ..engine.errors import SnapshotError
     from ..snapshots.format import check_name
     from ..snapshots.writer import write_snapshot
 
@@ -24,8 +25,13 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     check_name(new)
     with hold(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
+        place = folder.snapshots / new
+        if overwrite and folder.base == new != name:
+            raise SnapshotError(
+                f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: live rows go back to it after a "
+                "kill; choose another name"
+            )
         with progress("merging", snapshot.manifest.rows) as told:
-            place = folder.snapshots / new
             manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), told, overwrite)
     report("merged", new, manifest, begin, as_json)
 

@@ -196,6 +196,9 @@ def test_a_running_trainer_and_commands_overwrite_where_they_are_asked_to(tmp_pa
         with pytest.raises(SystemExit) as end:
             main(["snapshot", *words, "--overwrite"])
         assert not end.value.code
+    with pytest.raises(SystemExit) as end:  # the live rows go back to it
+        main(["snapshot", "merge", store, "merged", "final", "--overwrite"])
+    assert end.value.code == 1
     out = tmp_path / "final.npz"
     for more, code in (([], 0), ([], 1), (["--overwrite"], 0)):
         with pytest.raises(SystemExit) as end:

@@ -42,7 +42,7 @@ def export_snapshot(
     column after the other: while they are written, the columns lie beside `path` as well.
     tables: the table ids whose rows are written, None for all. state: whether optimizer state is; without it, rows are
     as a lookup sees them, of a table at step 0 that no optimizer has trained.
-    overwrite: take the place of a file, or a snapshot, that is there, at one instant when the new one is durable.
+    overwrite: take the place of a file that is there, at one instant when the new one is durable; not of a snapshot.
     progress: told how many rows of the snapshot each chunk added that was read.
 
     The file is written aside and renamed when it is durable; where this raises, nothing of it is left, or the error
@@ -53,6 +53,8 @@ def export_snapshot(
         raise InputError(f"snapshot={snapshot!r}: give Snapshot.open(<store folder>/snapshots/<name>)")
     if format not in FORMATS:
         raise InputError(f"format={format!r}: give one of {', '.join(map(repr, FORMATS))}")
+    if overwrite and format == "snapshot":
+        raise InputError("overwrite=True, format='snapshot': only a file is overwritten; give another path")
     path = path_of(path, "path").absolute()
     if tables is not None:
         _check_tables(tables, len(snapshot.description["tables"]))
@@ -61,7 +63,7 @@ def export_snapshot(
     description = selection.description(snapshot.description)
     chunks = selection.rows_of(snapshot, report, progress)
     if format == "snapshot":
-        write_snapshot(path, description, chunks, overwrite=overwrite)
+        write_snapshot(path, description, chunks)
         return report.rows
     if os.path.lexists(path) and not (overwrite and path.is_file()):
         raise SnapshotError(
