@@ -39,6 +39,9 @@ Store = Annotated[
 ]
 Name = Annotated[str, typer.Argument(help="The name of a snapshot.", show_default=False, autocompletion=complete_names)]
 NewName = Annotated[str, typer.Argument(help="The name of the new snapshot.", show_default=False)]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Take the place of what has the name, at one instant when all is durable.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Tables = Annotated[
     list[str] | None,

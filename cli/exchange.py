@@ -9,7 +9,18 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Json, Name, NewName, Store, Tables, check_tables, open_snapshot, table_of, told_in_use
+from .arguments import (
+    Json,
+    Name,
+    NewName,
+    Overwrite,
+    Store,
+    Tables,
+    check_tables,
+    open_snapshot,
+    table_of,
+    told_in_use,
+)
 from .entries import report
 from .output import print_json, progress, size, span, text
 
@@ -30,6 +41,7 @@ def export(
     format: Annotated[Format | None, typer.Option(help="By default the one that PATH ends with.")] = None,
     table: Tables = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave optimizer state out.")] = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Write the rows of a snapshot for other programs, or as a full snapshot of its own.
@@ -43,7 +55,9 @@ def export(
     snapshot = open_snapshot(store, name)
     tables = check_tables(table, snapshot)
     with progress("exporting", snapshot.manifest.rows) as told:
-        rows = export_snapshot(snapshot, path, chosen.value, told, tables=tables, state=not weights_only)
+        rows = export_snapshot(
+            snapshot, path, chosen.value, told, tables=tables, state=not weights_only, overwrite=overwrite
+        )
     seconds, written = time.monotonic() - begin, _bytes_of(path)
     if as_json:
         print_json({"path": str(path), "format": chosen.value, "rows": rows, "bytes": written, "seconds": seconds})

@@ -7,16 +7,17 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Json, Name, NewName, Store, hold, open_snapshot
+from .arguments import Json, Name, NewName, Overwrite, Store, hold, open_snapshot
 from .entries import report
 from .output import print_json, progress, size, text
 
 
-def merge(store: Store, name: Name, new: NewName, as_json: Json = False) -> None:
+def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, as_json: Json = False) -> None:
     """Make one full snapshot of an incremental one and all that it goes over, which stay.
 
     Example: tierbed snapshot merge store/users tuesday tuesday-full
     """
+    from ..engine.errors import SnapshotError
     from ..snapshots.format import check_name
     from ..snapshots.writer import write_snapshot
 
@@ -24,8 +25,14 @@ def merge(store: Store, name: Name, new: NewName, as_json: Json = False) -> None
     check_name(new)
     with hold(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
+        place = folder.snapshots / new
+        if overwrite and folder.base == new != name:
+            raise SnapshotError(
+                f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: live rows go back to it after a "
+                "kill; choose another name"
+            )
         with progress("merging", snapshot.manifest.rows) as told:
-            manifest = write_snapshot(folder.snapshots / new, snapshot.description, snapshot.chunks(), told)
+            manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), told, overwrite)
     report("merged", new, manifest, begin, as_json)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Json, Name, NewName, Store, Tables, check_tables, hold, open_snapshot
+from .arguments import Json, Name, NewName, Overwrite, Store, Tables, check_tables, hold, open_snapshot
 from .entries import HEADER, RIGHT, complain_of, entry, lines, report
 from .output import Progress, print_fields, print_json, print_table, progress
 
@@ -30,6 +30,7 @@ def save(
     timeout: Annotated[
         float, typer.Option(help="Seconds that a process which has the store may take without telling more.", min=0)
     ] = 60,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Save the live rows: of a closed store by itself, of one that is in use by the process that has it.
@@ -46,12 +47,12 @@ def save(
     manifest = None
     with progress("saving") as told:
         if holder(existing_store(store)) is not None:
-            manifest = ask_save(store, name, kind.value, _since(told), timeout)
+            manifest = ask_save(store, name, kind.value, _since(told), timeout, overwrite)
     if manifest is None:
         with hold(store, as_json) as folder:
             mark = folder.read_mark() or {}
             with progress("saving", mark.get("rows")) as told:
-                manifest = save_live(folder, name, told, kind.value)
+                manifest = save_live(folder, name, told, kind.value, overwrite)
     report("saved", name, manifest, begin, as_json)
 
 

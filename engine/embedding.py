@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ..snapshots.selection import LoadReport, Selection, Where
-from .background import BackgroundSave
 from .errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from .handle import TableHandle
 from .initializers import make_normal_initializer
@@ -24,6 +23,7 @@ from .optimizers import RowOptimizer, row_optimizer
 from .options import store_options_from_dict
 from .pinned import PinnedBatch
 from .row_state import RowState
+from .saved_rows import SavedRows
 from .segments import segment
 from .spec import check_dtype, table_spec
 from .table import OpenTable
@@ -32,7 +32,7 @@ from .tables import numbered
 _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
 
 
-class MultiTableMultiColumnEmbedding(nn.Module):
+class MultiTableMultiColumnEmbedding(SavedRows):
     """Hashed tables that share a row layout: several columns of their own widths, laid side by side in each row.
 
     name: names the folder under `persistent_path`.
@@ -191,21 +191,6 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         for tables, keys, rows in self.chunks():
             yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
 
-    def save_snapshot(self, snapshot_name: str, kind: str = "full", background: bool = False) -> BackgroundSave | None:
-        """Save all rows with optimizer state in the store folder, durably when it returns.
-
-        kind: "full"; "incremental", what changed since the snapshot that was saved or loaded last; or "checkpoint" of
-        a cached_ssd store, by links to RocksDB's files (docs/snapshots.md). background: return at once what a thread
-        saves, the rows as they are now, while training goes on; its `wait()` returns when the snapshot is durable, and
-        raises what went wrong. Raises SnapshotError, StoreError, OptionError.
-        """
-        if not isinstance(background, bool):
-            raise OptionError(f"background={background!r}: give True or False")
-        if background:
-            return self.opened().save_in_background(snapshot_name, kind)
-        self.opened().save_snapshot(snapshot_name, kind)
-        return None
-
     def load_snapshot(
         self,
         snapshot_name: str,
@@ -231,19 +216,6 @@ class MultiTableMultiColumnEmbedding(nn.Module):
                 raise InputError(f"{argument}={value!r}: give True or False")
         selection = Selection(tables, where, not weights_only)
         return self.opened().load_snapshot(snapshot_name, selection, strict)
-
-    def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> list[str]:
-        """Remove snapshots from the store folder, and return the names of those removed. OptionError, SnapshotError.
-
-        keep_last: so many of the latest stay. keep_every: so does, for each so many steps, the first that reached them.
-        `last_snapshot` stays, and all that one of these goes over.
-        """
-        return self.opened().prune_snapshots(keep_last, keep_every)
-
-    @property
-    def last_snapshot(self) -> str | None:
-        """The snapshot that was saved or loaded last, to which rows go back after a kill; None where there is none."""
-        return None if self._held is None else self._held.base
 
     def compact(self) -> None:
         """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError where it has none."""
@@ -367,7 +339,10 @@ class MultiTableMultiColumnEmbedding(nn.Module):
         return table
 
     def _table(self) -> OpenTable:
-        return self.opened().table
+        handle = self.opened()
+        if self._awaited is not None:
+            self._compare_awaited()
+        return handle.table
 
     def opened(self) -> TableHandle:
         """The table, opened where it is not yet, for checkpoints of a graph."""

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..snapshots.format import Manifest
+from ..snapshots.reader import Snapshot
 from ..snapshots.selection import LoadReport, Selection
 from ..snapshots.serving import StoreServer, start_server
 from .background import BackgroundSave
@@ -44,6 +45,7 @@ class TableHandle:
         self.device = device
         self._process = os.getpid()
         self._table: OpenTable | None = None
+        self._closed_at = 0  # the step
         self._server: StoreServer | None = None
         folder = None
         if options.persistent_path is not None:
@@ -114,11 +116,14 @@ class TableHandle:
         if self._table is not None:
             self._table.release()
 
-    def save_snapshot(self, name: str, kind: str = "full", progress: Callable[[int], None] | None = None) -> Manifest:
-        return self._snapshots.save(self.table, name, kind, progress)
+    def check_save(self, name: str, kind: str, overwrite: bool) -> None:
+        self._snapshots.check_save(self.table, name, kind, overwrite)
 
-    def save_in_background(self, name: str, kind: str) -> BackgroundSave:
-        return self._snapshots.save_in_background(self.table, name, kind)
+    def save_snapshot(self, name: str, kind: str, overwrite: bool) -> Manifest:
+        return self._snapshots.save(self.table, name, kind, overwrite=overwrite)
+
+    def save_in_background(self, name: str, kind: str, overwrite: bool) -> BackgroundSave:
+        return self._snapshots.save_in_background(self.table, name, kind, overwrite)
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         before = self.table
@@ -138,22 +143,59 @@ class TableHandle:
     def save_rows(self, place: Path) -> None:
         self._snapshots.save_rows(self.table, place)
 
-    def check_rows(self, place: Path) -> None:
-        self._snapshots.check_rows(self.table, place)
+    def check_rows(self, place: Path, state: bool = True) -> None:
+        self._snapshots.check_rows(self.table, place, state)
 
     def discard_rows(self, name: str) -> None:
         self._snapshots.discard_rows(name)
 
-    def load_rows(self, place: Path) -> None:
+    def load_rows(self, place: Path, state: bool = True) -> None:
         before = self.table
-        self._replace(before, lambda: self._snapshots.load_rows(before, place))
+        self._replace(before, lambda: self._snapshots.load_rows(before, place, state))
+
+    def drop_rows(self, saved: Snapshot) -> None:
+        self._snapshots.drop_rows(self.table, saved)
 
     @property
     def base(self) -> str | None:
         return self._snapshots.base
 
+    def named(self) -> tuple[int, str | None]:
+        """The step of the rows, now or when they were closed, and the last snapshot where it is of that step.
+
+        Raises what an earlier step did wrong and the device found late.
+        """
+        if self._table is None:
+            return self._closed_at, self._snapshots.of_step(self._closed_at)
+        with self._table.lock:
+            self._table.check()
+            return self._table.step, self._snapshots.of_step(self._table.step)
+
+    def compare(self, step: int, snapshot: str | None) -> None:
+        """Warn where the rows are not those of a state_dict that named this step, and the snapshot of it."""
+        mine, own = self.named()
+        if mine == step and (not snapshot or not own or self._snapshots.are_same(snapshot, own)):
+            return
+        remedy = "save a snapshot before each state_dict that is kept, or use graph.save and graph.load"
+        if snapshot and self._snapshots.step_of(snapshot) == step:
+            remedy = f"load_snapshot({snapshot!r}) brings back its rows"
+        log.warning(
+            "embedding %r has rows of step %d%s, and the state is of step %d%s; a state_dict holds no rows: %s",
+            self._name,
+            mine,
+            f", snapshot {own!r}" if own else "",
+            step,
+            f", snapshot {snapshot!r}" if snapshot else "",
+            remedy,
+        )
+
     def save_between_steps(
-        self, name: str, kind: str, progress: Callable[[int], None], give_up: Callable[[], bool]
+        self,
+        name: str,
+        kind: str,
+        progress: Callable[[int], None],
+        give_up: Callable[[], bool],
+        overwrite: bool = False,
     ) -> Manifest | None:
         """As `Served`."""
         while True:
@@ -163,7 +205,7 @@ class TableHandle:
                     return None
                 if table.stack is not None:
                     progress(0)
-                    return self._snapshots.save(table, name, kind, progress)
+                    return self._snapshots.save(table, name, kind, progress, overwrite)
             sleep(0.05)  # another takes its place
 
     def status(self) -> dict[str, Any]:
@@ -229,5 +271,7 @@ class TableHandle:
                 self._server = None
 
     def _let_go(self) -> None:
+        if self._table is not None:
+            self._closed_at = self._table.step
         self._table = None
         self._home.release()

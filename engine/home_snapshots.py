@@ -8,8 +8,9 @@ from pathlib import Path
 from ..snapshots.format import Manifest, check_name
 from ..snapshots.linked import check_linked, link_snapshot, linked
 from ..snapshots.reader import Snapshot
+from ..snapshots.replacing import going_over
 from ..snapshots.retention import prune, remove_snapshot
-from ..snapshots.saving import Held, begin_save, save_held
+from ..snapshots.saving import Held, begin_save, check_save, save_held
 from ..snapshots.selection import LoadReport, Selection
 from ..snapshots.writer import write_snapshot
 from .background import BackgroundSave
@@ -17,6 +18,7 @@ from .errors import OptionError, SnapshotError
 from .home import TableHome
 from .store.contract import Chunks
 from .store.folder import StoreFolder
+from .store.folder_view import snapshot_id
 from .store.rocksdb import RocksDB
 from .stored import check_stored, fitting
 from .table import OpenTable
@@ -34,8 +36,48 @@ class HomeSnapshots:
         folder = self._home.folder
         return (folder.base or None) if folder is not None else None
 
+    def check_save(self, table: OpenTable, name: str, kind: str, overwrite: bool) -> None:
+        """Raise what `save` would raise of its arguments. SnapshotError, StoreError, OptionError."""
+        with table.lock:
+            check_save(self._folder_of(name), name, kind, self._held(table), overwrite)
+
+    def of_step(self, step: int) -> str | None:
+        """`base`, where it is of that step."""
+        base = self.base
+        return base if base is not None and self.step_of(base) == step else None
+
+    def step_of(self, name: str) -> int | None:
+        """The step of a snapshot in the store folder; None where there is none, or it cannot be read."""
+        held = self._read(name)
+        return None if held is None else int(held.description["step"])
+
+    def are_same(self, one: str, other: str) -> bool:
+        """Whether two names are of snapshots with the same rows, as far as their manifests tell."""
+        if one == other:
+            return True
+        first, second = self._read(one), self._read(other)
+        return (
+            first is not None
+            and second is not None
+            and first.kind == second.kind == "full"
+            and (first.manifest.files == second.manifest.files)
+        )
+
+    def _read(self, name: str) -> Snapshot | None:
+        folder = self._home.folder
+        try:
+            check_name(name)
+            return None if folder is None else Snapshot.open(folder.snapshots / name)
+        except SnapshotError:
+            return None
+
     def save(
-        self, table: OpenTable, name: str, kind: str = "full", progress: Callable[[int], None] | None = None
+        self,
+        table: OpenTable,
+        name: str,
+        kind: str = "full",
+        progress: Callable[[int], None] | None = None,
+        overwrite: bool = False,
     ) -> Manifest:
         """The rows as snapshot `name` of the store folder. Raises SnapshotError, StoreError, OptionError."""
         folder = self._folder_of(name)
@@ -44,12 +86,14 @@ class HomeSnapshots:
             table.check_not_saving()
             if kind == "checkpoint":
                 table.flush()
-            manifest = save_held(folder, name, kind, self._held(table), progress)
+            manifest = save_held(folder, name, kind, self._held(table), progress, overwrite)
             if kind == "incremental" or table.is_tracking:
                 table.track_changes(manifest.id)
             return manifest
 
-    def save_in_background(self, table: OpenTable, name: str, kind: str = "full") -> BackgroundSave:
+    def save_in_background(
+        self, table: OpenTable, name: str, kind: str = "full", overwrite: bool = False
+    ) -> BackgroundSave:
         """`save` by a thread of its own, of the rows as they are now. Only for the kind that takes its time."""
         folder = self._folder_of(name)
         if kind in ("incremental", "checkpoint"):
@@ -61,10 +105,10 @@ class HomeSnapshots:
             table.check()
             table.check_not_saving()
             held = self._held(table)
-            place = begin_save(folder, name, kind, held)
+            place = begin_save(folder, name, kind, held, overwrite)
 
             def write(chunks: Chunks) -> None:
-                table.changes_saved(write_snapshot(place, held.description, chunks).id)
+                table.changes_saved(write_snapshot(place, held.description, chunks, overwrite=overwrite).id)
 
             return table.save_in_background(f"snapshot {name!r}", write)
 
@@ -94,22 +138,39 @@ class HomeSnapshots:
             table.check()
             write_snapshot(place, table.describe(), table.scan())
 
-    def load_rows(self, table: OpenTable, place: Path) -> OpenTable:
-        """The table with the rows of the snapshot `place`, checked before; a store folder gets it as one of its own."""
+    def load_rows(self, table: OpenTable, place: Path, state: bool = True) -> OpenTable:
+        """The table with the rows of the snapshot `place`, checked before; a store folder gets it as one of its own.
+
+        Without `state`, a table of the weights alone, and a store folder gets none: it could not go back to them.
+        """
         snapshot = Snapshot.open(place)
-        if self._home.folder is None:
-            return self._home.load(table.optimizer, snapshot, table)[0]
+        if self._home.folder is None or not state:
+            return self._home.load(table.optimizer, snapshot, table, Selection(state=state))[0]
         with table.lock, linked(snapshot, self._folder_of(place.name).snapshots / place.name) as own:
             return self._home.load(table.optimizer, own, table)[0]
 
-    def check_rows(self, table: OpenTable, place: Path) -> None:
+    def check_rows(self, table: OpenTable, place: Path, state: bool = True) -> None:
         """Read all that `load_rows` needs. SnapshotError where it is damaged or does not fit, OptimizerError."""
         snapshot = Snapshot.open(place)
         what = f"snapshot {place.name!r}"
-        check_stored(self._home.spec, snapshot.description, table.optimizer, SnapshotError, what)
+        described = Selection(state=state).description(snapshot.description)
+        check_stored(self._home.spec, described, table.optimizer, SnapshotError, what)
         snapshot.verify()
-        if self._home.folder is not None:
+        if self._home.folder is not None and state:
             check_linked(snapshot, self._folder_of(place.name).snapshots / place.name)
+
+    def drop_rows(self, table: OpenTable, saved: Snapshot) -> None:
+        """Take what `save_rows` put there for a checkpoint that is gone, unless others or the live rows need it.
+
+        Raises SnapshotError where that is unknown, or it cannot be removed.
+        """
+        folder = self._home.folder
+        if folder is None:
+            return
+        with table.lock:
+            place = folder.snapshots / saved.name
+            if snapshot_id(place) == saved.manifest.id and folder.base != saved.name and not going_over(place):
+                remove_snapshot(place)
 
     def discard_rows(self, name: str) -> None:
         """Take back what `save_rows` put into the store folder: live rows go back to the snapshot before it."""

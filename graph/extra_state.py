@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -10,16 +9,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..engine.errors import GraphError
+from ..engine.saved_rows import EXTRA, SavedRows
 from .optimizers import OptimizerSet, embeddings_of
 from .step_end import StepEnd
 
-log = logging.getLogger("tierbed")
 
-_EXTRA = "_extra_state"  # the name that torch gives it in a state_dict
-
-
-def extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd) -> dict[str, Any]:
-    """States of optimizers, schedules, scaler and random numbers; of each open embedding its step and last snapshot.
+def extra_state(optimizers: OptimizerSet, end: StepEnd) -> dict[str, Any]:
+    """States of optimizers, schedules, scaler and random numbers.
 
     GraphError while gradients of several steps wait for their update: they are in no state.
     """
@@ -33,11 +29,6 @@ def extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd) -> dict
         "schedules": [scheduler.state_dict() for scheduler in optimizers.schedulers()],
         "scaler": None if end.scaler is None else end.scaler.state_dict(),
         "random": [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])],
-        "embeddings": {
-            path: {"step": int(embedding.metrics()["table"]["step"]), "snapshot": embedding.last_snapshot}
-            for path, embedding in embeddings_of(root).items()
-            if embedding.is_open
-        },
     }
 
 
@@ -64,13 +55,15 @@ def check_extra_state(optimizers: OptimizerSet, end: StepEnd, state: dict[str, A
         )
 
 
-def check_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any]) -> None:
+def check_state(
+    root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any], with_optimizers: bool = True
+) -> None:
     """GraphError where a state_dict has other names, shapes, or numbers of optimizers than that of the graph.
 
     Tensors of modules of another version are for these to migrate, and shapes of lazy ones are not known yet.
     """
     versions = getattr(state, "_metadata", None) or {}
-    own: dict[str, Any] = {_EXTRA: None}
+    own: dict[str, Any] = {EXTRA: None}
     for name, tensor in [*root._parameters.items(), *root._buffers.items()]:
         if tensor is not None and name not in root._non_persistent_buffers_set:
             own[name] = tensor
@@ -89,7 +82,7 @@ def check_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: 
             "modules of the one that saved it"
         )
     for name, value in mine.items():
-        if not isinstance(value, Tensor) or is_lazy(value):
+        if not isinstance(value, Tensor) or is_lazy(value) or name.endswith(EXTRA):
             continue
         held = theirs[name].shape if isinstance(theirs[name], Tensor) else ()
         if value.shape != held:
@@ -97,15 +90,27 @@ def check_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: 
                 f"{name} has shape {list(held)} in the state, and {list(value.shape)} in the graph; give its module "
                 "the size that it was saved with"
             )
-    if _EXTRA in state:
-        check_extra_state(optimizers, end, state[_EXTRA])
+    if EXTRA in state and with_optimizers:
+        check_extra_state(optimizers, end, state[EXTRA])
+
+
+def without_rows(root: nn.Module, state: dict[str, Any], optimizers: bool) -> dict[str, Any]:
+    """The state_dict of a checkpoint without what it says of rows, which were loaded; of `optimizers` if not wanted."""
+    for path, module in root.named_modules(remove_duplicate=False):
+        if isinstance(module, SavedRows):
+            state.pop(f"{path}.{EXTRA}", None)
+    if EXTRA in state:
+        state[EXTRA] = {field: of for field, of in state[EXTRA].items() if field != "embeddings"} if optimizers else {}
+    return state
 
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any]) -> None:
-    """Put back what `extra_state` gave. Rows stay as they are: it warns where they are not of the same step.
+    """Put back what `extra_state` gave, or nothing for an empty one. Rows stay as they are.
 
     Raises what `check_extra_state` raises, before anything is put back.
     """
+    if not state:  # of a load without optimizers
+        return
     check_extra_state(optimizers, end, state)
     for optimizer, held in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(held)
@@ -119,17 +124,9 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, st
     if cuda and torch.cuda.is_initialized():
         torch.cuda.set_rng_state_all(cuda)
     embeddings = embeddings_of(root)
-    for path, held in state["embeddings"].items():
+    for path, held in state.get("embeddings", {}).items():  # of an older state, where embeddings do not say it
         embedding = embeddings.get(path)
-        if embedding is None or not embedding.is_open:
-            continue
-        step = int(embedding.metrics()["table"]["step"])
-        if step != held["step"]:
-            log.warning(
-                "embedding %r has rows of step %d, and the state is of step %d; a state_dict holds no rows: load its "
-                "snapshot (the last one then was %r), or use graph.save and graph.load",
-                embedding.name,
-                step,
-                held["step"],
-                held["snapshot"],
-            )
+        if embedding is not None and embedding.is_open:
+            handle = embedding.opened()
+            if handle.named()[0] != held["step"]:
+                handle.compare(held["step"], held["snapshot"])

@@ -28,7 +28,7 @@ from .attempt import FailedForSizes
 from .checkpoint import path_of
 from .compiled import CompiledStep, compile_for_many, compile_step
 from .drawing import draw
-from .extra_state import check_state, extra_state, load_extra_state
+from .extra_state import check_state, extra_state, load_extra_state, without_rows
 from .optimizers import OptimizerSet
 from .pipeline import AHEAD, Run, forget_announced, iterate
 from .profile import Profile, Timer, profile
@@ -227,31 +227,40 @@ class Graph(nn.Module):
         finally:
             self.__timer = None
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write a checkpoint, the folder `path`: `state_dict()` and all rows. What returned survives anything.
 
         Embeddings with a persistent_path get a snapshot of that name there too, whose files the checkpoint shares where
-        the file system allows it. Raises SnapshotError where `path` exists or cannot be written, GraphError for a state
-        that it cannot hold, InputError for what is no path; a save that fails leaves nothing.
+        the file system allows it. overwrite: take the place of a checkpoint that is there, at one instant when this one
+        is durable. Raises SnapshotError where `path` exists or cannot be written, GraphError for a state that it cannot
+        hold, InputError for what is no path; a save that fails leaves nothing, and the old one.
         """
-        place = path_of(path)
-        checkpoint.save(self, self.state_dict(), place)
+        place = checkpoint.check_save(path, overwrite)
+        checkpoint.save(self, self.state_dict(), place, overwrite)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Raise what `save` would raise now of its arguments: call it before the training that it saves."""
+        checkpoint.check_save(path, overwrite)
+
+    def load(self, path: str | os.PathLike[str], *, optimizers: bool = True) -> None:
         """Go on from a checkpoint: the next steps are those of a run that never stopped.
 
-        Raises SnapshotError for one that is missing, damaged or of another graph, before anything is replaced, and
-        InputError for what is no path.
+        optimizers: False takes parameters, buffers and the weights of rows alone, for a graph with other optimizers or
+        none; after a kill, rows go back to what they went back to before. Raises SnapshotError for one that is missing,
+        damaged or of another graph, before anything is replaced, and InputError for what is no path.
         """
-        check = partial(check_state, self, self.__optimizers, self.__end)
-        self.load_state_dict(checkpoint.load(self, path_of(path), check))
+        if not isinstance(optimizers, bool):
+            raise InputError(f"optimizers={optimizers!r}: give True or False")
+        check = partial(check_state, self, self.__optimizers, self.__end, with_optimizers=optimizers)
+        state = checkpoint.load(self, path_of(path), check, optimizers)
+        self.load_state_dict(without_rows(self, state, optimizers))
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Of `state_dict()`: optimizers, schedules, scaler, random numbers, and which rows belong to it."""
-        return extra_state(self, self.__optimizers, self.__end)
+        """Of `state_dict()`: optimizers, schedules, scaler and random numbers."""
+        return extra_state(self.__optimizers, self.__end)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Of `load_state_dict()`; rows stay as they are, and a warning says where they are of another step."""
+        """Of `load_state_dict()`; rows stay as they are."""
         load_extra_state(self, self.__optimizers, self.__end, state)
 
     def draw(self, path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""States of optimizers and schedulers as plain values and a list of tensors, so that loading them runs no code."""
+"""States of optimizers and schedulers as plain values and named tensors, so that loading them runs no code."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from ..engine.errors import GraphError
 _KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
 _TAGS: dict[Any, str] = {kind: tag for tag, kind in _KINDS.items()}
 _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
+_TAKEN = ("", "__metadata__")  # names that no tensor in a safetensors file has
 _ITEMS = 1 << 16  # of a container that `unseal` reads
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
 
 
-def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
-    """`value` with containers as [tag, items] and tensors as ["tensor", number], which are appended to `tensors`.
+def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -> Any:
+    """`value` with containers as [tag, items] and tensors as ["tensor", name], which are added to `tensors`.
 
-    GraphError naming the place of what is neither.
+    A name is the keys that lead to the tensor, with dots between. GraphError naming the place of what is neither.
     """
     if isinstance(value, Tensor):
         _check_tensor(value, where)
-        tensors.append(value.detach())
-        return ["tensor", len(tensors) - 1]
+        while name in tensors or name in _TAKEN:
+            name += "'"
+        tensors[name] = value.detach()
+        return ["tensor", name]
     if value is None:
         return None
     if type(value) in _TAGS:
@@ -37,9 +40,12 @@ def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
                 "tensor, or in several containers"
             )
         if isinstance(value, dict):
-            items = [[_key(key, where), encode(item, tensors, f"{where}[{key!r}]")] for key, item in value.items()]
+            items = [
+                [_key(key, where), encode(item, tensors, f"{where}[{key!r}]", _join(name, key))]
+                for key, item in value.items()
+            ]
         else:
-            items = [encode(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]
+            items = [encode(item, tensors, f"{where}[{i}]", _join(name, i)) for i, item in enumerate(value)]
         return [_TAGS[type(value)], items]
     for kind in _PLAIN:  # a subclass, such as NumPy's float64, becomes the plain one
         if isinstance(value, kind) and (kind is not int or _is_held(value)):
@@ -50,18 +56,22 @@ def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
     )
 
 
-def decode(value: Any, tensors: list[Tensor]) -> Any:
-    """What `encode` was given. ValueError for what it does not make."""
+def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What `encode` was given. ValueError, KeyError for what it does not make."""
     if not isinstance(value, list):
         return value
     tag, content = value
     if tag == "tensor":
-        return tensors[content]
+        return tensors[str(content)]  # a number in format 1 of checkpoints
     if tag not in _KINDS:
         raise ValueError(f"unknown kind {tag!r}")
     if tag in ("list", "tuple"):
         return _KINDS[tag](decode(item, tensors) for item in content)
     return _KINDS[tag]({key: decode(item, tensors) for key, item in content})
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
 
 
 def _key(key: Any, where: str) -> Any:

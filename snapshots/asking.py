@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -11,6 +10,7 @@ from time import monotonic
 from typing import Any
 
 from ..engine.errors import OptionError, SnapshotError, StoreError, TierbedError
+from ..engine.store.folder_view import snapshot_id
 from .channel import SOCKET, Message, connect, peer_of, receive, send
 from .format import Manifest, check_name
 from .reader import Snapshot
@@ -39,7 +39,12 @@ def ask_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
 
 
 def ask_save(
-    store: Path, name: str, kind: str = "full", progress: RowsWritten | None = None, timeout: float = TIMEOUT
+    store: Path,
+    name: str,
+    kind: str = "full",
+    progress: RowsWritten | None = None,
+    timeout: float = TIMEOUT,
+    overwrite: bool = False,
 ) -> Manifest | None:
     """Let the process that has the store open save a snapshot at the end of the step that it is at.
 
@@ -52,12 +57,15 @@ def ask_save(
     trainer = _Trainer.of(store, timeout)
     if trainer is None:
         return None
-    for answer in trainer.answers({"do": "save", "name": name, "kind": kind}, f"save snapshot {name!r}"):
+    place = store / "snapshots" / name
+    before = snapshot_id(place)
+    request = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
+    for answer in trainer.answers(request, f"save snapshot {name!r}"):
         if "done" in answer:
-            return Snapshot.open(store / "snapshots" / name).manifest
+            return Snapshot.open(place).manifest
         if progress is not None and isinstance(rows := answer.get("rows"), int):
             progress(rows, answer.get("of"))
-    there = os.path.lexists(store / "snapshots" / name)
+    there = snapshot_id(place) not in ("", before)
     left = "the snapshot is there, whole" if there else "nothing of the snapshot is to be seen; save it again"
     raise StoreError(f"process {trainer.pid} went away while it saved snapshot {name!r}: {left}")
 

@@ -4,8 +4,8 @@ A message is one JSON document in one packet of a Unix socket (SOCK_SEQPACKET), 
 at all. The first one, of the client, is the request:
 
 - `{"do": "status"}`, answered by `{"status": {...}}`;
-- `{"do": "save", "name": ..., "kind": ...}`, answered by `{"waiting": ...}` at once, `{"rows": n, "of": m or null}`
-  several times, and `{"done": {...}}`.
+- `{"do": "save", "name": ..., "kind": ..., "overwrite": true or false}`, answered by `{"waiting": ...}` at once,
+  `{"rows": n, "of": m or null}` several times, and `{"done": {...}}`.
 
 Instead of an answer, or in the middle of one, `{"error": text, "type": name}` may come, and ends it.
 """

@@ -29,7 +29,12 @@ _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 
 
 def write_checkpoint(
-    folder: Path, description: dict[str, Any], rows: int, tier: RocksDB, progress: Progress | None = None
+    folder: Path,
+    description: dict[str, Any],
+    rows: int,
+    tier: RocksDB,
+    progress: Progress | None = None,
+    overwrite: bool = False,
 ) -> Manifest:
     """Write the rows that `tier` holds, `rows` of them, as the snapshot `folder`, in the way of `write_snapshot`.
 
@@ -38,7 +43,7 @@ def write_checkpoint(
     checksum of, from a tierbed that kept none, is read once. Raises SnapshotError, StoreError.
     """
     folder = Path(folder)
-    with new_snapshot(folder, description) as place, tier.live_files() as files:
+    with new_snapshot(folder, description, overwrite) as place, tier.live_files() as files:
         told = _in_rows(progress, rows, sum(file.size for file in files))
         entries, refusal = _place(files, tier.folder, place / ROCKSDB, told)
         if refusal is not None:

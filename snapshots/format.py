@@ -14,10 +14,10 @@ from ..engine.optim.kernel import CLIPS
 from ..engine.optim.rule import rule_named
 from ..engine.store.contract import BUCKETS, row_dtype
 from ..engine.store.durable import is_folder_name, seal, unseal
+from ..engine.store.folder_view import MANIFEST as MANIFEST
 from ..engine.tables import FIELD, are_names
 
 FORMAT = 2
-MANIFEST = "manifest.msgpack"
 ROCKSDB = "rocksdb"  # the folder of a checkpoint's files
 HEADER_BYTES = 256
 KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # of a deleted row

@@ -19,7 +19,9 @@ from .writer import Progress, write_snapshot
 _OF_THE_MARK = ("live", "rows", "shards", TABLE_ROWS)  # what a mark says beside the description of a snapshot
 
 
-def save_live(store: StoreFolder, name: str, progress: Progress | None = None, kind: str = "full") -> Manifest:
+def save_live(
+    store: StoreFolder, name: str, progress: Progress | None = None, kind: str = "full", overwrite: bool = False
+) -> Manifest:
     """Write the live rows of a store that was closed cleanly as snapshot `name`. The live rows stay as they are.
 
     Raises StoreError if the store carries no mark, SnapshotError and OptionError as `save_held` does.
@@ -33,9 +35,9 @@ def save_live(store: StoreFolder, name: str, progress: Progress | None = None, k
         from ..engine.store.rocksdb import RocksDB  # only where it holds the rows
 
         with closing(RocksDB(store.live, mark["width"], mark["shards"], options=_AS_IS)) as tier:
-            return save_held(store, name, kind, Held(description, mark["rows"], tier.scan, tier), progress)
+            return save_held(store, name, kind, Held(description, mark["rows"], tier.scan, tier), progress, overwrite)
     with live_rows(store, mark) as chunks:
-        return save_held(store, name, kind, Held(description, mark["rows"], lambda: chunks), progress)
+        return save_held(store, name, kind, Held(description, mark["rows"], lambda: chunks), progress, overwrite)
 
 
 def load_live(

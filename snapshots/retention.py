@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,18 +21,23 @@ class Retained(NamedTuple):
 
 
 def plan_prune(
-    snapshots: list[Snapshot], keep_last: int, keep_every: int | None = None, base: str | None = None
+    snapshots: list[Snapshot],
+    keep_last: int,
+    keep_every: int | None = None,
+    base: str | None = None,
+    replaced: Collection[str] = (),
 ) -> Retained:
     """Which of `snapshots`, from the oldest to the latest, a prune keeps.
 
     keep_last: so many of the latest, at least 1. keep_every: for each so many steps, the first snapshot that reached
-    them. `base`, which live rows go back to after a kill, and all that a kept snapshot goes over are kept as well.
+    them. `base`, which live rows go back to after a kill, `replaced`, whose names others may take at any instant, and
+    all that a kept snapshot goes over are kept as well.
     Raises OptionError, and SnapshotError where a kept one lacks a parent.
     """
     keep_last = whole_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
         keep_every = whole_option("keep_every", keep_every, "a whole number from 1", 1)
-    wanted = {s.name for s in snapshots[-keep_last:]} | {base}
+    wanted = {s.name for s in snapshots[-keep_last:]} | {base, *replaced}
     reached = -1
     for snapshot in snapshots:
         if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > reached:
@@ -56,7 +62,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
     that is left has all it goes over. Raises SnapshotError, and removes nothing, where a manifest is damaged: it is
     unknown then what that snapshot goes over.
     """
-    plan = plan_prune(all_in(store.snapshots), keep_last, keep_every, store.base)
+    plan = plan_prune(all_in(store.snapshots), keep_last, keep_every, store.base, store.replaced)
     for snapshot in reversed(plan.removed):
         remove_snapshot(snapshot.folder)
     return plan
@@ -64,7 +70,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 def remove_snapshot(folder: Path) -> None:
     """Remove a snapshot, if it is there, so that a kill leaves it whole or not at all. Raises SnapshotError."""
-    temporary = folder.parent / f"{TEMPORARY}{folder.name}"
+    temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # not that of a save, which may be under way
     try:
         remove_folder(temporary)
         if folder.is_dir():

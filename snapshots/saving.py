@@ -35,22 +35,36 @@ class Held(NamedTuple):
     changes: Callable[[str], Iterator[Change] | None] = lambda since: None
 
 
-def begin_save(store: StoreFolder, name: str, kind: str, held: Held) -> Path:
-    """Where the live rows of a store go as its snapshot `name`: once it is there, they go back to it after a kill.
+def check_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: bool) -> Path:
+    """Where the live rows of a store go as its snapshot `name`.
 
-    Raises OptionError for a kind that there is not or not of this store, SnapshotError for the name, StoreError.
+    Raises OptionError for a kind that there is not or not of this store, SnapshotError for a name that cannot be used,
+    is taken, or with `overwrite` is that of a snapshot that cannot be replaced.
     """
     check_kind(kind)
     place = store.snapshots / name
-    check_free(place)
+    check_free(place, overwrite)
     if kind == "checkpoint" and held.rocksdb is None:
         raise OptionError("kind='checkpoint' is of RocksDB's files, for cached_ssd stores alone; give 'full'")
+    return place
+
+
+def begin_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: bool = False) -> Path:
+    """`check_save`; once the snapshot is there, the live rows go back to it after a kill. Raises StoreError too."""
+    place = check_save(store, name, kind, held, overwrite)
     remove_leftovers(store.snapshots)
     store.expect_base(name)
     return place
 
 
-def save_held(store: StoreFolder, name: str, kind: str, held: Held, progress: Progress | None = None) -> Manifest:
+def save_held(
+    store: StoreFolder,
+    name: str,
+    kind: str,
+    held: Held,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+) -> Manifest:
     """Write the live rows of a store as its snapshot `name`. Raises as `begin_save`.
 
     Where an incremental one would make a chain that is too long to read, it is a full one, which the log says.
@@ -64,18 +78,18 @@ def save_held(store: StoreFolder, name: str, kind: str, held: Held, progress: Pr
             LONGEST_CHAIN - 1,
         )
         parent, kind = None, "full"
-    place = begin_save(store, name, kind, held)
+    place = begin_save(store, name, kind, held, overwrite)
     if parent is not None:
         changed = held.changes(parent.manifest.id)
         if changed is None:
             changed = changes_between(parent.chunks(), held.scan())
-        return write_incremental(place, parent, held.description, held.rows, changed, progress)
+        return write_incremental(place, parent, held.description, held.rows, changed, progress, overwrite)
     if kind == "checkpoint":
         from .checkpoint import write_checkpoint  # only where there is RocksDB
 
         assert held.rocksdb is not None
-        return write_checkpoint(place, held.description, held.rows, held.rocksdb, progress)
-    return write_snapshot(place, held.description, held.scan(), progress)
+        return write_checkpoint(place, held.description, held.rows, held.rocksdb, progress, overwrite)
+    return write_snapshot(place, held.description, held.scan(), progress, overwrite)
 
 
 def check_kind(kind: str) -> None:

@@ -40,7 +40,12 @@ class Served(Protocol):
     """An open table, as other processes see it."""
 
     def save_between_steps(
-        self, name: str, kind: str, progress: Callable[[int], None], give_up: Callable[[], bool]
+        self,
+        name: str,
+        kind: str,
+        progress: Callable[[int], None],
+        give_up: Callable[[], bool],
+        overwrite: bool = False,
     ) -> Manifest | None:
         """Save a snapshot of the rows after a whole number of steps; called in a thread of the server.
 
@@ -167,11 +172,11 @@ class StoreServer:
                 save = self._save
                 saving = None if save is None else {"name": save.name, "rows": save.rows, "of": save.of}
                 return {"status": {**self._served.status(), "pid": os.getpid(), "saving": saving}}
-            case {"do": "save", "name": str(name), "kind": str(kind)}:
-                return self._save_for(client, peer.pid, name, kind)
+            case {"do": "save", "name": str(name), "kind": str(kind), **more}:
+                return self._save_for(client, peer.pid, name, kind, more.get("overwrite") is True)
         raise StoreError(f"process {os.getpid()} runs another version of tierbed, and knows no such request")
 
-    def _save_for(self, client: socket.socket, pid: int, name: str, kind: str) -> Message:
+    def _save_for(self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool) -> Message:
         save = _Save(client, self._stopping, self._served, name, kind)
         if (gone := save.given_up()) or not self._saving.acquire(blocking=False):
             client.settimeout(_PATIENCE)
@@ -182,7 +187,7 @@ class StoreServer:
         self._save = save
         try:
             save.tell({"waiting": "for the end of a step"})
-            manifest = self._served.save_between_steps(name, kind, save.progress, save.given_up)
+            manifest = self._served.save_between_steps(name, kind, save.progress, save.given_up, overwrite)
             if manifest is None:
                 raise save.undone()
             log.info("store folder %s: snapshot %r is saved, as process %d asked", self._path, name, pid)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..engine import _core
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import BUCKETS
-from ..engine.store.durable import TEMPORARY, UnsyncedError, made_aside, remove_folder
+from ..engine.store.durable import TEMPORARY, UnsyncedError, made_aside, remove_aside
 from .format import (
     HEADER_BYTES,
     MANIFEST,
@@ -38,6 +38,7 @@ from .format import (
     row_check,
 )
 from .reader import Snapshot, list_snapshots
+from .replacing import check_replaceable
 from .threads import Behind
 
 Rows = NDArray[np.void]
@@ -49,18 +50,20 @@ def write_snapshot(
     description: dict[str, Any],
     chunks: Iterable[tuple[int, Rows]],
     progress: Progress | None = None,
+    overwrite: bool = False,
 ) -> Manifest:
     """Write the full snapshot `folder`, its last part the name; parents are created. One writer at a time in a parent.
 
     `chunks` are (bucket, rows [n] of `row_dtype(width)`): buckets ascending, within one (table, key) strictly
     ascending, as `Tier.scan` yields them; a few are held while they are written. `progress` is told how many rows each
     chunk added. When this returns, the snapshot is durable; when it raises, nothing of it is left, or the error says
-    that it is there and may not outlive a power loss.
+    that it is there and may not outlive a power loss. With `overwrite` it takes the place of a snapshot of that name,
+    at one instant and when it is durable.
 
-    Raises SnapshotError if the name cannot be used or is taken, the description or a chunk is not valid, or the device
-    fails; what `chunks` raises passes through.
+    Raises SnapshotError if the name cannot be used or is taken, or what has it cannot be replaced, the description or a
+    chunk is not valid, or the device fails; what `chunks` raises passes through.
     """
-    with new_snapshot(folder, description) as place:
+    with new_snapshot(folder, description, overwrite) as place:
         files = _write_files(place, bucket_file, description, chunks, progress)
         rows = sum(file.rows for file in files.values())
         return finish(place, "full", description, rows, files=files)
@@ -73,6 +76,7 @@ def write_incremental(
     rows: int,
     changes: Iterable[tuple[int, Rows, Rows]],
     progress: Progress | None = None,
+    overwrite: bool = False,
 ) -> Manifest:
     """Write what changed since `parent`, which lies beside it, as `write_snapshot`. `rows`: of the whole table.
 
@@ -85,7 +89,12 @@ def write_incremental(
             f"snapshot {folder.name!r} cannot go over {parent.name!r}, whose rows have another width: its optimizer "
             'has another state. Save it with kind="full"'
         )
-    with new_snapshot(folder, description) as place:
+    if folder.name == parent.name:
+        raise SnapshotError(
+            f'snapshot {folder.name!r} cannot go over the one that it replaces: save it with kind="full", or choose '
+            "another name"
+        )
+    with new_snapshot(folder, description, overwrite) as place:
         deleted: dict[int, list[Rows]] = {}
         chunks = _without_deleted(changes, deleted)
         files = _write_files(place, bucket_file, description, chunks, progress)
@@ -96,16 +105,16 @@ def write_incremental(
 
 
 @contextmanager
-def new_snapshot(folder: Path, description: dict[str, Any]) -> Iterator[Path]:
+def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = False) -> Iterator[Path]:
     """`made_aside` of the snapshot `folder`, which `finish` ends. Raises SnapshotError, also for an OSError in it."""
     folder = Path(folder)
-    check_free(folder)
+    check_free(folder, overwrite)
     try:
         check_description(description)
     except ValueError as error:
         raise SnapshotError(f"snapshot {folder.name!r} cannot be written: {error}") from error
     try:
-        with made_aside(folder) as place:
+        with made_aside(folder, overwrite) as place:
             yield place
     except UnsyncedError as error:
         raise SnapshotError(f"snapshot {folder.name!r} was written to {str(folder.parent)!r}: {error}") from error
@@ -113,18 +122,25 @@ def new_snapshot(folder: Path, description: dict[str, Any]) -> Iterator[Path]:
         raise SnapshotError(f"snapshot {folder.name!r} was not written to {str(folder.parent)!r}: {error}") from error
 
 
-def check_free(folder: Path) -> None:
-    """Raises SnapshotError where the name of a snapshot cannot be used or is taken."""
+def check_free(folder: Path, overwrite: bool = False) -> None:
+    """Raises SnapshotError where the name of a snapshot cannot be used or is taken, by one that is not to be replaced.
+
+    With `overwrite` it raises as `check_replaceable`.
+    """
     check_name(folder.name)
-    if os.path.lexists(folder):
-        raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first")
+    if not os.path.lexists(folder):
+        return
+    if not overwrite:
+        raise SnapshotError(
+            f"snapshot {str(folder)!r} exists: choose another name, or delete it first, or save with overwrite=True"
+        )
+    check_replaceable(folder)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what killed writers left in the folder of a store's snapshots, whose holder calls it. SnapshotError."""
     try:
-        for leftover in folder.glob(f"{TEMPORARY}*/"):
-            remove_folder(leftover)
+        remove_aside(list(folder.glob(f"{TEMPORARY}*/")))
     except OSError as error:
         raise SnapshotError(f"{str(folder)!r} cannot be cleared of unfinished snapshots: {error}") from error
 

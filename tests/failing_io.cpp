@@ -1,4 +1,5 @@
-// Preloaded into a process: reads, writes or syncs of files by the end of their name fail while a test asks for that.
+// Preloaded into a process: reads, writes or syncs of files by the end of their name, or exchanges of names, fail while
+// a test asks for that.
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -11,6 +12,7 @@ namespace {
 
 char suffix[64];
 volatile int failing[3];  // the errno, or 0, of reads, writes and syncs
+volatile int failing_exchange;
 volatile long failures;
 
 bool fails(int what, int file) {
@@ -39,6 +41,15 @@ void fail_io(const char* ending, int read, int write, int sync) {
     failing[0] = read;
     failing[1] = write;
     failing[2] = sync;
+}
+
+void fail_exchange(int error) { failing_exchange = error; }
+
+int renameat2(int from_folder, const char* from, int to_folder, const char* to, unsigned flags) {
+    static auto* const real = next<int(int, const char*, int, const char*, unsigned)>("renameat2");
+    if (failing_exchange == 0 || !(flags & RENAME_EXCHANGE)) return real(from_folder, from, to_folder, to, flags);
+    errno = failing_exchange;
+    return -1;
 }
 
 long io_failures() { return failures; }

@@ -258,7 +258,7 @@ def test_a_module_around_it_prints_it_and_has_a_state_dict() -> None:
     model = torch.nn.ModuleDict({"users": make(options("cached_host")), "net": torch.nn.Linear(DIM, 1)})
     assert "MultiTableEmbedding('rows', columns=[5], tables=3, store=cached_host_mem)" in repr(model)
     state = model.state_dict()
-    assert sorted(state) == ["net.bias", "net.weight", "users.shadow"]
+    assert sorted(state) == ["net.bias", "net.weight", "users._extra_state", "users.shadow"]
     model.load_state_dict(state)
     assert len(list(model["users"].parameters())) == 1
     assert model.train().to("cpu")["users"].get([1], 0).shape == (1, DIM)

@@ -56,7 +56,7 @@ def steps(graph: Rating, ids: Tensor) -> list[float]:
 def state(graph: Rating) -> bytes:
     held = graph.state_dict()
     extra = held.pop("_extra_state")
-    extra.pop("embeddings")
+    held.pop("rows._extra_state")
     return contents(graph.rows).tobytes() + repr((sorted(held.items()), extra)).encode()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import shutil
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +19,8 @@ from ..interrupts import uninterrupted
 
 TEMPORARY = ".tmp-"  # begins the name of what is being written
 MAX_SEALED = 1 << 24  # bytes; bounds what reading a foreign file may allocate
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
 
 
 def is_folder_name(name: Any) -> bool:
@@ -46,36 +50,94 @@ def make_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def made_aside(folder: Path) -> Iterator[Path]:
+def made_aside(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """A folder beside `folder` that becomes it, durably, where the block ends; where it raises, nothing is left.
 
-    What the block puts there it makes durable. Parents are created; what a killed process left is removed. Raises
-    OSError; UnsyncedError where it is there all the same.
+    What the block puts there it makes durable. Parents are created; what a killed process left is removed. With
+    `overwrite` it takes the place of what is there at one instant, and the old one goes when that is durable. Raises
+    OSError; NoExchangeError, the old one untouched; UnsyncedError where the new one is there all the same.
     """
     temporary = folder.parent / f"{TEMPORARY}{folder.name}"
     try:
         make_folder(folder.parent)
-        remove_folder(temporary)
+        remove_aside([temporary])
         temporary.mkdir()
         yield temporary
         fsync_dir(temporary)
-        put_in_place(temporary, folder)
-    finally:
+        with uninterrupted():  # between the exchange and its sync the old one must not be removed
+            put_in_place(temporary, folder, overwrite)
+    except UnsyncedError:  # a power loss may bring back what was replaced, so that stays
+        raise
+    except BaseException:
         with contextlib.suppress(OSError):  # what went wrong first is told
-            remove_folder(temporary)  # gone already where the rename was reached
+            remove_folder(temporary)
+        raise
+    with contextlib.suppress(OSError):  # the next one removes it
+        remove_folder(temporary)  # what was replaced
 
 
 class UnsyncedError(OSError):
     """What was asked for is there, whole; whether it outlives a power loss is not known."""
 
 
-def put_in_place(temporary: Path, path: Path) -> None:
-    """Rename what is durable itself to `path`, which is not there, durably. Raises OSError, UnsyncedError."""
-    temporary.rename(path)
+class NoExchangeError(OSError):
+    """The file system cannot let two folders change places, so none can be replaced at one instant."""
+
+
+def put_in_place(temporary: Path, path: Path, overwrite: bool = False) -> None:
+    """Rename what is durable itself to `path`, which is not there, durably. Raises OSError, UnsyncedError.
+
+    With `overwrite` a folder that is there gets the name `temporary`, or raises NoExchangeError, and a file goes.
+    """
+    try:
+        if not overwrite or not temporary.is_dir():
+            raise FileNotFoundError
+        exchange(temporary, path)
+    except FileNotFoundError:  # nothing to replace
+        temporary.rename(path)
     try:
         fsync_dir(path.parent)
     except OSError as error:  # nor would it be known of an undoing
         raise UnsyncedError(f"it is there, whole, but may not outlive a power loss: {error}") from error
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two names of a file system change places at one instant. Raises OSError, NoExchangeError."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        number = errno.ENOSYS
+    elif renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return
+    else:
+        number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise NoExchangeError(number, "this file system cannot exchange two folders", str(other))
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def check_exchange(folder: Path) -> None:
+    """Raises NoExchangeError or OSError where a folder made beside `folder` could not take its place."""
+    place = folder.parent / f"{TEMPORARY}.{folder.name}"  # no other's: names have no leading dot
+    try:
+        remove_folder(place)
+        for name in "12":
+            (place / name).mkdir(parents=True)
+        exchange(place / "1", place / "2")
+    finally:
+        with contextlib.suppress(OSError):
+            remove_folder(place)
+
+
+def remove_aside(folders: Collection[Path]) -> None:
+    """Remove what killed processes left, if it is there, all in one folder. Raises OSError.
+
+    It may be what an exchange replaced, which is durable first.
+    """
+    there = [folder for folder in folders if os.path.lexists(folder)]
+    if there:
+        fsync_dir(there[0].parent)
+    for folder in there:
+        remove_folder(folder)
 
 
 def remove_folder(path: Path) -> None:

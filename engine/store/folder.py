@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import StoreError
 from ..interrupts import uninterrupted
 from .durable import fsync_dir, make_folder, remove_folder, seal, write_atomically
-from .folder_view import OWN, PLACES, FolderView
+from .folder_view import OWN, PLACES, FolderView, snapshot_id
 
 _held: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 
@@ -156,14 +156,18 @@ class StoreFolder(FolderView):
         self._write({**self._read(), "base": [name]})
 
     def expect_base(self, name: str) -> None:
-        """Before snapshot `name` is written: the live rows go back to it once it is there. Raises StoreError."""
-        current = self.base
-        self._write({**self._read(), "base": [name] if current is None else [name, current]})
+        """Before snapshot `name` is written: the live rows go back to it once it is there. Raises StoreError.
+
+        Where one of that name is there, which it replaces, they do once it is another.
+        """
+        current, place = self.base, self.snapshots / name
+        expected = [name, snapshot_id(place)] if os.path.lexists(place) else name
+        self._write({**self._read(), "base": [expected] if current is None else [expected, current]})
 
     def _settle_base(self) -> None:
         """A snapshot that a killed save did not come to write is none to go back to, whatever gets its name later."""
-        there = [name for name in self._bases() if not name or (self.snapshots / name).is_dir()]
-        if there and there != self._bases():
+        there = [name for name, replaced in self._bases() if self._is_there(name, replaced)]
+        if there and there != self._read().get("base"):
             with contextlib.suppress(StoreError):  # on a full disk, rows can still be read
                 self._write({**self._read(), "base": there})
 

@@ -12,6 +12,16 @@ from .durable import read_record, unseal
 
 PLACES = ("live", "live-2")
 OWN = ("base", "place")  # what the folder itself keeps in the mark
+MANIFEST = "manifest.msgpack"  # of a snapshot
+
+
+def snapshot_id(folder: Path) -> str:
+    """The id of a snapshot; "" where there is none, or one that cannot be read."""
+    try:
+        content = unseal(read_record(folder / MANIFEST))
+        return str(content["id"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
 
 
 class FolderView:
@@ -46,11 +56,28 @@ class FolderView:
     @property
     def base(self) -> str | None:
         """The snapshot that the live rows go back to: saved or loaded last. "" for none, None where it is unknown."""
-        return next((name for name in self._bases() if not name or (self.snapshots / name).is_dir()), None)
+        return next((name for name, replaced in self._bases() if self._is_there(name, replaced)), None)
 
-    def _bases(self) -> list[str]:
+    @property
+    def replaced(self) -> set[str]:
+        """Names of snapshots that a save replaces, or has replaced."""
+        return {name for name, replaced in self._bases() if replaced is not None}
+
+    def _bases(self) -> list[tuple[str, str | None]]:
+        """Names, the first that is there counts; each with the id of the snapshot that it replaces, None for none."""
         bases = self._read().get("base")
-        return [name for name in bases if isinstance(name, str)] if isinstance(bases, list) else []
+        found: list[tuple[str, str | None]] = []
+        for base in bases if isinstance(bases, list) else []:
+            match base:
+                case str(name):
+                    found.append((name, None))
+                case [str(name), str(replaced)]:
+                    found.append((name, replaced))
+        return found
+
+    def _is_there(self, name: str, replaced: str | None) -> bool:
+        place = self.snapshots / name
+        return not name or (place.is_dir() and (replaced is None or snapshot_id(place) != replaced))
 
     @property
     def begun(self) -> bool:

@@ -34,6 +34,7 @@ def export_snapshot(
     *,
     tables: Sequence[int | str] | None = None,
     state: bool = True,
+    overwrite: bool = False,
 ) -> int:
     """Write the rows of a snapshot of any kind to `path`, in bounded memory; returns how many.
 
@@ -42,6 +43,7 @@ def export_snapshot(
     column after the other: while they are written, the columns lie beside `path` as well.
     tables: the table ids, or names, whose rows are written, None for all. state: whether optimizer state is; without
     it, rows are as a lookup sees them, of a table at step 0 that no optimizer has trained.
+    overwrite: take the place of a file that is there, at one instant when the new one is durable; not of a snapshot.
     progress: told how many rows of the snapshot each chunk added that was read.
 
     The file is written aside and renamed when it is durable; where this raises, nothing of it is left, or the error
@@ -52,6 +54,8 @@ def export_snapshot(
         raise InputError(f"snapshot={snapshot!r}: give Snapshot.open(<store folder>/snapshots/<name>)")
     if format not in FORMATS:
         raise InputError(f"format={format!r}: give one of {', '.join(map(repr, FORMATS))}")
+    if overwrite and format == "snapshot":
+        raise InputError("overwrite=True, format='snapshot': only a file is overwritten; give another path")
     path = path_of(path, "path").absolute()
     if tables is not None:
         tables = _numbers_of(tables, names_in(snapshot.description))
@@ -62,8 +66,10 @@ def export_snapshot(
     if format == "snapshot":
         write_snapshot(path, description, chunks)
         return report.rows
-    if os.path.lexists(path):
-        raise SnapshotError(f"{str(path)!r} exists: choose another path, or delete it first")
+    if os.path.lexists(path) and not (overwrite and path.is_file()):
+        raise SnapshotError(
+            f"{str(path)!r} exists: choose another path, or delete it first, or overwrite it, if it is a file"
+        )
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         make_folder(path.parent)

@@ -161,6 +161,12 @@ int move(const std::string& from, const std::string& to, Do act) {
 }
 
 template <class Do>
+int swap(const std::string& one, const std::string& other, Do act) {
+    if (!is_watched(one)) return act();
+    return watched_call("rename", act, [&](int) { trace("exchange", one, other); });
+}
+
+template <class Do>
 int make(const std::string& path, Do act) {
     if (!is_watched(path)) return act();
     return watched_call("mkdir", act, [&](int) { trace("mkdir", path); });
@@ -250,6 +256,13 @@ int renameat(int from_folder, const char* from, int to_folder, const char* to) {
     REAL("renameat", int(int, const char*, int, const char*));
     const auto act = [&] { return real(from_folder, from, to_folder, to); };
     return move(path_of(from_folder, from), path_of(to_folder, to), act);
+}
+
+int renameat2(int from_folder, const char* from, int to_folder, const char* to, unsigned flags) {
+    REAL("renameat2", int(int, const char*, int, const char*, unsigned));
+    const auto act = [&] { return real(from_folder, from, to_folder, to, flags); };
+    const std::string one = path_of(from_folder, from), other = path_of(to_folder, to);
+    return flags & RENAME_EXCHANGE ? swap(one, other, act) : move(one, other, act);
 }
 
 int unlink(const char* name) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +19,10 @@ class Saved(NamedTuple):
 class Expected:
     """The state after each line of the log.
 
-    `saved`: snapshots that must be there, in the order in which they were saved; of `begun` ones each may be there, and
-    `going` ones may be gone. Live rows are of a step of `clean`, if they are marked, or may be without a mark where
-    `dirty`, and then a run goes back to a snapshot of `bases`, "" for none.
+    `saved`: snapshots that must be there, in the order in which they were saved; of `begun` ones each may be there, in
+    the place of one of `saved` where that has its name, and `going` ones may be gone. Live rows are of a step of
+    `clean`, if they are marked, or may be without a mark where `dirty`, and then a run goes back to a snapshot of
+    `bases`, "" for none.
     """
 
     def __init__(self) -> None:
@@ -49,15 +50,18 @@ class Expected:
             getattr(self, f"{at}_{operation}")(**line)
         return new
 
-    def found(self, names: Iterable[str]) -> None:
+    def found(self, snapshots: Mapping[str, Saved]) -> None:
         """After a kill the folder lists these snapshots. Those in flight are there or not from here on."""
-        names, self.step = set(names), None
+        names, self.step = snapshots.keys(), None
         missing = self.saved.keys() - self.going - names
         foreign = names - self.saved.keys() - self.begun.keys()
         assert not missing, f"lost: {missing}"
         assert not foreign, f"never saved: {foreign}"
         for name in list(self.begun):
-            if name in names:
+            if name in names and name in self.saved and snapshots[name] == self.saved[name]:
+                if self.begun[name] == self.saved[name]:  # either
+                    self.bases.add(name)
+            elif name in names:
                 self._add(name)
                 self.bases |= {self.loading} - {None}
             else:
@@ -110,6 +114,7 @@ class Expected:
     def begin_save(self, name: str, kind: str, step: int, parent: str | None = None) -> None:
         assert parent is None or parent in self.bases, f"{name} goes over {parent}, not {self.bases}"
         self.begun[name] = Saved(step, kind, parent)
+        self.aside.discard(name)  # one that a merge wrote, and this replaces
 
     def end_save(self, name: str, **line: Any) -> None:
         self._add(name)
@@ -128,6 +133,7 @@ class Expected:
         self._add(new)
 
     def _add(self, name: str) -> None:
+        self.saved.pop(name, None)
         self.saved[name] = self.begun.pop(name)
         if name not in self.aside:
             self.bases = {name}
@@ -161,7 +167,8 @@ class Expected:
     def _pruned(self, keep_last: int, keep_every: int | None) -> list[set[str]]:
         """What a prune removes, for each state that it may find: of the base, and of a snapshot that is begun."""
         bases = self.bases | (self.begun.keys() - self.aside)
-        states = [self.saved, {**self.saved, **self.begun}]
+        left = {name: saved for name, saved in self.saved.items() if name not in self.begun}
+        states = [self.saved, {**left, **self.begun}]
         return [_pruned(state, keep_last, keep_every, base) for base in bases for state in states]
 
 

@@ -36,7 +36,10 @@ class Folder:
 
 @dataclass
 class Change:
-    """What was done as the `number`th: a name came to be, by a rename out of `source`, or went, kept in `aside`."""
+    """What was done as the `number`th: a name came to be, by a rename out of `source`, or went, kept in `aside`.
+
+    An exchange is of the folders `moved`, at `name` since, and `other`, at `source`.
+    """
 
     number: int
     done: str
@@ -45,9 +48,13 @@ class Change:
     aside: str = ""
     source: tuple[Folder, str] | None = None
     moved: Folder | None = None
+    other: Folder | None = None
 
     def undo(self) -> None:
         path = self.folder.path / self.name
+        if self.other is not None:
+            self._undo_exchange(path, self.other)
+            return
         if self.done == "rmdir":
             path.mkdir(exist_ok=True)
         elif self.done == "unlink":
@@ -68,6 +75,17 @@ class Change:
             shutil.rmtree(path)  # with names that would have lasted in it
         else:
             path.unlink()
+
+    def _undo_exchange(self, path: Path, other: Folder) -> None:
+        assert self.source is not None
+        assert self.moved is not None
+        place = self.source[0].path / self.source[1]
+        between = place.with_name(f"{place.name}-between")
+        if path.is_dir() and place.is_dir():
+            place.rename(between)
+            path.rename(place)
+            between.rename(path)
+            other.parent, other.name, self.moved.parent, self.moved.name = self.folder, self.name, *self.source
 
 
 class Disk:
@@ -121,6 +139,14 @@ class Disk:
             to, source = Path(more[0]), (self._folder(place.parent), place.name)
             change = Change(number, done, self._folder(to.parent), to.name, more[1], source, self._move(path, more[0]))
             change.folder.changes.append(change)
+
+        if done == "exchange":
+            one, other, to = self._folder(place), self._folder(Path(more[0])), Path(more[0])
+            source, target = (self._folder(place.parent), place.name), (self._folder(to.parent), to.name)
+            self._move(path, f"{path}-between")
+            self._move(more[0], path)
+            self._move(f"{path}-between", more[0])
+            target[0].changes.append(Change(number, done, *target, "", source, one, other))
 
     def _folder(self, path: Path) -> Folder:
         known = self._folders.get(str(path))

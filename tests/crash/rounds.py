@@ -20,7 +20,7 @@ from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.store.contract import row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots
 
-from .expected import Expected
+from .expected import Expected, Saved
 from .history import DIM, History, in_order
 from .plan import Round, Session
 from .power import Disk
@@ -115,11 +115,11 @@ class Check:
         """Every one that must be there is, whole and bit-equal, and no other. Returns how many."""
         listing = list_snapshots(self._snapshots)
         assert not listing.damaged, listing.damaged
-        self.expected.found(snapshot.name for snapshot in listing.snapshots)
+        there = {s.name: Saved(s.description["step"], s.kind, s.parent and s.parent.name) for s in listing.snapshots}
+        self.expected.found(there)
         for snapshot in listing.snapshots:
             saved = self.expected.saved[snapshot.name]
-            parent = snapshot.parent and snapshot.parent.name
-            assert saved == (snapshot.description["step"], snapshot.kind, parent), f"{snapshot.name}: not as saved"
+            assert saved == there[snapshot.name], f"{snapshot.name}: not as saved"
             self.same(rows_of(snapshot), saved.step)
         return len(listing.snapshots)
 

@@ -79,18 +79,19 @@ class Trainer:
 
     def save(self) -> None:
         self.settle()
-        name, kind = self.new_name(), self.any_kind(self.embedding.last_snapshot)
+        kind = self.any_kind(self.embedding.last_snapshot)
         parent = self.embedding.last_snapshot if kind == "incremental" else None
+        name = self.any_name(parent)
         with self.logged("save", name=name, kind=kind, step=self.step, parent=parent):
-            self.embedding.save_snapshot(name, kind)
+            self.embedding.save_snapshot(name, kind, overwrite=True)
 
     def background(self) -> None:
         """A save that goes on until `settle`."""
         self.settle()
-        line = {"name": self.new_name(), "step": self.step}
+        line = {"name": self.any_name(None), "step": self.step}
         logged = self.logged("background", **line)
         logged.__enter__()
-        self.going = self.embedding.save_snapshot(line["name"], background=True), logged
+        self.going = self.embedding.save_snapshot(line["name"], background=True, overwrite=True), logged
 
     def settle(self) -> None:
         if self.going is not None:
@@ -101,6 +102,7 @@ class Trainer:
         self.going = None
 
     def load(self) -> None:
+        self.settle()  # which rows a name has is not known before
         if snapshot := self.any_snapshot():
             with self.logged("load", name=snapshot.name):
                 self.embedding.load_snapshot(snapshot.name)
@@ -134,11 +136,11 @@ class Trainer:
         base = StoreFolder(self.store_path)
         with base:
             parent = base.base
-        name, kind = self.new_name(), self.any_kind(parent)
-        with self.logged(
-            "save", name=name, kind=kind, step=self.step, parent=parent if kind == "incremental" else None
-        ):
-            tierbed("snapshot", "save", "--kind", kind, self.store_path, "--", name)
+        kind = self.any_kind(parent)
+        parent = parent if kind == "incremental" else None
+        name = self.any_name(parent)
+        with self.logged("save", name=name, kind=kind, step=self.step, parent=parent):
+            tierbed("snapshot", "save", "--overwrite", "--kind", kind, self.store_path, "--", name)
 
     def command_load(self) -> None:
         if snapshot := self.any_snapshot():
@@ -177,6 +179,13 @@ class Trainer:
     def new_name(self) -> str:
         self.saved += 1
         return self.chance.choice(NAMES).format(f"{self.plan['number']}-{self.saved}")
+
+    def any_name(self, parent: str | None) -> str:
+        """A new one, or that of a snapshot which one over `parent` may replace."""
+        snapshots = list_snapshots(self.store_path / "snapshots").snapshots
+        over = {parent, *(s.manifest.parent.name for s in snapshots if s.manifest.parent)}
+        free = [snapshot.name for snapshot in snapshots if snapshot.name not in over]
+        return self.chance.choice(free) if free and self.chance.random() < 0.3 else self.new_name()
 
     def any_kind(self, base: str | None) -> str:
         """One that there can be now."""

@@ -1,0 +1,28 @@
+"""Writes tests/golden/checkpoint-N: a checkpoint of a graph in format N, and what it holds.
+
+Run once for a new format; what is there for earlier ones is never written again.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_graph_checkpoint_golden import Golden, batch, held
+
+from tierbed.graph.checkpoint import FORMAT
+
+
+def write(folder: Path) -> None:
+    graph = Golden()
+    for step in range(1, 4):
+        graph(batch(step))
+    graph.save(folder)
+    np.savez(f"{folder}.npz", **held(graph))
+
+
+if __name__ == "__main__":
+    write(Path(__file__).parent / f"checkpoint-{FORMAT}")
