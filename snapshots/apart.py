@@ -49,7 +49,9 @@ def rows_apart(folder: Path, width: int, shards: int, max_rows: int) -> Chunks:
 
 
 @contextlib.contextmanager
-def _child(folder: Path, width: int, shards: int, most: int) -> Iterator[tuple[IO[bytes], int, subprocess.Popen[bytes]]]:
+def _child(
+    folder: Path, width: int, shards: int, most: int
+) -> Iterator[tuple[IO[bytes], int, subprocess.Popen[bytes]]]:
     script = str(Path(__file__).with_name("apart_child.py"))
     assert _core.__file__ is not None
     arguments = [_core.__file__, str(Path(folder).absolute()), str(width), str(shards), str(most)]
