@@ -40,7 +40,8 @@ def rows_apart(folder: Path, width: int, shards: int, max_rows: int) -> Chunks:
             if bucket == END:
                 return
             if bucket == FAILED:
-                raise ApartError(rows_from.read(count).decode("utf-8", "replace"))
+                text = rows_from.read(count).decode("utf-8", "replace")
+                raise ApartError(text.rpartition("; ")[0] or text)  # RocksDB's own advice is for a store
             rows = np.empty(min(count, most), dtype)
             if rows_from.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
