@@ -38,9 +38,8 @@ def save_each_kind(path: Path, **more: Any) -> Path:
 
 
 def copied(snapshots: Path, path: Path) -> Path:
-    """The snapshots in the store folder of the embedding that has `path`."""
+    """The snapshots in the store folder of the embedding that has `path`, which is open: it would go back to one."""
     folder = path / "rows" / "snapshots"
-    shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(snapshots, folder)
     return folder
 

@@ -53,8 +53,7 @@ def at(embedding: MultiTableEmbedding, snapshots: Path) -> Path:
     """A copy of the snapshots where the embedding finds them."""
     path = embedding.store_options.persistent_path
     assert path is not None
-    copied(snapshots, Path(path) / "copy").rename(Path(path) / "rows" / "snapshots")
-    return Path(path) / "rows" / "snapshots"
+    return copied(snapshots, Path(path))
 
 
 def first_file(folder: Path, kind: str = "bucket") -> str:
