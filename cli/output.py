@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,8 +21,17 @@ BAR_AFTER = 1.0  # seconds; what is over sooner shows no bar
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    """One document on stdout; names of foreign files come out as ASCII."""
-    print(json.dumps(value, indent=indent, default=str), flush=True)
+    """One document on stdout; names of foreign files come out as ASCII, NaN and infinities as text."""
+    print(json.dumps(_plain(value), indent=indent, allow_nan=False, default=str), flush=True)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it: a mark may have any content."""
+    if isinstance(value, dict):
+        return {name if isinstance(name, str) else str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:

@@ -17,7 +17,7 @@ from .interrupts import uninterrupted
 from .open_rows import OpenRows
 from .pinned import PinnedBatch
 from .segments import rows_of
-from .store.contract import Room
+from .store.contract import LAST_STEP, Room
 
 
 class OpenTable(OpenRows):
@@ -60,6 +60,7 @@ class OpenTable(OpenRows):
     def give_way(self) -> None:
         """Before a training step: let a visitor of the boundary go first."""
         self._check_optimizer()
+        self._next_step()
         if self.boundary.wanted:
             self.boundary.give_way(self)
 
@@ -97,7 +98,7 @@ class OpenTable(OpenRows):
         clip_value: float | None,
     ) -> None:
         assert self.optimizer is not None
-        rule, step = self.optimizer.rule, self.step + 1
+        rule, step = self.optimizer.rule, self._next_step()
         hyper = self.optimizer.hyper(step, clip_value)
         gradients = self._gradients(pinned, grads, weights)
         self._wait_for_image()
@@ -159,7 +160,7 @@ class OpenTable(OpenRows):
             self._set_numbers()
             return self.step, self.hyper
         assert self.optimizer is not None
-        step = self.step + 1
+        step = self._next_step()
         hyper = self.optimizer.hyper(step, clip_value)
         self._before_write(step)
         self.processor.set_numbers(self.optimizer.rule, hyper, step)
@@ -284,6 +285,15 @@ class OpenTable(OpenRows):
     def _check_optimizer(self) -> None:
         if self.optimizer is None:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
+
+    def _next_step(self) -> int:
+        """The step that comes. Raises StoreError where rows could not keep its number."""
+        if self.step >= LAST_STEP:
+            raise StoreError(
+                f"embedding {self.spec.name!r} is of step {self.step}, the last that rows can keep: save a snapshot "
+                "and load it with weights_only=True, from where steps and the optimizer's state begin anew"
+            )
+        return self.step + 1
 
     def _batch(self, lookups: list[Lookup], like: PinnedBatch | None = None) -> Any:
         self._raise_late(wait=False)

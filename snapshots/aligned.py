@@ -39,15 +39,15 @@ def changed(older: Chunks, newer: Chunks, deleted: Chunks, twice: Callable[[int]
     Raises what `twice` makes of a bucket where a key is both in `newer` and in `deleted`. All three may be streams of
     keys alone.
     """
-    streams = was, now, gone = _Stream(older), _Stream(newer), _Stream(deleted)
+    streams = [_Stream(chunks) for chunks in (older, newer, deleted)]
     for bucket in range(BUCKETS):
         while there := [stream for stream in streams if stream.rows_of(bucket) is not None]:
-            if there == [was]:
-                yield bucket, was.drop(len(was.rows))
+            if there == streams[:1]:
+                yield bucket, there[0].drop(len(there[0].rows))
                 continue
             dtype = there[0].rows.dtype
-            parts = [stream.rows.view(np.uint8) if stream in there else _NONE for stream in streams]
-            merged, *counts, both = _core.merge_rows(*parts, dtype.itemsize)
+            before, after, gone = (s.rows.view(np.uint8) if s in there else _NONE for s in streams)
+            merged, *counts, both = _core.merge_rows(before, after, gone, dtype.itemsize)
             if both:
                 raise twice(bucket)
             for stream, count in zip(streams, counts, strict=True):

@@ -40,7 +40,8 @@ def rows_apart(folder: Path, width: int, shards: int, max_rows: int) -> Chunks:
             if bucket == END:
                 return
             if bucket == FAILED:
-                raise ApartError(rows_from.read(count).decode("utf-8", "replace"))
+                text = rows_from.read(count).decode("utf-8", "replace")
+                raise ApartError(text.rpartition("; ")[0] or text)  # RocksDB's own advice is for a store
             rows = np.empty(min(count, most), dtype)
             if rows_from.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
@@ -49,7 +50,9 @@ def rows_apart(folder: Path, width: int, shards: int, max_rows: int) -> Chunks:
 
 
 @contextlib.contextmanager
-def _child(folder: Path, width: int, shards: int, most: int) -> Iterator[tuple[IO[bytes], int, subprocess.Popen[bytes]]]:
+def _child(
+    folder: Path, width: int, shards: int, most: int
+) -> Iterator[tuple[IO[bytes], int, subprocess.Popen[bytes]]]:
     script = str(Path(__file__).with_name("apart_child.py"))
     assert _core.__file__ is not None
     arguments = [_core.__file__, str(Path(folder).absolute()), str(width), str(shards), str(most)]

@@ -20,7 +20,8 @@ def main(core: str, folder: str, width: int, shards: int, most: int) -> None:
     """Write the rows of RocksDB's files in `folder` to stdout, at most `most` behind each header."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spec = spec_from_file_location("_core", core)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     native: Any = module_from_spec(spec)
     spec.loader.exec_module(native)
     rows = memoryview(bytearray(most * (_ROW_BYTES + 4 * width)))

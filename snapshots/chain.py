@@ -30,8 +30,8 @@ def table_of(
     """
     table: Chunks = iter(())
     for snapshot in chain:
-        parts = [_told(part, progress, len(chain) > 1) for part in snapshot.parts(max_rows)]
-        table = changed(table, *parts, snapshot.named_twice) if snapshot.manifest.parent is not None else parts[0]
+        rows, deleted = (_told(part, progress, len(chain) > 1) for part in snapshot.parts(max_rows))
+        table = rows if snapshot.manifest.parent is None else changed(table, rows, deleted, snapshot.named_twice)
         table = _counted(snapshot, table)
         if watch is not None:
             table = watch(snapshot, table)
@@ -96,7 +96,8 @@ class _Verified:
 
     def _take_alone(self, link: Snapshot) -> None:
         try:
-            _read(changed(iter(()), *(_told(part, self._progress, True) for part in link.parts()), link.named_twice))
+            rows, deleted = (_told(part, self._progress, True) for part in link.parts())
+            _read(changed(iter(()), rows, deleted, link.named_twice))
         except SnapshotError as error:
             self.damaged[link.name] = error
         else:

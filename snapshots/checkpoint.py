@@ -69,8 +69,7 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
     try:
         yield from rows_apart(folder / ROCKSDB, manifest.width, manifest.rocksdb.shards, max_rows)
     except ApartError as error:
-        cause = str(error).rpartition("; ")[0] or str(error)  # RocksDB's own advice is for a store
-        raise _damaged(folder, folder / ROCKSDB, cause) from error
+        raise _damaged(folder, folder / ROCKSDB, str(error)) from error
     except OSError as error:
         raise SnapshotError(f"no process could be started to read {str(folder / ROCKSDB)!r}: {error}") from error
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from types import NoneType
 from typing import Any, Literal
 
 import numpy as np
@@ -12,9 +14,11 @@ from ..engine import _core
 from ..engine.errors import SnapshotError
 from ..engine.optim.kernel import CLIPS
 from ..engine.optim.rule import rule_named
-from ..engine.store.contract import BUCKETS, row_dtype
+from ..engine.store.contract import BUCKETS, LAST_STEP, row_dtype
 from ..engine.store.durable import is_folder_name, seal, unseal
 from ..engine.store.folder_view import MANIFEST as MANIFEST
+from ..engine.store.folder_view import OWN
+from ..engine.table_counts import FIELD as TABLE_ROWS
 from ..engine.tables import FIELD, are_names
 
 FORMAT = 2
@@ -26,7 +30,13 @@ Kind = Literal["full", "incremental", "checkpoint"]
 KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
 
 _MAX_WIDTH = 1 << 20
+_MAX_DIM = 1 << 16  # of an embedding
 _MAX_COUNT = 1 << 62
+LAST_SEQUENCE = (1 << 48) - 1
+_MAX_DEPTH = 32  # of a description: lists and maps in each other
+_MAX_FIELDS = 1000
+_MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest, or a mark, with a few more fields stays one
+OF_THE_MARK = ("live", "rows", "shards", TABLE_ROWS)  # what a mark says beside the description of a snapshot
 _MAX_SHARDS = BUCKETS
 _ROW_FILE = re.compile(r"(bucket|deleted)-([0-9]{2})\.npy")
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
@@ -121,8 +131,12 @@ class Manifest:
         _require(kind in KINDS, f"its kind is {kind!r}, and there are {', '.join(KINDS)}")
         _require(_is_id(value["id"]), "id is not 32 hex digits")
         check_description(value["description"])
+        _check_room(value["description"])
         for field in ("rows", "deleted", "created", "sequence"):
             _require(_is_count(value[field]), f"{field} is not a count")
+        _require(
+            value["sequence"] <= LAST_SEQUENCE, f"its sequence is beyond {LAST_SEQUENCE}, and no save reaches that"
+        )
         parent, rocksdb = _decode_parent(value["parent"]), _decode_rocksdb(value["rocksdb"])
         _require((parent is not None) == (kind == "incremental"), "an incremental snapshot has a parent, and no other")
         _require((rocksdb is not None) == (kind == "checkpoint"), "a checkpoint has RocksDB's files, and no other")
@@ -190,9 +204,9 @@ def check_description(value: Any) -> None:
     _require(type(value) is dict, "description is not a map")
     valid = {
         "name": lambda x: type(x) is str,
-        "key_type": lambda x: type(x) is str,
+        "key_type": lambda x: x in ("int32", "int64", "uint64"),
         "dtype": lambda x: x == "float32",
-        "columns": lambda x: type(x) is list and len(x) > 0 and all(_is_count(c) and c > 0 for c in x),
+        "columns": lambda x: type(x) is list and all(_is_count(c) and c > 0 for c in x) and 0 < sum(x) <= _MAX_DIM,
         "width": lambda x: _is_count(x) and 0 < x <= _MAX_WIDTH,
         "optimizer": lambda x: x is None or type(x) is str,
         "states": lambda x: type(x) is list and all(type(s) is str for s in x),
@@ -202,12 +216,13 @@ def check_description(value: Any) -> None:
         "seed": lambda x: type(x) is int,
         "tables": lambda x: type(x) is list,
         "padding_idx": lambda x: x is None or type(x) is int,
-        "step": _is_count,
+        "step": lambda x: _is_count(x) and x <= LAST_STEP,
     }
     for field, check in valid.items():
         _require(field in value and check(value[field]), f"description has no valid {field!r}")
     named = FIELD not in value or are_names(value[FIELD], len(value["tables"]))
     _require(named, f"description has {FIELD!r} that are not a name of its own, or none, for each of its tables")
+    _require(_is_plain(value, _MAX_DEPTH), "description holds what JSON cannot")
     dim, widths = sum(value["columns"]), value["state_widths"]
     for field in ("state_widths", "initial"):
         _require(len(value[field]) == len(value["states"]), f"description has no {field!r} for each of its states")
@@ -215,6 +230,24 @@ def check_description(value: Any) -> None:
     width = dim + sum(widths)
     _require(width == value["width"], "description has a 'width' that is not that of its columns and states")
     _check_rule(value, dim)
+
+
+def _check_room(description: dict[str, Any]) -> None:
+    """What a mark and later manifests say beside a description needs room and names of its own."""
+    taken = description.keys() & {*OF_THE_MARK, *OWN}
+    _require(not taken, f"description has fields of a mark: {', '.join(sorted(taken))}")
+    _require(len(description) <= _MAX_FIELDS, f"description has more than {_MAX_FIELDS} fields")
+    size = len(seal(description))
+    _require(size <= _MAX_DESCRIPTION, f"description has {size} bytes, more than {_MAX_DESCRIPTION}")
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Whether JSON holds it as it is: no bytes, no NaN."""
+    if type(value) is dict:
+        return depth > 0 and all(type(name) is str and _is_plain(item, depth - 1) for name, item in value.items())
+    if type(value) is list:
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
+    return type(value) in (NoneType, bool, int, str) or (type(value) is float and math.isfinite(value))
 
 
 def _check_rule(value: dict[str, Any], dim: int) -> None:

@@ -10,13 +10,10 @@ from ..engine.errors import SnapshotError, StoreError
 from ..engine.store.contract import Chunks
 from ..engine.store.durable import remove_folder
 from ..engine.store.folder import StoreFolder
-from ..engine.table_counts import FIELD as TABLE_ROWS
-from .format import Manifest, check_name
+from .format import OF_THE_MARK, Manifest, check_name
 from .reader import Snapshot
 from .selection import ALL, LoadReport, Selection
 from .writer import Progress, write_snapshot
-
-_OF_THE_MARK = ("live", "rows", "shards", TABLE_ROWS)  # what a mark says beside the description of a snapshot
 
 
 def save_live(
@@ -107,7 +104,7 @@ def live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
 
 def described(mark: dict[str, Any]) -> dict[str, Any]:
     """What a mark says of the rows, as a snapshot describes them."""
-    return {field: value for field, value in mark.items() if field not in _OF_THE_MARK}
+    return {field: value for field, value in mark.items() if field not in OF_THE_MARK}
 
 
 def marked(store: StoreFolder) -> dict[str, Any]:

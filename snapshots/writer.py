@@ -22,6 +22,7 @@ from ..engine.store.contract import BUCKETS
 from ..engine.store.durable import TEMPORARY, UnsyncedError, made_aside, remove_aside
 from .format import (
     HEADER_BYTES,
+    LAST_SEQUENCE,
     MANIFEST,
     Kind,
     Manifest,
@@ -158,7 +159,13 @@ def finish(
     """Write the manifest of what is in `place`, durable as it is. Raises OSError, SnapshotError."""
     files = files or {}
     deleted = sum(file.rows for name, file in files.items() if is_deleted(name))
-    sequence = 1 + max((s.manifest.sequence for s in list_snapshots(place.parent).snapshots), default=0)
+    latest = max(list_snapshots(place.parent).snapshots, key=lambda s: s.manifest.sequence, default=None)
+    sequence = 1 if latest is None else latest.manifest.sequence + 1
+    if latest is not None and sequence > LAST_SEQUENCE:
+        raise SnapshotError(
+            f"snapshot {latest.name!r} has the last sequence that there is, {LAST_SEQUENCE}, so that none can come "
+            f"after it: no save of tierbed made it. Move {str(latest.folder)!r} elsewhere, or remove it"
+        )
     identity = secrets.token_hex(16)
     manifest = Manifest(kind, identity, parent, description, rows, deleted, files, rocksdb, time.time_ns(), sequence)
     try:
@@ -189,7 +196,7 @@ def _write_files(
     chunks: Iterable[tuple[int, Rows]],
     progress: Progress | None,
 ) -> dict[str, RowFile]:
-    """Each bucket's rows of a table to its file. Chunks are made while those before are written, and files before are synced."""
+    """Each bucket's rows to its file. Chunks are made while those before are written, and files before are synced."""
     files: dict[str, _File] = {}
     previous, width = -1, description["width"]
     with ExitStack() as opened, Behind() as syncing, Behind() as writing:

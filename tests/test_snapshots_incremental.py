@@ -23,6 +23,7 @@ from tierbed.snapshots.reader import LONGEST_CHAIN
 Row = tuple[int, int, int]  # bucket, table, key; in the order of snapshots
 Table = dict[Row, float]
 
+
 def row(bucket: int, table: int, number: int) -> Row:
     return bucket, table, key_in(bucket, table, number)
 

@@ -19,6 +19,7 @@ Asked = NDArray[np.int64]  # [tables, 2], hits and misses
 Chunks = Iterator[tuple[int, NDArray[np.void]]]  # (bucket, rows of `row_dtype`), as `Tier.scan` yields them
 
 BUCKETS = 64
+LAST_STEP = 2**32 - 2  # of a table: rows keep a step as u32, and what is due of one is told by the step after
 
 B = TypeVar("B", contravariant=True)  # the batches of a processor
 
