@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -151,20 +150,22 @@ def _said_of(restart: Restart) -> str:
 
 def _watched(work: Callable[[], Any], told: Callable[[int], None]) -> Any:
     """The result of work in a thread, so that the bar lives and Ctrl-C is heard."""
+    from ..engine.threads import Thread
+
     outcome: list[Any] = []
 
     def run() -> None:
         try:
-            outcome.extend((work(), None))
+            outcome[:] = work(), None
         except BaseException as error:
-            outcome.extend((None, error))
+            outcome[:] = None, error
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = Thread(target=run, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
         told(0)
-    result, error = outcome
+    result, error = outcome or (None, MemoryError("the thread that merges ended without a word"))
     if error is not None:
         raise error
     return result

@@ -17,7 +17,7 @@ from ..snapshots.format import Manifest
 from ..snapshots.selection import LoadReport, Selection
 from ..snapshots.serving import StoreServer, start_server
 from .background import BackgroundSave
-from .errors import ClosedError, OptimizerError, StoreError, TierbedError
+from .errors import ClosedError, OptimizerError, StoreError
 from .home import TableHome
 from .home_snapshots import HomeSnapshots
 from .interrupts import uninterrupted
@@ -173,7 +173,8 @@ class TableHandle:
 
     def close(self) -> None:
         """Bring the rows down and let the folder go. Where that fails, everything stays open, to be closed again,
-        unless the folder was removed or replaced: then nothing is written and all is let go.
+        unless the folder was removed or replaced, or a write failed in the middle for lack of memory: then nothing is
+        written and all is let go.
 
         May be called again; does nothing in a forked process. Raises, after that, what an earlier call did wrong.
         """
@@ -184,8 +185,8 @@ class TableHandle:
                 late = self._table.late_error(wait=True) or unsaved  # concerns no row: they are kept first
                 try:
                     self._home.close(self._table)
-                except TierbedError:
-                    if self._table.stack is None:  # closed without its rows, which have no folder any more
+                except BaseException:
+                    if self._table.stack is None:  # closed without its rows, which are lost
                         self._let_go()
                     else:
                         self._serve()

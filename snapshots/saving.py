@@ -13,7 +13,7 @@ from ..engine.store.folder import StoreFolder
 from .difference import Change, changes_between
 from .format import KINDS, Manifest
 from .reader import LONGEST_CHAIN, Snapshot, latest_snapshot
-from .writer import Progress, check_free, remove_leftovers, write_incremental, write_snapshot
+from .writer import Progress, check_free, clear_leftovers, write_incremental, write_snapshot
 
 if TYPE_CHECKING:
     from ..engine.store.rocksdb import RocksDB
@@ -45,7 +45,7 @@ def begin_save(store: StoreFolder, name: str, kind: str, held: Held) -> Path:
     check_free(place)
     if kind == "checkpoint" and held.rocksdb is None:
         raise OptionError("kind='checkpoint' is of RocksDB's files, for cached_ssd stores alone; give 'full'")
-    remove_leftovers(store.snapshots)
+    clear_leftovers(store.snapshots)
     store.expect_base(name)
     return place
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import BUCKETS
-from ..engine.store.durable import TEMPORARY, UnsyncedError, made_aside, remove_folder
+from ..engine.store.durable import UnsyncedError, made_aside, remove_leftovers
 from .aligned import Order
 from .format import (
     HEADER_BYTES,
@@ -119,11 +119,11 @@ def check_free(folder: Path) -> None:
         raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first")
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in the folder of a store's snapshots, whose holder calls it. SnapshotError."""
+def clear_leftovers(folder: Path) -> None:
+    """Remove what killed or failed writers left in the folder of a store's snapshots, whose holder calls it, and where
+    nothing is being written. SnapshotError."""
     try:
-        for leftover in folder.glob(f"{TEMPORARY}*/"):
-            remove_folder(leftover)
+        remove_leftovers(folder)
     except OSError as error:
         raise SnapshotError(f"{str(folder)!r} cannot be cleared of unfinished snapshots: {error}") from error
 

@@ -65,6 +65,12 @@ def made_aside(folder: Path) -> Iterator[Path]:
             remove_folder(temporary)  # gone already where the rename was reached
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what `made_aside` of killed processes left in a folder, if that is there. Raises OSError."""
+    for leftover in folder.glob(f"{TEMPORARY}*/"):
+        remove_folder(leftover)
+
+
 class UnsyncedError(OSError):
     """What was asked for is there, whole; whether it outlives a power loss is not known."""
 

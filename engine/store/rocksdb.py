@@ -106,7 +106,8 @@ class RocksDB:
     """Rows of `width` floats in `folder`, one database a shard.
 
     `shards`: how many the folder has, all of which must be there; None makes a new one with `new_shards`.
-    `read_only`: nothing is written to the folder, and a write of rows raises StoreError.
+    `read_only`: nothing is written to the folder, and a write of rows raises StoreError; so it is opened where a full
+    disk has no room for more, until `make_writable`.
     `options`: as `options_text` gives them; they go over tierbed's own.
     """
 
@@ -205,6 +206,16 @@ class RocksDB:
         """Merge the files of each shard, so that replaced rows take no space. Raises StoreError."""
         with self._errors():
             self._open().compact()
+
+    def make_writable(self) -> None:
+        """To be called before rows change: a full disk may have let it be opened for reading alone. StoreError."""
+        with self._errors():
+            self._open().make_writable()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed in the middle of a call, as where memory ran out: then every other call raises."""
+        return self._db is not None and self._db.failed
 
     @contextlib.contextmanager
     def live_files(self) -> Iterator[list[LiveFile]]:
