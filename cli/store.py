@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .arguments import Json, Store, complete_names, hold, open_snapshot
-from .output import NO_ROW, fail, print_fields, print_json, progress, size, span, text
+from .output import INTERRUPTED, NO_ROW, fail, print_fields, print_json, progress, size, span, tell_interrupted, text
 
 if TYPE_CHECKING:
     from ..snapshots.status import Restart, StoreStatus
@@ -62,7 +61,8 @@ def compact(
         with hold(store, as_json) as folder, progress("merging") as told:
             sizes = _watched(lambda: compact_live(folder, rocksdb_options), told)
     except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)  # RocksDB's threads are at work, and its files good at any instant
+        tell_interrupted(as_json)
+        os._exit(INTERRUPTED)  # RocksDB's threads are at work, and its files good at any instant
     seconds = time.monotonic() - begin
     if as_json:
         before, after = sizes or (None, None)

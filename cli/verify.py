@@ -47,12 +47,15 @@ def verify(
 def _damaged_of(snapshots: list[Snapshot]) -> dict[str, SnapshotError]:
     """Errors by name, of what they go over as well; each file is read once."""
     from ..engine.errors import SnapshotError
+    from ..snapshots.unread import UnreadError
 
     damaged: dict[str, SnapshotError] = {}
     chains: dict[str, list[Snapshot]] = {}
     for snapshot in snapshots:
         try:
             chains[snapshot.name] = snapshot.chain
+        except UnreadError:
+            raise
         except SnapshotError as error:
             damaged[snapshot.name], chains[snapshot.name] = error, [snapshot]
     links = {link.name: link for chain in chains.values() for link in chain}
@@ -60,6 +63,8 @@ def _damaged_of(snapshots: list[Snapshot]) -> dict[str, SnapshotError]:
         for name, link in links.items():
             try:
                 link.verify_own(told)
+            except UnreadError:
+                raise
             except SnapshotError as error:
                 damaged.setdefault(name, error)
     for name, chain in chains.items():

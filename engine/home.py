@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ..snapshots.live import live_rows
 from ..snapshots.reader import Snapshot
 from ..snapshots.saving import base_of
 from ..snapshots.selection import ALL, LoadReport, Selection
+from ..snapshots.unread import cause_of
 from ..snapshots.writer import write_snapshot
 from .errors import SnapshotError, StoreError, TierbedError
 from .interrupts import uninterrupted
@@ -184,7 +184,7 @@ class TableHome:
                 return self._build(optimizer, mark, folder.live)
             return self._restore(optimizer, mark, live_rows(folder, mark), same_rows=True)
         except (SnapshotError, StoreError) as error:
-            if _lacks_space(error):
+            if cause_of(error) is not None:
                 raise
             raise StoreError(
                 f"the live rows of {where} are marked clean and cannot be read: {error}. Go back to a snapshot with "
@@ -353,11 +353,13 @@ def _drop(table: OpenTable, place: Path | None) -> None:
     """Undo a table that was built aside in `place`."""
     table.close()
     if place is not None:
-        remove_folder(place)
+        with contextlib.suppress(OSError):  # what went wrong first is told, and the next open removes it
+            remove_folder(place)
 
 
 def _lacks_space(error: TierbedError) -> bool:
-    return os.strerror(errno.ENOSPC) in str(error)
+    cause = cause_of(error)
+    return cause is not None and cause.errno == errno.ENOSPC
 
 
 def _no_space_to_open(folder: StoreFolder, error: TierbedError) -> str:

@@ -19,7 +19,7 @@ from ..engine.store.contract import Chunks
 from ..engine.store.durable import fsync_dir, open_regular
 from ..engine.store.rocksdb import LiveFile, RocksDB, require_rocksdb
 from .format import ROCKSDB, Manifest, RocksDBFiles
-from .reader import remedy_of
+from .unread import cause_of, damaged, unread
 from .writer import Progress, finish, new_snapshot
 
 log = logging.getLogger("tierbed")
@@ -86,6 +86,8 @@ def _opened(folder: Path, manifest: Manifest, progress: Progress | None = None) 
         with closing(RocksDB(folder / ROCKSDB, manifest.width, shards, read_only=True)) as tier:
             yield tier
     except StoreError as error:
+        if (of_system := cause_of(error)) is not None:
+            raise unread(folder / ROCKSDB, of_system, folder) from error
         cause = str(error).rpartition("; ")[0]  # RocksDB's own advice is for a store
         raise _damaged(folder, folder / ROCKSDB, cause) from error
 
@@ -169,7 +171,7 @@ def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
     try:
         found = {str(path.relative_to(place)): path.stat().st_size for path in _files_in(place)}
     except OSError as error:
-        raise _damaged(folder, place, str(error)) from error
+        raise unread(place, error, folder) from error
     for name in sorted(found.keys() - files.keys()):
         raise SnapshotError(f"{str(place / name)!r} is a foreign file in snapshot {folder.name!r}: remove it")
     for name, entry in files.items():
@@ -192,7 +194,7 @@ def _check_file(folder: Path, name: str, entry: dict[str, int], told: Progress) 
     try:
         crc32c = _checksum_of(path, entry["bytes"], told)
     except OSError as error:
-        raise _damaged(folder, path, str(error)) from error
+        raise unread(path, error, folder) from error
     if crc32c != entry["crc32c"]:
         raise _damaged(folder, path, "its checksum does not match")
 
@@ -220,7 +222,7 @@ def _require_rocksdb(folder: Path) -> None:
 
 
 def _damaged(folder: Path, path: Path, problem: str) -> SnapshotError:
-    return SnapshotError(f"{str(path)!r} is damaged: {problem}. {remedy_of(folder)}")
+    return damaged(path, problem, folder)
 
 
 def _damaged_store(path: Path, problem: str) -> SnapshotError:

@@ -19,6 +19,7 @@ from tierbed.engine.threads import Thread, wait_for
 GUARD = 400  # seconds; what hangs fails
 MB = 1 << 20
 ROWS = 20_000  # a step
+SLOW_CASES = [(0, 1), (0, 2), (8, 1), (24, 1), (24, 2)]
 
 
 def limit(more: int) -> None:
@@ -82,8 +83,9 @@ def run_out(path: Path, more: int, threads: int) -> None:
         is_right(again)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("more", [0, 8, 24])
+@pytest.mark.parametrize(
+    ("more", "threads"), [(8, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
+)
 def test_no_call_waits_for_ever_once_memory_ran_out(tmp_path: Path, more: int, threads: int) -> None:
     in_process(run_out, tmp_path, more * MB, threads, timeout=GUARD)
 

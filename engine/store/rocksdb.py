@@ -14,7 +14,7 @@ import numpy as np
 from .. import _core
 from ..errors import OptionError, StoreError
 from .contract import Chunks, Found, Keys, Lines, Tables, row_dtype
-from .durable import fsync_dir, make_folder
+from .durable import fsync_dir, make_folder, remedy_for
 
 SHARDS = 4
 CACHE_MB = 32  # of blocks
@@ -261,9 +261,8 @@ class RocksDB:
         try:
             yield
         except OSError as error:
-            raise StoreError(
-                f"RocksDB in {self.folder}: {error}; check the disk and the folder's permissions"
-            ) from error
+            remedy = remedy_for(error, "check the disk and the folder's permissions")
+            raise StoreError(f"RocksDB in {self.folder}: {error}; {remedy}") from error
         except RuntimeError as error:
             if isinstance(error, StoreError):
                 raise
