@@ -24,6 +24,7 @@ from .interrupts import uninterrupted
 from .optimizers import RowOptimizer
 from .options import StoreOptions
 from .spec import TableSpec
+from .store.durable import remedy_for
 from .table import OpenTable
 
 log = logging.getLogger("tierbed")
@@ -178,6 +179,17 @@ class TableHandle:
 
         May be called again; does nothing in a forked process. Raises, after that, what an earlier call did wrong.
         """
+        try:
+            self._close()
+        except OSError as error:  # of what torch, too, needs of the system
+            if self._table is None:
+                raise
+            remedy = remedy_for(error, "mend what is wrong")
+            raise StoreError(
+                f"embedding {self._name!r} could not be closed: {error}: {remedy}, then close it again"
+            ) from error
+
+    def _close(self) -> None:
         if self._table is not None and self._process == os.getpid():
             with _disable_current_modes():  # garbage may be collected during a trace, which would record this
                 unsaved = self._table.finish_saving()
