@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from . import compare, doctor, exchange, keep, snapshot, store, verify, watch
-from .output import PROBLEM, complain, print_json
+from .output import INTERRUPTED, PROBLEM, complain, print_json, tell_interrupted
 
 app = typer.Typer(
     help="Tiered embedding tables for PyTorch.",
@@ -43,14 +43,22 @@ app.command("doctor")(doctor.doctor)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run `tierbed`. Exits as docs/cli.md says: 0 if all is well, 1 if a problem was found, 2 for wrong usage."""
+    as_json = "--json" in (sys.argv if arguments is None else arguments)
     try:
         app(arguments, prog_name="tierbed")
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            tell_interrupted(as_json)
+        raise
+    except KeyboardInterrupt:  # before a command began
+        tell_interrupted(as_json)
+        raise SystemExit(INTERRUPTED) from None
     except Exception as error:
         message = _message(error)
         if message is None:
             raise
         complain(f"tierbed: {message}")
-        if "--json" in (sys.argv if arguments is None else arguments):
+        if as_json:
             print_json({"error": message})
         raise SystemExit(PROBLEM) from None
 

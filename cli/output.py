@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
-PROBLEM, USAGE, IN_USE, NO_ROW = 1, 2, 3, 4  # exit codes
+PROBLEM, USAGE, IN_USE, NO_ROW, INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
 
 Progress = Callable[[int], None]
 
@@ -70,6 +70,12 @@ def fail(message: str, code: int = PROBLEM, as_json: bool = False) -> NoReturn:
     if as_json:
         print_json({"error": message})
     raise typer.Exit(code)
+
+
+def tell_interrupted(as_json: bool) -> None:
+    """What Ctrl-C leaves on stdout: the document of --json, or nothing."""
+    if as_json:
+        print_json({"error": "interrupted"})
 
 
 def text(value: Any) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .arguments import Json, Store, complete_names, hold, open_snapshot, table_of
-from .output import NO_ROW, fail, print_fields, print_json, progress, size, span, text
+from .output import INTERRUPTED, NO_ROW, fail, print_fields, print_json, progress, size, span, tell_interrupted, text
 
 if TYPE_CHECKING:
     from ..snapshots.status import Restart, StoreStatus
@@ -66,7 +64,8 @@ def compact(
         with hold(store, as_json) as folder, progress("merging") as told:
             sizes = _watched(lambda: compact_live(folder, rocksdb_options), told)
     except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)  # RocksDB's threads are at work, and its files good at any instant
+        tell_interrupted(as_json)
+        os._exit(INTERRUPTED)  # RocksDB's threads are at work, and its files good at any instant
     seconds = time.monotonic() - begin
     if as_json:
         before, after = sizes or (None, None)
@@ -155,20 +154,22 @@ def _said_of(restart: Restart) -> str:
 
 def _watched(work: Callable[[], Any], told: Callable[[int], None]) -> Any:
     """The result of work in a thread, so that the bar lives and Ctrl-C is heard."""
+    from ..engine.threads import Thread
+
     outcome: list[Any] = []
 
     def run() -> None:
         try:
-            outcome.extend((work(), None))
+            outcome[:] = work(), None
         except BaseException as error:
-            outcome.extend((None, error))
+            outcome[:] = None, error
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = Thread(target=run, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
         told(0)
-    result, error = outcome
+    result, error = outcome or (None, MemoryError("the thread that merges ended without a word"))
     if error is not None:
         raise error
     return result

@@ -357,8 +357,7 @@ class Crc32c:
 class RocksTier(Tier):
     """Rows in RocksDB, one database a shard of buckets.
 
-    This and what is named after RocksDB is absent where the build found none. Failures raise RuntimeError with the
-    folder and the remedy.
+    Absent where the build found none, as what is named after it. Failures raise RuntimeError with the remedy.
     """
 
     def __init__(
@@ -379,6 +378,9 @@ class RocksTier(Tier):
     def flush(self) -> None: ...
     def close(self) -> None:
         """Close the databases; scans must be closed before, and nothing is called after."""
+    def make_writable(self) -> None: ...
+    @property
+    def failed(self) -> bool: ...
     def compact(self) -> None:
         """Merge the files of each shard."""
     def hold_files(self) -> list[tuple[str, int, int | None, bytes | None]]:

@@ -6,14 +6,15 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import closing, suppress
-from threading import Condition, Event, Thread, current_thread, get_native_id, main_thread
-from time import perf_counter
+from threading import Condition, Event, current_thread, get_native_id, main_thread
+from time import monotonic, perf_counter
 from typing import Any
 
 from . import _core
 from .errors import StoreError
 from .store.contract import Chunks
 from .store.image import Image
+from .threads import LOOK, Thread, wait_for
 
 NICER = 10  # than the threads that train
 REST = 5.0  # times as long as it works: memory and disk are shared, whatever the priority
@@ -36,12 +37,16 @@ class BackgroundSave:
         self._ended = Event()
         self._error: BaseException | None = None
         self._told = False
-        self._thread = Thread(target=self._run, args=(image, write), name="tierbed-save")
+        self._image = image
+        self._thread = Thread(target=self._run, args=(write,), name="tierbed-save")
         self._thread.start()
 
     @property
     def done(self) -> bool:
         """Whether it ended, well or not."""
+        alive = self._thread.is_alive()  # asked first: what ends says so before
+        if not alive and not self._ended.is_set() and self._process == os.getpid():
+            self._lose()
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -55,9 +60,11 @@ class BackgroundSave:
         self._hurry.set()
         if self._over._is_owned():  # type: ignore[attr-defined]  # a signal came in a step, and its handler waits
             with self._over:
-                self._over.wait_for(self._ended.is_set, timeout)
+                wait_for(self._over, self._ended.is_set, self._thread, timeout)
         else:
-            self._ended.wait(timeout)  # not for the lock, which a step may hold for longer
+            end = None if timeout is None else monotonic() + timeout
+            while not self.done and (end is None or monotonic() < end):  # not for the lock: a step may hold it long
+                self._ended.wait(LOOK if end is None else min(LOOK, end - monotonic()))
         if self._error is not None:
             self._told = True
             raise self._error
@@ -68,7 +75,7 @@ class BackgroundSave:
         if not self.done and self._process == os.getpid() and current_thread() is not self._thread:
             self._hurry.set()
             with self._over:
-                self._over.wait_for(self._ended.is_set)
+                wait_for(self._over, self._ended.is_set, self._thread)
         if not self.done or self._told:
             return None
         self._told = True
@@ -84,18 +91,27 @@ class BackgroundSave:
                     self._hurry.wait(REST * (perf_counter() - begin))
                 begin = perf_counter()
 
-    def _run(self, image: Image, write: Callable[[Chunks], object]) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
-        _core.use_own_pool(1)
+    def _lose(self) -> None:
+        """The thread is no more, and did not come to say so."""
+        self._error = self._error or MemoryError(f"{self.what}: the thread that saves it ended without a word")
+        self._image.close()
+        self._ended.set()
+        log.error("%s was not saved: %s", self.what, self._error)
+
+    def _run(self, write: Callable[[Chunks], object]) -> None:
         try:
-            with closing(self._paced(image)) as chunks:  # type: ignore[type-var]  # an error's traceback holds it
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
+            _core.use_own_pool(1)
+            with closing(self._paced(self._image)) as chunks:  # type: ignore[type-var]  # an error's traceback holds it
                 write(chunks)
         except BaseException as error:
             self._error = error
             log.error("%s was not saved: %s", self.what, error)
         finally:
-            image.close()
-            with self._over:
-                self._ended.set()
-                self._over.notify_all()
+            try:
+                self._image.close()
+            finally:
+                with self._over:
+                    self._ended.set()
+                    self._over.notify_all()

@@ -18,13 +18,14 @@ from ..snapshots.reader import Snapshot
 from ..snapshots.selection import LoadReport, Selection
 from ..snapshots.serving import StoreServer, start_server
 from .background import BackgroundSave
-from .errors import ClosedError, OptimizerError, StoreError, TierbedError
+from .errors import ClosedError, OptimizerError, StoreError
 from .home import TableHome
 from .home_snapshots import HomeSnapshots
 from .interrupts import uninterrupted
 from .optimizers import RowOptimizer
 from .options import StoreOptions
 from .spec import TableSpec
+from .store.durable import remedy_for
 from .table import OpenTable
 
 log = logging.getLogger("tierbed")
@@ -215,10 +216,22 @@ class TableHandle:
 
     def close(self) -> None:
         """Bring the rows down and let the folder go. Where that fails, everything stays open, to be closed again,
-        unless the folder was removed or replaced: then nothing is written and all is let go.
+        unless the folder was removed or replaced, or a write failed in the middle for lack of memory: then nothing is
+        written and all is let go.
 
         May be called again; does nothing in a forked process. Raises, after that, what an earlier call did wrong.
         """
+        try:
+            self._close()
+        except OSError as error:  # of what torch, too, needs of the system
+            if self._table is None:
+                raise
+            remedy = remedy_for(error, "mend what is wrong")
+            raise StoreError(
+                f"embedding {self._name!r} could not be closed: {error}: {remedy}, then close it again"
+            ) from error
+
+    def _close(self) -> None:
         if self._table is not None and self._process == os.getpid():
             with _disable_current_modes():  # garbage may be collected during a trace, which would record this
                 unsaved = self._table.finish_saving()
@@ -226,8 +239,8 @@ class TableHandle:
                 late = self._table.late_error(wait=True) or unsaved  # concerns no row: they are kept first
                 try:
                     self._home.close(self._table)
-                except TierbedError:
-                    if self._table.stack is None:  # closed without its rows, which have no folder any more
+                except BaseException:
+                    if self._table.stack is None:  # closed without its rows, which are lost
                         self._let_go()
                     else:
                         self._serve()

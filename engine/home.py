@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..snapshots.live import live_rows
 from ..snapshots.reader import Snapshot
 from ..snapshots.saving import base_of
 from ..snapshots.selection import ALL, LoadReport, Selection
+from ..snapshots.unread import cause_of
 from ..snapshots.writer import write_snapshot
 from .errors import SnapshotError, StoreError, TierbedError
 from .interrupts import uninterrupted
@@ -30,7 +31,7 @@ from .options import CachedSsdOptions, StoreOptions
 from .row_state import RowState
 from .scanned import checked_rows, load_rows
 from .spec import TableSpec
-from .store.contract import Chunks
+from .store.contract import Chunks, Table
 from .store.durable import remove_folder
 from .store.folder import StoreFolder
 from .store.rocksdb import RocksDB
@@ -54,6 +55,7 @@ class TableHome:
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._fresh = options.open == "fresh"
         self._scratch = False  # whether the live rows in the folder differ from the table's
+        self._unmarked = False  # whether it is known that they carry no mark
 
     def open(self, optimizer: RowOptimizer | None) -> OpenTable:
         """The table with the rows that the folder says are good. Raises StoreError, OptionError, OptimizerError."""
@@ -83,21 +85,33 @@ class TableHome:
         """
         with table.lock:
             table.rest()  # first: what follows may fail, and at the end of the process no thread may be left
-            if self.folder is not None and self._scratch and table.failure is None:
+            if self.folder is not None and self._scratch and not table.is_lost:
                 try:
                     self.folder.check()
                 except StoreError:
                     table.close()
                     raise
-                if self._on_disk:
-                    table.flush()
-                    self.folder.set_mark(self._mark_of(table))
-                else:
-                    remove_folder(self.folder.incoming)
-                    write_snapshot(self.folder.incoming, table.describe(), table.scan())
-                    self.folder.replace_live(self.folder.incoming, self._mark_of(table))
+                try:
+                    self._keep(table, self.folder)
+                except BaseException:
+                    if table.is_lost:
+                        table.close()
+                    raise
                 self._scratch = False
             table.close()
+
+    def _keep(self, table: OpenTable, folder: StoreFolder) -> None:
+        """Make the table's rows the live rows, durably, and mark them."""
+        if self._on_disk:
+            table.flush()
+        else:
+            folder.clear_incoming()
+            write_snapshot(folder.incoming, table.describe(), table.scan())
+        self._unmarked = False  # nor is it known where what follows fails
+        if self._on_disk:
+            folder.set_mark(self._mark_of(table))
+        else:
+            folder.replace_live(folder.incoming, self._mark_of(table))
 
     def after_failed_close(self, table: OpenTable) -> str:
         """What the next run finds where this one ends now, for the log."""
@@ -145,7 +159,7 @@ class TableHome:
         new = not folder.begun
         if folder.read_mark() is not None:
             self._build(optimizer, None, folder.incoming).close()  # options that cannot work must not cost good rows
-            remove_folder(folder.incoming)
+            folder.clear_incoming()
         folder.discard_live()
         try:
             table = self._build(optimizer, None, folder.live)
@@ -155,7 +169,7 @@ class TableHome:
             raise
         folder.set_base("")
         folder.note_step(0)
-        self._fresh, self._scratch = False, True
+        self._fresh, self._scratch, self._unmarked = False, True, True
         return table
 
     def _resume(self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder) -> OpenTable:
@@ -171,7 +185,7 @@ class TableHome:
                 return self._build(optimizer, mark, folder.live)
             return self._restore(optimizer, mark, live_rows(folder, mark), same_rows=True)
         except (SnapshotError, StoreError) as error:
-            if _lacks_space(error):
+            if cause_of(error) is not None:
                 raise
             raise StoreError(
                 f"the live rows of {where} are marked clean and cannot be read: {error}. Go back to a snapshot with "
@@ -247,7 +261,7 @@ class TableHome:
         folder = self.folder
         place = folder.incoming if folder is not None and self._on_disk else None
         if folder is not None:
-            remove_folder(folder.incoming)
+            folder.clear_incoming()
         table = self._build(optimizer, {**stored, "shards": None}, place)
         try:
             with source as chunks:
@@ -298,7 +312,8 @@ class TableHome:
         lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
         processor = self._processor(self.spec, state, lifecycle.capacity)
         stack = build_stack(self.options, processor, place, shards)
-        table = OpenTable(self.spec, processor, stack, state, lifecycle, self._write_at, self.options.io_threads)
+        write_at = partial(self._write_at, stack.bottom)
+        table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.io_threads)
         table.optimizer = optimizer
         if stored is not None:
             table.stored_rows, table.step = rows, stored["step"]
@@ -313,19 +328,21 @@ class TableHome:
                     raise
         return table
 
-    def _write_at(self, step: int) -> None:
+    def _write_at(self, bottom: RocksDB | Table, step: int) -> None:
         """Before each write."""
+        if isinstance(bottom, RocksDB):
+            bottom.make_writable()  # first: live rows that cannot be written keep their mark
         self._begin_writing()
         if self.folder is not None:
             self.folder.note_step(step)
 
     def _begin_writing(self) -> None:
         """Before the first write: from here on the live rows in the folder are not the table's."""
-        if self._scratch or self.folder is None:
+        if self.folder is None or (self._scratch and self._unmarked):
             return
         with uninterrupted():
             self.folder.clear_mark()
-            self._scratch = True
+            self._scratch = self._unmarked = True
         if not self._on_disk:
             self.folder.discard_live()  # makes room: rows in memory are written anew at the close
 
@@ -342,11 +359,13 @@ def _drop(table: OpenTable, place: Path | None) -> None:
     """Undo a table that was built aside in `place`."""
     table.close()
     if place is not None:
-        remove_folder(place)
+        with contextlib.suppress(OSError):  # what went wrong first is told, and the next open removes it
+            remove_folder(place)
 
 
 def _lacks_space(error: TierbedError) -> bool:
-    return os.strerror(errno.ENOSPC) in str(error)
+    cause = cause_of(error)
+    return cause is not None and cause.errno == errno.ENOSPC
 
 
 def _no_space_to_open(folder: StoreFolder, error: TierbedError) -> str:

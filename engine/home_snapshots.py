@@ -12,7 +12,7 @@ from ..snapshots.replacing import going_over
 from ..snapshots.retention import prune, remove_snapshot
 from ..snapshots.saving import Held, begin_save, check_save, save_held
 from ..snapshots.selection import LoadReport, Selection
-from ..snapshots.writer import write_snapshot
+from ..snapshots.writer import clear_leftovers, write_snapshot
 from .background import BackgroundSave
 from .errors import OptionError, SnapshotError
 from .home import TableHome
@@ -125,6 +125,8 @@ class HomeSnapshots:
         """Remove all but some snapshots. Returns the names of those removed. OptionError, SnapshotError."""
         folder = self._folder()
         with table.lock:  # what is saved in the background is not listed yet, and goes over none
+            if table.saving is None or table.saving.done:
+                clear_leftovers(folder.snapshots)
             return [snapshot.name for snapshot in prune(folder, keep_last, keep_every).removed]
 
     def save_rows(self, table: OpenTable, place: Path) -> None:

@@ -104,6 +104,12 @@ class OpenRows:
         return change if self._leaving is None else change - self._leaving[2]  # which the next use of the tiers erases
 
     @property
+    def is_lost(self) -> bool:
+        """Whether a call that failed in the middle left rows in doubt: they are never marked clean."""
+        bottom = None if self.stack is None else self.stack.bottom
+        return self.failure is not None or (isinstance(bottom, RocksDB) and bottom.failed)
+
+    @property
     def in_step(self) -> bool:
         return self._pinned is not None
 

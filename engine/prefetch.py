@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from threading import Condition, Thread, current_thread
+from threading import Condition, current_thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from . import _core
 from .inputs import Lookup
 from .store.contract import Store
+from .threads import Thread, wait_for
 
 if TYPE_CHECKING:
     from .ops.processor import Processor
@@ -111,7 +112,8 @@ class Prefetcher:
             return
         coming = _Coming(lookups, self._processor)
         with self._changed:
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
+                self._busy = False
                 thread = Thread(target=self._run, name="tierbed-prefetch", daemon=True)
                 thread.start()  # may fail; it waits for the lock
                 self._thread, self._process = thread, os.getpid()
@@ -169,7 +171,10 @@ class Prefetcher:
         """The batch that was announced first, for a step with these lookups."""
         with self._changed:
             first = self._coming[0]
-            self._changed.wait_for(lambda: first.announced or first.error)
+            if not wait_for(self._changed, lambda: first.announced or first.error, self._thread):
+                while len(self._coming) > 1:  # these go the plain way
+                    self._coming.pop()
+                first.error = MemoryError("the thread that makes announced batches ready ended without a word")
             if first.error is None:
                 self._unmatched = 0
                 self.counts["prefetch_hits"] += 1
@@ -186,7 +191,8 @@ class Prefetcher:
         """
         with self._changed:
             self._paused = True
-            self._changed.wait_for(lambda: not self._busy)
+            if not wait_for(self._changed, lambda: not self._busy, self._thread):
+                self._busy = False  # it is no more
             self._store.cancel()
             for coming in self._coming:
                 coming.announced = coming.fetched = False

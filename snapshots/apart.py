@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -46,7 +47,10 @@ def rows_apart(folder: Path, width: int, shards: int, max_rows: int) -> Chunks:
             if rows_from.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
             yield bucket, rows
-        raise ApartError(f"the process that reads it {_end_of(process.wait())}{_last_words(said_to)}")
+        status = process.wait()
+        if status == -signal.SIGKILL:  # of the system where memory runs out, or of a user
+            raise ChildProcessError(errno.ECHILD, "the process that reads it was killed")
+        raise ApartError(f"the process that reads it {_end_of(status)}{_last_words(said_to)}")
 
 
 @contextlib.contextmanager

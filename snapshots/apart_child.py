@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import struct
@@ -47,7 +48,7 @@ def main(core: str, folder: str, width: int, shards: int, most: int) -> None:
     except BrokenPipeError:
         os._exit(1)  # nobody wants the rest
     except Exception as error:
-        text = (str(error) or type(error).__name__).encode()
+        text = (os.strerror(errno.ENOMEM) if isinstance(error, MemoryError) else str(error)).encode()
         _write(HEADER.pack(FAILED, len(text)))
         _write(memoryview(text))
     else:

@@ -10,6 +10,7 @@ from ..engine.errors import SnapshotError
 from ..engine.store.contract import Chunks
 from .aligned import changed
 from .difference import keys_of
+from .unread import UnreadError
 
 if TYPE_CHECKING:
     from .reader import Snapshot
@@ -44,11 +45,13 @@ def verify_chain(chain: Chain, progress: Progress | None = None, watch: Watch | 
 
 
 def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]:
-    """The chain of each, by name, and why there is none."""
+    """The chain of each, by name, and why there is none. Raises UnreadError."""
     chains, damaged = {}, {}
     for snapshot in snapshots:
         try:
             chains[snapshot.name] = snapshot.chain
+        except UnreadError:
+            raise
         except SnapshotError as error:
             damaged[snapshot.name] = error
     return chains, damaged
@@ -58,6 +61,7 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: Progress) -
     """Why snapshots, and those that they go over, are not sound: `damaged` and what is found, by name.
 
     A chain is read once for all snapshots in it; where one goes over what is damaged, the rest of its files is checked.
+    Raises UnreadError.
     """
     verified = _Verified(damaged, progress)
     for chain in sorted(chains.values(), key=len, reverse=True):
@@ -83,6 +87,8 @@ class _Verified:
         if not any(link.name in self.damaged for link in chain):
             try:
                 verify_chain(chain, self._progress, self._blaming)
+            except UnreadError:
+                raise
             except SnapshotError:
                 pass
             else:
@@ -98,6 +104,8 @@ class _Verified:
         try:
             rows, deleted = (_told(part, self._progress, True) for part in link.parts())
             _read(changed(iter(()), rows, deleted, link.named_twice))
+        except UnreadError:
+            raise
         except SnapshotError as error:
             self.damaged[link.name] = error
         else:

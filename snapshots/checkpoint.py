@@ -19,7 +19,7 @@ from ..engine.store.durable import check_regular, fsync_dir, open_regular
 from ..engine.store.rocksdb import LiveFile, RocksDB, require_rocksdb
 from .apart import ApartError, rows_apart
 from .format import ROCKSDB, Manifest, RocksDBFiles
-from .reader import remedy_of
+from .unread import cause_of, damaged, unread
 from .writer import Progress, finish, new_snapshot
 
 log = logging.getLogger("tierbed")
@@ -69,9 +69,11 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
     try:
         yield from rows_apart(folder / ROCKSDB, manifest.width, manifest.rocksdb.shards, max_rows)
     except ApartError as error:
+        if (of_system := cause_of(error)) is not None:
+            raise unread(folder / ROCKSDB, of_system, folder) from error
         raise _damaged(folder, folder / ROCKSDB, str(error)) from error
     except OSError as error:
-        raise SnapshotError(f"no process could be started to read {str(folder / ROCKSDB)!r}: {error}") from error
+        raise unread(folder / ROCKSDB, error, folder) from error
 
 
 def _place(
@@ -151,7 +153,7 @@ def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
     try:
         found = {str(path.relative_to(place)): path for path in _files_in(place)}
     except OSError as error:
-        raise _damaged(folder, place, str(error)) from error
+        raise unread(place, error, folder) from error
     for name in sorted(found.keys() - files.keys()):
         raise SnapshotError(f"{str(place / name)!r} is a foreign file in snapshot {folder.name!r}: remove it")
     for name, entry in files.items():
@@ -180,7 +182,7 @@ def _check_file(folder: Path, name: str, entry: dict[str, int]) -> None:
     try:
         crc32c = _checksum_of(path, entry["bytes"])
     except OSError as error:
-        raise _damaged(folder, path, str(error)) from error
+        raise unread(path, error, folder) from error
     if crc32c != entry["crc32c"]:
         raise _damaged(folder, path, "its checksum does not match")
 
@@ -208,7 +210,7 @@ def _require_rocksdb(folder: Path) -> None:
 
 
 def _damaged(folder: Path, path: Path, problem: str) -> SnapshotError:
-    return SnapshotError(f"{str(path)!r} is damaged: {problem}. {remedy_of(folder)}")
+    return damaged(path, problem, folder)
 
 
 def _damaged_store(path: Path, problem: str) -> SnapshotError:

@@ -34,6 +34,7 @@ from .format import (
     row_check,
 )
 from .threads import ahead
+from .unread import UnreadError, damaged, remedy_of, unread
 
 LONGEST_CHAIN = 100  # snapshots that are read as one table, each by files and threads of its own
 
@@ -63,7 +64,9 @@ class Snapshot:
                 f"{str(folder)!r} has no {MANIFEST}: it is no snapshot, or it is damaged, and then to be restored from "
                 "a copy; give <persistent_path>/<embedding name>/snapshots/<name>"
             ) from error
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise unread(folder / MANIFEST, error, folder) from error
+        except ValueError as error:
             raise SnapshotError(f"{str(folder / MANIFEST)!r} cannot be read: {error}. {remedy_of(folder)}") from error
 
     @property
@@ -89,6 +92,8 @@ class Snapshot:
         remedy = f"put {wanted.name!r} back beside {self.name!r}, by that name, or use another snapshot"
         try:
             parent = Snapshot.open(self.folder.parent / wanted.name)
+        except UnreadError:
+            raise
         except SnapshotError as error:
             raise SnapshotError(f"snapshot {self.name!r} goes over another: {error}; {remedy}") from error
         if parent.manifest.id != wanted.id:
@@ -195,7 +200,7 @@ class Snapshot:
                     try:
                         got = file.readinto(data)  # type: ignore[attr-defined]
                     except OSError as error:
-                        raise self.damaged(name, str(error)) from error
+                        raise unread(self.folder / name, error, self.folder) from error
                     if got != data.nbytes:
                         raise self.damaged(name, "it was truncated while being read")
                     yield name, rows
@@ -205,7 +210,7 @@ class Snapshot:
         try:
             file = open_regular(self.folder / name)
         except OSError as error:
-            raise self.damaged(name, str(error)) from error
+            raise unread(self.folder / name, error, self.folder) from error
         size = os.fstat(file.fileno()).st_size
         if size != entry.bytes:
             problem = f"it has {size} bytes instead of {entry.bytes}"
@@ -218,8 +223,7 @@ class Snapshot:
 
     def damaged(self, name: str | None, problem: str) -> SnapshotError:
         """What is wrong with one of its files, or with all of it, and the remedy."""
-        path = self.folder if name is None else self.folder / name
-        return SnapshotError(f"{str(path)!r} is damaged: {problem}. {remedy_of(self.folder)}")
+        return damaged(self.folder if name is None else self.folder / name, problem, self.folder)
 
 
 class Listing(NamedTuple):
@@ -230,11 +234,16 @@ class Listing(NamedTuple):
 
 
 def list_snapshots(folder: Path) -> Listing:
-    """Open every snapshot in a folder, reading manifests alone; none if it does not exist. Raises SnapshotError."""
+    """Open every snapshot in a folder, reading manifests alone; none if it does not exist.
+
+    Raises SnapshotError where the folder cannot be listed, or this process has no descriptors or memory to read any.
+    """
     listing = Listing([], {})
     for name in _names(Path(folder)):
         try:
             listing.snapshots.append(Snapshot.open(Path(folder) / name))
+        except UnreadError:
+            raise
         except SnapshotError as error:
             listing.damaged[name] = error
     listing.snapshots.sort(key=lambda s: (s.manifest.sequence, s.manifest.created, s.name))
@@ -263,8 +272,3 @@ def _names(folder: Path) -> list[str]:
         return []
     except OSError as error:
         raise SnapshotError(f"the snapshots in {str(folder)!r} cannot be listed: {error}") from error
-
-
-def remedy_of(folder: Path) -> str:
-    """What to do about a damaged snapshot."""
-    return f"Restore the folder {str(folder)!r} from a copy, or delete it and use another snapshot"

@@ -13,7 +13,7 @@ from ..engine.store.folder import StoreFolder
 from .difference import Change, changes_between
 from .format import KINDS, Manifest
 from .reader import LONGEST_CHAIN, Snapshot, latest_snapshot
-from .writer import Progress, check_free, remove_leftovers, write_incremental, write_snapshot
+from .writer import Progress, check_free, clear_leftovers, write_incremental, write_snapshot
 
 if TYPE_CHECKING:
     from ..engine.store.rocksdb import RocksDB
@@ -52,7 +52,7 @@ def check_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: 
 def begin_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: bool = False) -> Path:
     """`check_save`; once the snapshot is there, the live rows go back to it after a kill. Raises StoreError too."""
     place = check_save(store, name, kind, held, overwrite)
-    remove_leftovers(store.snapshots)
+    clear_leftovers(store.snapshots)
     store.expect_base(name)
     return place
 

@@ -9,11 +9,12 @@ import socket
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event, Lock, Thread, current_thread
+from threading import Event, Lock, current_thread
 from time import monotonic
 from typing import Any, Protocol
 
 from ..engine.errors import SnapshotError, StoreError, TierbedError
+from ..engine.threads import Thread
 from .channel import Message, listen, open_folder, peer_of, receive, remove, send
 from .format import Manifest
 
@@ -130,20 +131,30 @@ class StoreServer:
     def _accept(self) -> None:
         while not self._stopping.is_set():
             try:
-                client, _ = self._listener.accept()
+                self._take(self._listener.accept()[0])
             except OSError:  # the end, or no descriptor is left
                 self._stopping.wait(1)
-                continue
-            client.settimeout(_PATIENCE)
-            thread = Thread(target=self._serve, args=(client,), name="tierbed-client", daemon=True)
-            if len(self._clients) < _CLIENTS:
-                self._clients[thread] = client
-                with contextlib.suppress(RuntimeError):  # no thread is left
-                    thread.start()
-                    continue
+            except Exception:
+                log.warning("a client of store folder %s was not served", self._path, exc_info=True)
+                self._stopping.wait(1)
+
+    def _take(self, client: socket.socket) -> None:
+        client.settimeout(_PATIENCE)
+        for thread in [thread for thread in self._clients if not thread.is_alive()]:  # without having said so
+            self._clients.pop(thread).close()
+        thread = Thread(target=self._serve, args=(client,), name="tierbed-client", daemon=True)
+        if len(self._clients) < _CLIENTS:
+            self._clients[thread] = client
+            try:
+                thread.start()
+                return
+            except RuntimeError:  # no thread is left
                 del self._clients[thread]
-            with client, contextlib.suppress(OSError):
-                send(client, _error(StoreError(f"process {os.getpid()} has too many clients; ask again")))
+            except BaseException:
+                self._clients.pop(thread).close()
+                raise
+        with client, contextlib.suppress(OSError):
+            send(client, _error(StoreError(f"process {os.getpid()} has too many clients; ask again")))
 
     def _serve(self, client: socket.socket) -> None:
         try:
@@ -158,7 +169,7 @@ class StoreServer:
                 with contextlib.suppress(OSError):  # it went away
                     send(client, answer)
         finally:
-            self._clients.pop(current_thread(), None)
+            self._clients.pop(current_thread(), None)  # type: ignore[call-overload]
 
     def _answer(self, client: socket.socket) -> Message:
         try:

@@ -105,9 +105,10 @@ def holder(path: Path) -> int | None:
     """The id of the process that has a store folder open, 0 where it is not known; None for none. Raises StoreError."""
     try:
         with open(path / "LOCK", "rb") as lock:
-            # one that was let go is empty; one of a killed process is looked at for an instant, as a holder would
+            # one that was let go is blank; one of a killed process is looked at for an instant, as a holder would, and
+            # so is an empty one, which a full disk had no room for
             content = lock.read(20)
-            if not content:
+            if content.isspace():
                 return None
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

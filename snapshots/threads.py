@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, Queue, SimpleQueue
-from threading import Semaphore, Thread
+from threading import Semaphore
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from weakref import finalize
+
+from ..engine.threads import LOOK, Thread
 
 T = TypeVar("T")
 
@@ -41,9 +43,17 @@ def ahead(source: Generator[T, None, None], items: int = 2) -> Iterator[Iterator
             error = raised
         taken.put((_END, error))
 
+    def next_taken() -> Any:
+        while True:
+            alive = thread.is_alive()
+            with suppress(Empty):
+                return taken.get(timeout=LOOK) if alive else taken.get_nowait()
+            if not alive:
+                raise MemoryError("the thread that reads ahead ended without a word")
+
     def given() -> Iterator[T]:
         while True:
-            item, error = taken.get()
+            item, error = next_taken()
             if error is not None:
                 raise error
             if item is _END:
@@ -81,7 +91,7 @@ class Behind:
         if self._tasks.error is not None:
             raise self._tasks.error
         if self._has_thread:
-            self._tasks.add(task)
+            self._tasks.add(task, self._thread)
         else:
             task()
 
@@ -96,6 +106,8 @@ class Behind:
         if self._has_thread:
             self._tasks.queue.put(None)
             self._thread.join()
+            if not self._tasks.ended and self._tasks.error is None:
+                self._tasks.error = _silent()
         if self._tasks.error is not None and error is None:
             raise self._tasks.error
 
@@ -105,11 +117,14 @@ class _Tasks:
 
     def __init__(self, waiting: int) -> None:
         self.error: BaseException | None = None
+        self.ended = False  # having done all of them
         self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # garbage may be collected in the midst
         self._room = Semaphore(waiting)
 
-    def add(self, task: Callable[[], None]) -> None:
-        self._room.acquire()
+    def add(self, task: Callable[[], None], thread: Thread) -> None:
+        while not self._room.acquire(timeout=LOOK):
+            if not thread.is_alive():
+                raise self.error or _silent()
         self.queue.put(task)
 
     def run(self) -> None:
@@ -120,6 +135,11 @@ class _Tasks:
                     task()
                 except BaseException as error:
                     self.error = error
+        self.ended = True
+
+
+def _silent() -> MemoryError:
+    return MemoryError("the thread that writes behind ended without a word")
 
 
 def _starts(thread: Thread) -> bool:

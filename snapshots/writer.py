@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..engine import _core
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import BUCKETS
-from ..engine.store.durable import TEMPORARY, UnsyncedError, made_aside, remove_aside
+from ..engine.store.durable import UnsyncedError, made_aside, remove_leftovers
 from .format import (
     HEADER_BYTES,
     LAST_SEQUENCE,
@@ -138,10 +138,11 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
     check_replaceable(folder)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in the folder of a store's snapshots, whose holder calls it. SnapshotError."""
+def clear_leftovers(folder: Path) -> None:
+    """Remove what killed or failed writers left in the folder of a store's snapshots, whose holder calls it, and where
+    nothing is being written. SnapshotError."""
     try:
-        remove_aside(list(folder.glob(f"{TEMPORARY}*/")))
+        remove_leftovers(folder)
     except OSError as error:
         raise SnapshotError(f"{str(folder)!r} cannot be cleared of unfinished snapshots: {error}") from error
 

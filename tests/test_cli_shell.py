@@ -141,22 +141,25 @@ def test_columns_line_up_for_wide_letters() -> None:
     assert "\x1b" not in "".join(lines)
 
 
-def test_ctrl_c_ends_with_130_and_leaves_no_half_snapshot(cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+def test_ctrl_c_ends_with_130_and_its_document_and_leaves_no_half_snapshot(cli: Cli, more: list[str]) -> None:
     save(cli.store / "snapshots" / "large", dict.fromkeys(range(64), 6000))
     cli.json("load", "large")
     before = sorted(cli.store.iterdir())
     snapshots = cli.store / "snapshots"
     kept = set(snapshots.iterdir())
-    for command, place in (("save", snapshots / ".tmp-new"), ("load", cli.store / ".tmp-incoming")):
-        arguments = [COMMAND, "snapshot", command, str(cli.store), "new" if command == "save" else "a"]
-        if command == "load":
-            arguments[-1] = "large"
+    for command, name, place in (
+        ("save", "new", snapshots / ".tmp-new"),
+        ("load", "large", cli.store / ".tmp-incoming"),
+    ):
+        arguments = [COMMAND, "snapshot", command, str(cli.store), name, *more]
         process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while process.poll() is None and not place.exists():
             time.sleep(0.001)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-        assert (process.returncode, out, err) == (130, "", "")
+        assert (process.returncode, err) == (130, "")
+        assert (json.loads(out) if more else out) == ({"error": "interrupted"} if more else "")
         assert sorted(cli.store.iterdir()) == before
         assert set(snapshots.iterdir()) == kept
     cli.json("save", "again")

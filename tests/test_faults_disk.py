@@ -153,11 +153,14 @@ def test_a_save_or_a_close_on_a_full_disk_can_be_tried_again(disk_path: Path, st
 def full_at_open(path: Path, store: str) -> None:
     disk = Disk(path, 24 * MB)
     twins = Twins(path, store)
-    for _ in range(2):  # a new folder, and one that holds rows
+    for new in (True, False):  # a folder that holds rows can be read
         with disk.full():
-            with pytest.raises(StoreError) as error:
-                twins.tested.size()
-            twins.names_path_and_remedy(str(error.value))
+            if new:
+                with pytest.raises(StoreError) as error:
+                    twins.tested.size()
+                twins.names_path_and_remedy(str(error.value))
+            else:
+                twins.reads_as_before()
         for _ in range(3):
             assert twins.train() is None
         twins.close_and_compare()
@@ -173,7 +176,7 @@ def full_at_open(path: Path, store: str) -> None:
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_a_store_is_not_opened_on_a_full_disk_and_an_open_one_can_be_read(disk_path: Path, store: str) -> None:
+def test_no_store_is_made_on_a_full_disk_and_one_that_is_there_can_be_read(disk_path: Path, store: str) -> None:
     in_process(full_at_open, disk_path, store)
 
 

@@ -106,17 +106,40 @@ raise RuntimeError("as planned")
 """
 
 
-@pytest.mark.parametrize(("store", "saved"), [("device", "saved"), ("ssd_host", "none")])
-def test_an_end_that_cannot_close_says_once_what_is_kept(
-    tmp_path: Path, store: str, saved: str, caplog: pytest.LogCaptureFixture
-) -> None:
+FORKED = """
+import os, sys
+from pathlib import Path
+from killed import embedding_at, steps
+
+embedding = embedding_at(Path(sys.argv[1]), sys.argv[2])
+steps(embedding, 3)
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FULL, tmp_path, store, saved],
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.parametrize("store", AHEAD)
+def test_a_forked_child_ends_without_a_word(tmp_path: Path, store: str) -> None:
+    ended = run_script(FORKED, tmp_path, store)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(("store", "saved"), [("device", "saved"), ("ssd_host", "none")])
+def test_an_end_that_cannot_close_says_once_what_is_kept(
+    tmp_path: Path, store: str, saved: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = run_script(FULL, tmp_path, store, saved)
     assert ended.returncode == 1
     assert ended.stderr.count("Traceback") == 1
     said = ended.stderr.splitlines()[-1]

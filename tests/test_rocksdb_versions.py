@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = [ROOT / "engine/ops/native/rocksdb_tier.cpp", ROOT / "benchmarks/rocksdb_bare.cpp"]
+SOURCES = [ROOT / "engine/ops/native/rocksdb_open.cpp", ROOT / "benchmarks/rocksdb_bare.cpp"]
 RAW, OWNED = "DB** dbptr", "std::unique_ptr<DB>* dbptr"
 KINDS = {"9.10": {"": RAW}, "10": {"[[deprecated]] ": RAW, "": OWNED}, "11": {"": OWNED}}
 

@@ -16,7 +16,7 @@ from tierbed.engine.errors import SnapshotError
 from tierbed.engine.store.contract import row_dtype
 from tierbed.snapshots import Snapshot, check_name, latest_snapshot, list_snapshots, write_snapshot
 from tierbed.snapshots.format import npy_header
-from tierbed.snapshots.writer import remove_leftovers
+from tierbed.snapshots.writer import clear_leftovers
 
 MANIFEST = "manifest.msgpack"
 
@@ -243,7 +243,7 @@ def test_leftovers_of_killed_processes_are_not_listed_and_removed_by_who_holds_t
     assert [s.name for s in list_snapshots(tmp_path).snapshots] == ["a"]
     save(tmp_path / "b")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".tmp-c", "a", "b"], "it may be of another writer"
-    remove_leftovers(tmp_path)
+    clear_leftovers(tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b"]
 
 

@@ -152,7 +152,7 @@ def closed(path: Path, words: list[str]) -> None:
         failures += 1
         assert found(path) == before
         assert not list(path.glob("out*"))
-    assert failures or words[1] == "prune"  # which needs no room
+    assert (failures == 0) == (words[1] == "prune")  # which needs no room
     if failures == len(LEFT):
         assert command(*arguments) == 0
     assert {name: held for name, held in found(path).items() if name in before}.items() <= before.items()

@@ -18,6 +18,7 @@ import msgpack  # type: ignore[import-untyped]
 from ..interrupts import uninterrupted
 
 TEMPORARY = ".tmp-"  # begins the name of what is being written
+MORE_FILES = "let this process open more files (ulimit -n)"  # where there is no descriptor left
 MAX_SEALED = 1 << 24  # bytes; bounds what reading a foreign file may allocate
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
@@ -27,6 +28,11 @@ def is_folder_name(name: Any) -> bool:
     """Whether it is 1 to 200 printable bytes of UTF-8, without separators and a leading dot."""
     plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not set(name) & set("/\\")
     return plain and 1 <= len(name.encode()) <= 200
+
+
+def remedy_for(error: OSError, otherwise: str) -> str:
+    """What to do about an error of the system, `otherwise` where it depends on what was asked for."""
+    return MORE_FILES if error.errno in (errno.EMFILE, errno.ENFILE) else otherwise
 
 
 def fsync_file(path: Path) -> None:
@@ -74,6 +80,11 @@ def made_aside(folder: Path, overwrite: bool = False) -> Iterator[Path]:
         raise
     with contextlib.suppress(OSError):  # the next one removes it
         remove_folder(temporary)  # what was replaced
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what `made_aside` of killed processes left in a folder, if that is there. Raises OSError."""
+    remove_aside(list(folder.glob(f"{TEMPORARY}*/")))
 
 
 class UnsyncedError(OSError):

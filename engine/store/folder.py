@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import StoreError
 from ..interrupts import uninterrupted
-from .durable import fsync_dir, make_folder, remove_folder, seal, write_atomically
+from .durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, write_atomically
 from .folder_view import OWN, PLACES, FolderView, snapshot_id
 
 _held: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
@@ -39,7 +39,7 @@ class StoreFolder(FolderView):
     - `STEP`: how far the live rows came, while they carry no mark;
     - `live` or `live-2`, as the mark says: the rows of the running table, scratch without the mark;
     - `incoming`: live rows being prepared; what a killed process left there is removed here;
-    - `snapshots`: a folder for each snapshot.
+    - `snapshots`: a folder for each snapshot; what killed saves left there is removed here.
 
     `user`: who in this process holds it, for what is said to others here. Raises StoreError if the path or a parent is
     a file, cannot be written, or another holder has it.
@@ -59,8 +59,9 @@ class StoreFolder(FolderView):
         _held.add(self)
         try:
             self.check()
-            with self._errors("prepare"):
-                remove_folder(self.incoming)
+            self.clear_incoming()
+            with contextlib.suppress(OSError):  # the next save tries again, and says why it cannot
+                remove_leftovers(self.snapshots)
             self._settle_base()
         except StoreError:
             self.release()
@@ -70,8 +71,7 @@ class StoreFolder(FolderView):
         descriptor = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+            _note_holder(descriptor, b"%d" % os.getpid())
         except BlockingIOError:
             holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
             os.close(descriptor)
@@ -92,7 +92,7 @@ class StoreFolder(FolderView):
     def release(self) -> None:
         """Let the folder go. The files stay as they are. May be called again."""
         if self._lock is not None:
-            os.ftruncate(self._lock, 0)
+            _note_holder(self._lock, b"")
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # in case a child that is just being forked has a copy
             self._close_descriptor()
 
@@ -127,6 +127,11 @@ class StoreFolder(FolderView):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+    def clear_incoming(self) -> None:
+        """Remove what is in `incoming`. Raises StoreError."""
+        with self._errors("prepare"):
+            remove_folder(self.incoming)
 
     def set_mark(self, description: dict[str, Any]) -> None:
         """Declare the live rows consistent. They must be durable already. `live` says how they are kept. StoreError."""
@@ -219,4 +224,13 @@ class StoreFolder(FolderView):
             raise StoreError(f"the mark of {str(self.path)!r} cannot hold the description: {error}") from error
         self.check()
         with self._errors("mark"):
-            write_atomically(self._mark, data)
+            if self._mark.exists() and content == self._read():  # a full disk has no room to write it again
+                fsync_dir(self.path)
+            else:
+                write_atomically(self._mark, data)
+
+
+def _note_holder(lock: int, process: bytes) -> None:
+    """In place, which takes no room on a disk; where there never was any, the holder stays unknown."""
+    with contextlib.suppress(OSError):
+        os.pwrite(lock, process.rjust(20) + b"\n", 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
-from .durable import read_record, unseal
+from .durable import read_record, remedy_for, unseal
 
 PLACES = ("live", "live-2")
 OWN = ("base", "place")  # what the folder itself keeps in the mark
@@ -102,4 +102,5 @@ class FolderView:
         try:
             yield
         except OSError as error:
-            raise StoreError(f"cannot {action} store folder {str(self.path)!r}: {error}: {self.remedy}") from error
+            remedy = remedy_for(error, self.remedy)
+            raise StoreError(f"cannot {action} store folder {str(self.path)!r}: {error}: {remedy}") from error

@@ -15,7 +15,7 @@ from .. import _core
 from ..errors import OptionError, StoreError
 from ..numeric import real
 from .contract import Chunks, Found, Keys, Lines, Tables, row_dtype
-from .durable import fsync_dir, make_folder
+from .durable import fsync_dir, make_folder, remedy_for
 
 SHARDS = 4
 CACHE_MB = 32  # of blocks
@@ -108,7 +108,8 @@ class RocksDB:
     """Rows of `width` floats in `folder`, one database a shard.
 
     `shards`: how many the folder has, all of which must be there; None makes a new one with `new_shards`.
-    `read_only`: nothing is written to the folder, and a write of rows raises StoreError.
+    `read_only`: nothing is written to the folder, and a write of rows raises StoreError; so it is opened where a full
+    disk has no room for more, until `make_writable`.
     `options`: as `options_text` gives them; they go over tierbed's own.
     """
 
@@ -208,6 +209,16 @@ class RocksDB:
         with self._errors():
             self._open().compact()
 
+    def make_writable(self) -> None:
+        """To be called before rows change: a full disk may have let it be opened for reading alone. StoreError."""
+        with self._errors():
+            self._open().make_writable()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed in the middle of a call, as where memory ran out: then every other call raises."""
+        return self._db is not None and self._db.failed
+
     @contextlib.contextmanager
     def live_files(self) -> Iterator[list[LiveFile]]:
         """The files that hold all rows written so far; within the block none of them is removed. StoreError.
@@ -252,9 +263,8 @@ class RocksDB:
         try:
             yield
         except OSError as error:
-            raise StoreError(
-                f"RocksDB in {self.folder}: {error}; check the disk and the folder's permissions"
-            ) from error
+            remedy = remedy_for(error, "check the disk and the folder's permissions")
+            raise StoreError(f"RocksDB in {self.folder}: {error}; {remedy}") from error
         except RuntimeError as error:
             if isinstance(error, StoreError):
                 raise

@@ -104,6 +104,8 @@ void bind_rocksdb(nb::module_& m) {
         .def("flush", &RocksTier::flush, unlocked)
         .def("compact", &RocksTier::compact, unlocked)
         .def("close", &RocksTier::close, unlocked)
+        .def("make_writable", &RocksTier::make_writable, unlocked)
+        .def_prop_ro("failed", &RocksTier::failed)
         .def("hold_files", &held_files)
         .def("release_files", &RocksTier::release_files, unlocked)
         .def("where",

@@ -129,13 +129,13 @@ void CachedTier::sweep() {
     Overflow& overflow = directory_.overflow;
     if (overflow.empty()) return;
     const std::vector<u32> places = overflow.take(done(), NONE);
-    RowList leaving;
     std::vector<u32> updates;
-    for (const u32 place : places) {
-        leaving.add(overflow.at(place).way.table, overflow.at(place).way.hash, overflow.line(place));
-        updates.push_back(overflow.updates(place));
-    }
     try {
+        RowList leaving;
+        for (const u32 place : places) {
+            leaving.add(overflow.at(place).way.table, overflow.at(place).way.hash, overflow.line(place));
+            updates.push_back(overflow.updates(place));
+        }
         write_down(leaving.rows());
     } catch (...) {
         overflow.wrote(places, nullptr, done());

@@ -1,6 +1,8 @@
 // The Python module.
 #include <algorithm>
 
+#include <pthread.h>
+
 #include "bind.h"
 #include "instruction_sets.h"
 #include "pool.h"
@@ -286,6 +288,8 @@ void bind_step(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+    // what a forked child holds is its parent's, and left as it is: no leak to report at its end
+    pthread_atfork(nullptr, nullptr, [] { nb::set_leak_warnings(false); });
     m.def("set_threads", &set_threads);
     m.def("instruction_sets", &instruction_sets);
     m.def("use_instruction_set", &use_instruction_set);

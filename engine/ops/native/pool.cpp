@@ -8,7 +8,6 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -19,12 +18,12 @@ namespace {
 
 class Pool {
 public:
-    // Fewer workers where the system gives no more threads.
+    // Fewer workers where the system gives no more threads, or no memory for them.
     explicit Pool(std::size_t workers) : wanted_(workers) {
         threads_.reserve(workers);
         try {
             while (threads_.size() < workers) threads_.emplace_back([this] { work(); });
-        } catch (const std::system_error&) {
+        } catch (const std::exception&) {
         }
     }
 

@@ -25,30 +25,25 @@ std::optional<u32> checksum_of(const rocksdb::LiveFileStorageInfo& file) {
 
 }  // namespace
 
-std::vector<LiveFile> live_files(rocksdb::DB& db, const std::string& shard) {
+std::vector<LiveFile> RocksTier::hold_files() {
+    make_writable();
+    flush();
+    std::vector<LiveFile> all;
     rocksdb::LiveFilesStorageInfoOptions options;
     options.include_checksum_info = true;
     options.wal_size_for_flush = std::numeric_limits<u64>::max();  // it was flushed already
-    std::vector<rocksdb::LiveFileStorageInfo> found;
-    check(db.GetLiveFilesStorageInfo(options, &found), db.GetName(), "list files");
-    std::vector<LiveFile> files;
-    for (const rocksdb::LiveFileStorageInfo& file : found) {
-        if (file.file_type == rocksdb::kWalFile) continue;  // nothing is in it
-        const bool replaced = !file.replacement_contents.empty();
-        files.push_back({shard + "/" + file.relative_filename, file.size, checksum_of(file),
-                         replaced ? std::optional(file.replacement_contents) : std::nullopt});
-    }
-    return files;
-}
-
-std::vector<LiveFile> RocksTier::hold_files() {
-    flush();
-    std::vector<LiveFile> all;
     try {
         for (std::size_t i = 0; i < shards_.size(); ++i) {
             rocksdb::DB& db = *shards_[i]->db;
-            check(db.DisableFileDeletions(), db.GetName(), "keep files");
-            for (LiveFile& file : live_files(db, "shard-" + std::to_string(i))) all.push_back(std::move(file));
+            check(call([&] { return db.DisableFileDeletions(); }), db.GetName(), "keep files");
+            std::vector<rocksdb::LiveFileStorageInfo> found;
+            check(call([&] { return db.GetLiveFilesStorageInfo(options, &found); }), db.GetName(), "list files");
+            for (const rocksdb::LiveFileStorageInfo& file : found) {
+                if (file.file_type == rocksdb::kWalFile) continue;  // nothing is in it
+                const bool replaced = !file.replacement_contents.empty();
+                all.push_back({"shard-" + std::to_string(i) + "/" + file.relative_filename, file.size,
+                               checksum_of(file), replaced ? std::optional(file.replacement_contents) : std::nullopt});
+            }
         }
     } catch (...) {
         release_files();
@@ -58,7 +53,7 @@ std::vector<LiveFile> RocksTier::hold_files() {
 }
 
 void RocksTier::release_files() {
-    if (process_ == getpid())
+    if (process_ == getpid() && !failed())
         for (auto& shard : shards_) static_cast<void>(shard->db->EnableFileDeletions());
 }
 

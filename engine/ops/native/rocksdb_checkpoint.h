@@ -6,10 +6,6 @@
 
 #include "../kernels/portable.h"
 
-namespace rocksdb {
-class DB;
-}  // namespace rocksdb
-
 namespace tierbed {
 
 struct LiveFile {
@@ -18,8 +14,5 @@ struct LiveFile {
     std::optional<u32> crc32c;           // as RocksDB kept it when it wrote the file
     std::optional<std::string> content;  // what it is to hold where the live file may be replaced
 };
-
-// Those of what was flushed so far. They stay until deletions are enabled again, if they are disabled before.
-std::vector<LiveFile> live_files(rocksdb::DB& db, const std::string& shard);
 
 }  // namespace tierbed

@@ -14,6 +14,8 @@ const char* remedy_of(const rocksdb::Status& status) {
     const bool waited = status.IsIncomplete() && status.ToString().find(std::strerror(ENOSPC)) != std::string::npos;
     if (status.IsNoSpace() || waited)
         return "free space on its disk and go on: unwritten rows are kept, the next call tries again";
+    if (status.ToString().find(std::strerror(EMFILE)) != std::string::npos)
+        return "let this process open more files (ulimit -n), then try again";
     if (status.IsCorruption())
         return "a file is damaged; load the last snapshot (rows of other files can still be read)";
     if (status.IsInvalidArgument() || status.IsNotSupported())

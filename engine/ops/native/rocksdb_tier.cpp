@@ -3,13 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <thread>
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <rocksdb/cache.h>
@@ -21,7 +18,6 @@
 #include "../kernels/hash.h"
 #include "packed_row.h"
 #include "pool.h"
-#include "rocksdb_open.h"
 #include "rocksdb_status.h"
 
 namespace tierbed {
@@ -57,20 +53,6 @@ u64 property_of(rocksdb::DB& db, const std::string& name) {
     return value;
 }
 
-// RocksDB's destructors of globals wait for threads, which a forked child does not have: a child that calls exit would
-// hang for ever. So it ends right before them.
-void end_forked_children_early() {
-    static const int once = pthread_atfork(nullptr, nullptr, [] {
-        on_exit(
-            [](int status, void*) {
-                std::fflush(nullptr);
-                _exit(status);
-            },
-            nullptr);
-    });
-    static_cast<void>(once);
-}
-
 // A row of a bucket as RocksDB orders them.
 struct Place {
     u64 key;
@@ -103,49 +85,9 @@ Begins begins_of(const Rows& rows) {
 
 }  // namespace
 
-RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& options)
-    : shape_{width, width, line_bytes_of(width)}, folder_(folder), process_(getpid()) {
-    end_forked_children_early();
-    rocksdb::Options database = shard_options(options);
-    database.env->IncBackgroundThreadsIfNeeded(background_threads(database).flushes, rocksdb::Env::HIGH);
-    auto* table = database.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
-    if (caches_blocks(options)) table->block_cache = cache_ = rocksdb::NewLRUCache(options.cache_bytes);
-    database.statistics = statistics_ = rocksdb::CreateDBStatistics();
-    statistics_->set_stats_level(rocksdb::kExceptHistogramOrTimers);
-    info_ = {background_threads(database),
-             database.write_buffer_size * static_cast<std::size_t>(database.max_write_buffer_number) * options.shards,
-             options.async_io && has_async_io()};
-    // Shards fill alike: each is flushed once at another part of its way, so that they do not flush at the same time.
-    const u64 cycle = database.write_buffer_size * static_cast<u64>(database.min_write_buffer_number_to_merge);
-    for (u32 i = 0; i < options.shards; ++i) {
-        const std::string place = folder + "/shard-" + std::to_string(i);
-        std::unique_ptr<rocksdb::DB> db;
-        const auto open = [&](auto* where) -> decltype(rocksdb::DB::Open(database, place, where)) {
-            return options.read_only ? rocksdb::DB::OpenForReadOnly(database, place, where)
-                                     : rocksdb::DB::Open(database, place, where);
-        };
-        check(open_into(db, open), place, "open");
-        shards_.push_back(std::make_unique<Shard>());
-        shards_.back()->db = std::move(db);
-        shards_.back()->until_flush = static_cast<i64>(cycle * i / options.shards);
-    }
-}
-
-RocksTier::~RocksTier() { close(); }
-
-// A forked child has the databases' memory but not their threads, which closing waits for: it leaves them alone.
-void RocksTier::close() {
-    if (process_ != getpid())
-        for (auto& shard : shards_) static_cast<void>(shard.release());
-    shards_.clear();
-}
-
-void RocksTier::require_open() const {
-    if (shards_.empty()) throw std::runtime_error("RocksDB in " + folder_ + " was closed");
-}
-
 void RocksTier::read(const Rows& rows, bool* found, bool) {
     require_open();
+    const std::shared_lock opened(opening_);
     const Timer timer(counts_.fetch);
     const Begins begin = begins_of(rows);
     std::atomic<u64> hits{0};
@@ -179,7 +121,9 @@ std::size_t RocksTier::read_bucket(u32 bucket, const Rows& rows, std::size_t beg
             names.emplace_back(bucket, places[first + i].table, places[first + i].key);
             slices.push_back(names.back().slice());
         }
-        db.MultiGet(options, db.DefaultColumnFamily(), count, slices.data(), values.data(), statuses.data(), true);
+        call([&] {
+            db.MultiGet(options, db.DefaultColumnFamily(), count, slices.data(), values.data(), statuses.data(), true);
+        });
         for (std::size_t i = 0; i < count; ++i) {
             const std::size_t row = begin + places[first + i].row;
             found[row] = !statuses[i].IsNotFound();
@@ -197,12 +141,14 @@ std::size_t RocksTier::read_bucket(u32 bucket, const Rows& rows, std::size_t beg
 
 std::optional<Record> RocksTier::where(u32 table, u64 key) const {
     require_open();
+    const std::shared_lock opened(opening_);
     const u32 bucket = bucket_of(hash_row(table, key));
     rocksdb::DB& db = *shard_of(bucket).db;
     rocksdb::ReadOptions options;
     options.fill_cache = false;
     rocksdb::PinnableSlice value;
-    const rocksdb::Status status = db.Get(options, db.DefaultColumnFamily(), Key(bucket, table, key).slice(), &value);
+    const rocksdb::Status status =
+        call([&] { return db.Get(options, db.DefaultColumnFamily(), Key(bucket, table, key).slice(), &value); });
     if (status.IsNotFound()) return std::nullopt;
     check(status, folder_, "read");
     check_size("row", value.size(), stored_bytes_of(shape_.width), folder_);
@@ -227,9 +173,15 @@ void RocksTier::erase(const Rows& rows) {
 void RocksTier::change(const Rows& rows, bool erase) {
     const Begins begin = begins_of(rows);
     const std::size_t value_bytes = stored_bytes_of(shape_.width);
+    const std::size_t most_bytes = value_bytes + KEY_BYTES + 16;  // of a row in a batch, and a batch's own
     parallel_for(shards_.size(), [&](std::size_t number) {
         Shard& shard = *shards_[number];
-        rocksdb::WriteBatch batch;
+        std::size_t count = 0;
+        for (std::size_t bucket = number; bucket < BUCKETS; bucket += shards_.size())
+            count += begin[bucket + 1] - begin[bucket];
+        if (count == 0) return;
+        // all of its memory at once: RocksDB may end the process where a batch cannot grow
+        rocksdb::WriteBatch batch(std::min(count * most_bytes, BATCH_BYTES) + most_bytes);
         for (std::size_t bucket = number; bucket < BUCKETS; bucket += shards_.size()) {
             for (const Place& place : sorted(rows, begin[bucket], begin[bucket + 1])) {
                 const Key name(static_cast<u32>(bucket), place.table, place.key);
@@ -256,17 +208,19 @@ bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
 }
 
 // After a failed compaction RocksDB returns writes that have to wait for one. They wait here, until the next one fails.
-rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) {
+rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::DB& db = *shard.db;
     rocksdb::WriteOptions options;
     options.disableWAL = true;
-    const u64 failures = property_of(db, rocksdb::DB::Properties::kBackgroundErrors);
-    rocksdb::Status status = db.Write(options, &batch);
-    while (status.IsIncomplete() && property_of(db, rocksdb::DB::Properties::kBackgroundErrors) == failures) {
-        std::this_thread::sleep_for(POLL);
-        status = db.Write(options, &batch);
-    }
-    return status;
+    return call([&] {
+        const u64 failures = property_of(db, rocksdb::DB::Properties::kBackgroundErrors);
+        rocksdb::Status status = db.Write(options, &batch);
+        while (status.IsIncomplete() && property_of(db, rocksdb::DB::Properties::kBackgroundErrors) == failures) {
+            std::this_thread::sleep_for(POLL);
+            status = db.Write(options, &batch);
+        }
+        return status;
+    });
 }
 
 // Where the reason that something failed is gone, this write goes on.
@@ -274,7 +228,7 @@ void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::Status status = write_batch(shard, batch);
     if (!status.ok()) {
         const std::lock_guard lock(shard.flushing);
-        if (resume(shard, status)) status = write_batch(shard, batch);
+        if (call([&] { return resume(shard, status); })) status = write_batch(shard, batch);
     }
     check(status, folder_, "write");
     const i64 size = static_cast<i64>(batch.GetDataSize());
@@ -283,13 +237,16 @@ void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     batch.Clear();
 }
 
-rocksdb::Status RocksTier::flush_shard(Shard& shard, bool wait) {
+rocksdb::Status RocksTier::flush_shard(Shard& shard, bool wait) const {
+    if (!shard.is_writable) return rocksdb::Status::OK();
     const std::lock_guard lock(shard.flushing);
     rocksdb::FlushOptions options;
     options.wait = wait;
     options.allow_write_stall = true;  // else it waits for compactions, which may fail for as long as a disk is full
-    const rocksdb::Status status = shard.db->Flush(options);
-    return !status.ok() && wait && resume(shard, status) ? shard.db->Flush(options) : status;
+    return call([&] {
+        const rocksdb::Status status = shard.db->Flush(options);
+        return !status.ok() && wait && resume(shard, status) ? shard.db->Flush(options) : status;
+    });
 }
 
 void RocksTier::flush() {
@@ -298,10 +255,12 @@ void RocksTier::flush() {
 }
 
 void RocksTier::compact() {
+    make_writable();
     flush();
     rocksdb::CompactRangeOptions options;
     options.bottommost_level_compaction = rocksdb::BottommostLevelCompaction::kForceOptimized;
-    for (auto& shard : shards_) check(shard->db->CompactRange(options, nullptr, nullptr), folder_, "compact");
+    for (auto& shard : shards_)
+        check(call([&] { return shard->db->CompactRange(options, nullptr, nullptr); }), folder_, "compact");
 }
 
 std::vector<rocksdb::DB*> RocksTier::databases() const {
@@ -312,33 +271,41 @@ std::vector<rocksdb::DB*> RocksTier::databases() const {
 
 RocksMetrics RocksTier::metrics() const {
     require_open();
-    return metrics_of(counts_, stored_bytes_of(shape_.width), databases(), cache_.get(), *statistics_);
+    const std::shared_lock opened(opening_);
+    return call(
+        [&] { return metrics_of(counts_, stored_bytes_of(shape_.width), databases(), cache_.get(), *statistics_); });
 }
 
-RocksTier::Scan::Scan(const RocksTier& tier) : shape_(tier.shape_), folder_(tier.folder_), process_(tier.process_) {
+RocksTier::Scan::Scan(const RocksTier& tier)
+    : shape_(tier.shape_), folder_(tier.folder_), process_(tier.process_), failed_(tier.failed_) {
     tier.require_open();
+    const std::shared_lock opened(tier.opening_);
     rocksdb::ReadOptions options;
     options.fill_cache = false;
     options.total_order_seek = true;
     options.readahead_size = std::size_t{2} << 20;
-    for (rocksdb::DB* db : tier.databases()) {
-        iterators_.emplace_back(db->NewIterator(options));
-        iterators_.back()->SeekToFirst();
+    views_.reserve(tier.shards_.size());
+    for (const auto& shard : tier.shards_) {
+        views_.push_back({shard->db, nullptr});
+        views_.back().iterator.reset(tier.call([&] { return shard->db->NewIterator(options); }));
+        views_.back().iterator->SeekToFirst();
     }
 }
 
 RocksTier::Scan::~Scan() { close(); }
 
 void RocksTier::Scan::close() {
-    if (process_ != getpid())
-        for (auto& iterator : iterators_) static_cast<void>(iterator.release());
-    iterators_.clear();
+    if (process_ != getpid() || *failed_) {
+        static_cast<void>(new std::vector<View>(std::move(views_)));
+        return;
+    }
+    views_.clear();
 }
 
 std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
-    if (iterators_.empty()) throw std::runtime_error("RocksDB in " + folder_ + " was closed during a scan");
+    if (views_.empty()) throw std::runtime_error("RocksDB in " + folder_ + " was closed during a scan");
     for (; bucket_ < BUCKETS; ++bucket_) {
-        rocksdb::Iterator& it = *iterators_[bucket_ % iterators_.size()];
+        rocksdb::Iterator& it = *views_[bucket_ % views_.size()].iterator;
         std::size_t rows = 0;
         for (; rows < max_rows && it.Valid() && (it.key().empty() || static_cast<u8>(it.key()[0]) == bucket_); it.Next(), ++rows) {
             check_size("key", it.key().size(), KEY_BYTES, folder_);
@@ -353,8 +320,8 @@ std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
         bucket = bucket_;
         if (rows) return rows;
     }
-    for (const auto& it : iterators_)
-        if (it->Valid()) throw std::runtime_error("RocksDB in " + folder_ + ": a shard has rows of another; " + RELOAD);
+    for (const auto& view : views_)
+        if (view.iterator->Valid()) throw std::runtime_error("RocksDB in " + folder_ + ": a shard has rows of another; " + RELOAD);
     return 0;
 }
 

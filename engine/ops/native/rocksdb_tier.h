@@ -2,11 +2,15 @@
 //
 // The write-ahead log is off: the live folder is scratch until `flush`. Reads run in parallel, each shard has one
 // writer. Failures throw std::runtime_error with the folder, RocksDB's own words and the remedy.
+//
+// Where the disk has no room to open a database for writing, it is opened for reading alone, until `make_writable`.
+// After an exception out of RocksDB itself, as where memory runs out, every call throws and `close` waits for nothing.
 #pragma once
 #include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -14,6 +18,7 @@
 
 #include "layout.h"
 #include "rocksdb_checkpoint.h"
+#include "rocksdb_fence.h"
 #include "rocksdb_metrics.h"
 #include "rocksdb_options.h"
 #include "tier.h"
@@ -22,6 +27,7 @@ namespace rocksdb {
 class Iterator;
 class Status;
 class WriteBatch;
+struct Options;
 }  // namespace rocksdb
 
 namespace tierbed {
@@ -45,6 +51,8 @@ public:
     // The record of a row that is here. Changes nothing, counters included.
     std::optional<Record> where(u32 table, u64 key) const;
     void flush();
+    // To be called before rows are written or erased.
+    void make_writable();
     // Merges all files of a shard, which drops every replaced version of a row.
     void compact();
     // Flushes, and tells the files that hold all rows written so far; RocksDB deletes none until they are released.
@@ -52,6 +60,7 @@ public:
     std::vector<LiveFile> hold_files();
     void release_files();
     void close();  // nothing may be read or written after it; scans must be closed before
+    bool failed() const { return *failed_; }
     RocksMetrics metrics() const;
     RocksInfo info() const { return info_; }
 
@@ -68,16 +77,24 @@ public:
         void close();
 
     private:
-        std::vector<std::unique_ptr<rocksdb::Iterator>> iterators_;
+        struct View {
+            std::shared_ptr<rocksdb::DB> db;  // outlives the iterator
+            std::unique_ptr<rocksdb::Iterator> iterator;
+        };
+
+        std::vector<View> views_;
         LineShape shape_;
         std::string folder_;
         pid_t process_;
+        std::shared_ptr<const std::atomic<bool>> failed_;
         u32 bucket_ = 0;
     };
 
 private:
     struct Shard {
-        std::unique_ptr<rocksdb::DB> db;
+        std::string folder;
+        std::shared_ptr<rocksdb::DB> db;
+        bool is_writable;
         std::atomic<i64> until_flush{0};  // bytes to write until its one early flush
         std::mutex flushing;              // of who asks for a flush or for a failed one again
     };
@@ -86,9 +103,22 @@ private:
     // Writes the rows, or erases them.
     void change(const Rows& rows, bool erase);
     void apply(Shard& shard, rocksdb::WriteBatch& batch) const;
-    static rocksdb::Status flush_shard(Shard& shard, bool wait);
-    static rocksdb::Status write_batch(Shard& shard, rocksdb::WriteBatch& batch);
+    rocksdb::Status flush_shard(Shard& shard, bool wait) const;
+    rocksdb::Status write_batch(Shard& shard, rocksdb::WriteBatch& batch) const;
     static bool resume(Shard& shard, const rocksdb::Status& failed);
+    void open(Shard& shard, const RocksOptions& options);
+    void leave_alone();
+    void fail() const noexcept;
+    // What a call of RocksDB returns; an exception out of it is the end of this tier.
+    template <class Call>
+    auto call(const Call& body) const {
+        try {
+            return body();
+        } catch (...) {
+            fail();
+            throw;
+        }
+    }
     Shard& shard_of(u32 bucket) const { return *shards_[bucket % shards_.size()]; }
     std::vector<rocksdb::DB*> databases() const;
     void require_open() const;
@@ -96,6 +126,11 @@ private:
     LineShape shape_;
     std::string folder_;
     pid_t process_;
+    std::shared_ptr<std::atomic<bool>> failed_ = std::make_shared<std::atomic<bool>>(false);
+    std::unique_ptr<Fence> fence_ = std::make_unique<Fence>();
+    std::unique_ptr<rocksdb::Options> database_;
+    std::atomic<bool> lacks_room_{false};  // some shard is not writable for that
+    mutable std::shared_mutex opening_;    // of who uses the databases for reading, and `make_writable`
     RocksInfo info_{};
     std::shared_ptr<rocksdb::Cache> cache_;
     std::shared_ptr<rocksdb::Statistics> statistics_;

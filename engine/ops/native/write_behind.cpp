@@ -1,11 +1,30 @@
 #include "write_behind.h"
 
 #include "pool.h"
+#include "row_list.h"
 
 namespace tierbed {
 namespace {
 
 constexpr std::size_t ROWS_AT_ONCE = 1 << 14;
+
+// While it lives, the lock is free and `flag` says so.
+class Unlocked {
+public:
+    Unlocked(std::unique_lock<std::mutex>& lock, bool& flag) : lock_(lock), flag_(flag) {
+        flag_ = true;
+        lock_.unlock();
+    }
+    ~Unlocked() {
+        lock_.lock();
+        flag_ = false;
+    }
+    Unlocked(const Unlocked&) = delete;
+
+private:
+    std::unique_lock<std::mutex>& lock_;
+    bool& flag_;
+};
 
 }  // namespace
 
@@ -16,42 +35,51 @@ WriteBehind::WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below,
 }
 
 void WriteBehind::run(std::size_t threads) {
-    use_own_pool(threads);
-    std::vector<u32> tables, updates;
-    std::vector<u64> hashes, lines;
+    std::exception_ptr error;  // beforehand, that of having no pool
+    try {
+        use_own_pool(threads);
+    } catch (...) {
+        error = std::current_exception();
+    }
     std::unique_lock lock(directory_);
+    error_ = error;
     for (;;) {
         work_.wait(lock, [&] { return stopping_ || (awake_ && !error_); });
         if (stopping_) return;
-        const std::vector<u32> places = overflow_.take(done_.load(std::memory_order_acquire), ROWS_AT_ONCE);
-        if (places.empty()) {
-            awake_ = false;
-            changed_.notify_all();
-            continue;
-        }
-        tables.clear(), hashes.clear(), lines.clear(), updates.clear();
-        for (const u32 place : places) {
-            tables.push_back(overflow_.at(place).way.table);
-            hashes.push_back(overflow_.at(place).way.hash);
-            lines.push_back(overflow_.line(place));
-            updates.push_back(overflow_.updates(place));
-        }
-        writing_ = true;
-        lock.unlock();
-        std::exception_ptr error;
         try {
-            const Timer timer(latency_);
-            below_.write({tables.data(), hashes.data(), lines.data(), lines.size()});
+            write_some(lock);
         } catch (...) {
-            error = std::current_exception();
+            error_ = std::current_exception();
         }
-        lock.lock();
-        writing_ = false;
-        error_ = error;
-        if (!error) rows += places.size();
-        overflow_.wrote(places, error ? nullptr : &updates, done_.load(std::memory_order_acquire));
         changed_.notify_all();
     }
+}
+
+void WriteBehind::write_some(std::unique_lock<std::mutex>& lock) {
+    const std::vector<u32> places = overflow_.take(done_.load(std::memory_order_acquire), ROWS_AT_ONCE);
+    if (places.empty()) {
+        awake_ = false;
+        return;
+    }
+    std::vector<u32> updates;
+    const auto end = [&](bool written) {
+        overflow_.wrote(places, written ? &updates : nullptr, done_.load(std::memory_order_acquire));
+    };
+    try {
+        RowList leaving;
+        for (const u32 place : places) {
+            leaving.add(overflow_.at(place).way.table, overflow_.at(place).way.hash, overflow_.line(place));
+            updates.push_back(overflow_.updates(place));
+        }
+        const Unlocked unlocked(lock, writing_);
+        const Timer timer(latency_);
+        below_.write(leaving.rows());
+    } catch (...) {
+        end(false);
+        throw;
+    }
+    rows += places.size();
+    end(true);
 }
 
 void WriteBehind::wake() {

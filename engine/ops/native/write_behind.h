@@ -37,6 +37,8 @@ public:
 
 private:
     void run(std::size_t threads);
+    // Brings some rows down, during which the lock is free; with none to bring down, it is no longer awake.
+    void write_some(std::unique_lock<std::mutex>& directory);
 
     Overflow& overflow_;
     std::mutex& directory_;

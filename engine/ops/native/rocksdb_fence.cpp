@@ -1,0 +1,115 @@
+#include "rocksdb_fence.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <rocksdb/env.h>
+#include <rocksdb/file_system.h>
+
+namespace tierbed {
+
+class Fence::Files : public rocksdb::FileSystemWrapper {
+public:
+    Files() : FileSystemWrapper(rocksdb::FileSystem::Default()) {}
+
+    const char* Name() const override { return "tierbed"; }
+
+    void shut() {
+        const std::lock_guard guard(mutex_);
+        open_ = false;
+        for (rocksdb::FileLock* lock : locks_) target()->UnlockFile(lock, {}, nullptr);
+        locks_.clear();
+    }
+
+    rocksdb::IOStatus NewWritableFile(const std::string& path, const rocksdb::FileOptions& options,
+                                      std::unique_ptr<rocksdb::FSWritableFile>* file,
+                                      rocksdb::IODebugContext* debug) override {
+        return open_ ? target()->NewWritableFile(path, options, file, debug) : shut_out();
+    }
+    rocksdb::IOStatus ReopenWritableFile(const std::string& path, const rocksdb::FileOptions& options,
+                                         std::unique_ptr<rocksdb::FSWritableFile>* file,
+                                         rocksdb::IODebugContext* debug) override {
+        return open_ ? target()->ReopenWritableFile(path, options, file, debug) : shut_out();
+    }
+    rocksdb::IOStatus ReuseWritableFile(const std::string& path, const std::string& old,
+                                        const rocksdb::FileOptions& options,
+                                        std::unique_ptr<rocksdb::FSWritableFile>* file,
+                                        rocksdb::IODebugContext* debug) override {
+        return open_ ? target()->ReuseWritableFile(path, old, options, file, debug) : shut_out();
+    }
+    rocksdb::IOStatus NewRandomRWFile(const std::string& path, const rocksdb::FileOptions& options,
+                                      std::unique_ptr<rocksdb::FSRandomRWFile>* file,
+                                      rocksdb::IODebugContext* debug) override {
+        return open_ ? target()->NewRandomRWFile(path, options, file, debug) : shut_out();
+    }
+    rocksdb::IOStatus DeleteFile(const std::string& path, const rocksdb::IOOptions& io,
+                                 rocksdb::IODebugContext* debug) override {
+        return open_ ? target()->DeleteFile(path, io, debug) : shut_out();
+    }
+    rocksdb::IOStatus CreateDir(const std::string& path, const rocksdb::IOOptions& io,
+                                rocksdb::IODebugContext* debug) override {
+        return open_ ? target()->CreateDir(path, io, debug) : shut_out();
+    }
+    rocksdb::IOStatus CreateDirIfMissing(const std::string& path, const rocksdb::IOOptions& io,
+                                         rocksdb::IODebugContext* debug) override {
+        return open_ ? target()->CreateDirIfMissing(path, io, debug) : shut_out();
+    }
+    rocksdb::IOStatus DeleteDir(const std::string& path, const rocksdb::IOOptions& io,
+                                rocksdb::IODebugContext* debug) override {
+        return open_ ? target()->DeleteDir(path, io, debug) : shut_out();
+    }
+    rocksdb::IOStatus RenameFile(const std::string& from, const std::string& to, const rocksdb::IOOptions& io,
+                                 rocksdb::IODebugContext* debug) override {
+        return open_ ? target()->RenameFile(from, to, io, debug) : shut_out();
+    }
+    rocksdb::IOStatus LinkFile(const std::string& from, const std::string& to, const rocksdb::IOOptions& io,
+                               rocksdb::IODebugContext* debug) override {
+        return open_ ? target()->LinkFile(from, to, io, debug) : shut_out();
+    }
+    rocksdb::IOStatus Truncate(const std::string& path, std::size_t bytes, const rocksdb::IOOptions& io,
+                               rocksdb::IODebugContext* debug) override {
+        return open_ ? target()->Truncate(path, bytes, io, debug) : shut_out();
+    }
+    rocksdb::IOStatus LockFile(const std::string& path, const rocksdb::IOOptions& io, rocksdb::FileLock** lock,
+                               rocksdb::IODebugContext* debug) override {
+        const std::lock_guard guard(mutex_);
+        if (!open_) return shut_out();
+        locks_.reserve(locks_.size() + 1);  // once it is taken, it is noted
+        const rocksdb::IOStatus status = target()->LockFile(path, io, lock, debug);
+        if (status.ok()) locks_.push_back(*lock);
+        return status;
+    }
+    rocksdb::IOStatus UnlockFile(rocksdb::FileLock* lock, const rocksdb::IOOptions& io,
+                                 rocksdb::IODebugContext* debug) override {
+        const std::lock_guard guard(mutex_);
+        const auto held = std::find(locks_.begin(), locks_.end(), lock);
+        if (held == locks_.end()) return shut_out();
+        locks_.erase(held);
+        return target()->UnlockFile(lock, io, debug);
+    }
+
+private:
+    static rocksdb::IOStatus shut_out() {
+        return rocksdb::IOStatus::IOError("the database failed in the middle of a call");
+    }
+
+    std::atomic<bool> open_{true};
+    std::mutex mutex_;
+    std::vector<rocksdb::FileLock*> locks_;
+};
+
+Fence::Fence() : files_(std::make_shared<Files>()), env_(rocksdb::NewCompositeEnv(files_)) {}
+
+Fence::~Fence() = default;
+
+void Fence::shut() noexcept {
+    try {
+        files_->shut();
+    } catch (...) {  // a lock that stays is told by who finds it
+    }
+}
+
+}  // namespace tierbed

@@ -1,0 +1,74 @@
+"""Threads that nobody waits for when they are no more: for lack of memory, one may end at any of its lines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+from typing import Any
+from weakref import ref
+
+LOOK = 0.05  # seconds between two looks at whether the thread that is waited for lives
+
+
+class Thread(threading.Thread):
+    """`threading.Thread`, whose `start` raises RuntimeError where the new thread ended before it had begun.
+
+    CPython's own waits for it for ever (https://github.com/python/cpython/issues/140746).
+    """
+
+    def start(self) -> None:
+        held = _Held()  # by what runs, whatever ends that
+        self._bootstrap = partial(_run, held, super()._bootstrap)  # type: ignore[misc]
+        self._started = _Started(ref(held), partial(delattr, self, "_bootstrap"))
+        del held
+        try:
+            super().start()
+        except _NeverRanError as error:
+            threading._limbo.pop(self, None)  # type: ignore[attr-defined]  # where a started thread takes itself out
+            raise RuntimeError("can't start new thread: it ended at once, as where memory runs out") from error
+
+
+def wait_for(
+    condition: threading.Condition,
+    predicate: Callable[[], Any],
+    thread: threading.Thread | None,
+    timeout: float | None = None,
+) -> Any:
+    """`condition.wait_for(predicate, timeout)`, or until the thread that is to bring it about is no more."""
+    end = None if timeout is None else monotonic() + timeout
+    while not (value := predicate()):
+        if thread is None or not thread.is_alive():
+            return predicate()  # it may have come about right before
+        if end is not None and monotonic() >= end:
+            return value
+        condition.wait(LOOK if end is None else min(LOOK, end - monotonic()))
+    return value
+
+
+class _Held:
+    pass
+
+
+class _NeverRanError(Exception):
+    pass
+
+
+class _Started(threading.Event):
+    """What `start` waits for once there is a thread, no longer than what this runs is held. `begun` is told first."""
+
+    def __init__(self, held: Callable[[], object], begun: Callable[[], None]) -> None:
+        super().__init__()
+        self._held, self._begun = held, begun
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._begun()
+        while not super().wait(LOOK):
+            if self._held() is None and not self.is_set():
+                raise _NeverRanError
+        return True
+
+
+def _run(held: object, bootstrap: Callable[[], None]) -> None:
+    bootstrap()
