@@ -16,7 +16,7 @@ from .pinned import training_step
 from .shadow_grad import ShadowGrad, holders
 
 
-class EagerOptimizer:
+class EagerOptimizer(torch.optim.Optimizer):
     """An ordinary torch optimizer, whose `step()` updates the rows of embeddings as well, outside a `Graph`.
 
         optimizer = EagerOptimizer(torch.optim.Adam(model.parameters()), model)
@@ -25,8 +25,11 @@ class EagerOptimizer:
             optimizer.step()
             optimizer.zero_grad()
 
+    Learning rate schedulers may be made over it, or over the wrapped one, `optimizer.optimizer`: the param groups are
+    the same.
+
     optimizer: holds the parameters of all embeddings under `module` that are trained, and any others. Rows follow its
-    param groups; docs/optimizers.md says which kinds can. Learning rate schedulers are made over it, the wrapped one.
+    param groups; docs/optimizers.md says which kinds can.
 
     From here until this object is gone, backward() through a lookup keeps its gradient for `step()`. Raises
     OptimizerError for what is no torch optimizer, one that rows cannot follow, an embedding that it does not hold, and
@@ -34,6 +37,7 @@ class EagerOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        # not super().__init__: groups, state, defaults and hooks are those of the wrapped one
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptimizerError(
                 f"optimizer={type(optimizer).__name__}: give a torch.optim optimizer, such as torch.optim.SGD"
@@ -55,12 +59,23 @@ class EagerOptimizer:
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
         holders.update((embedding.handle, self) for embedding in embeddings)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the wrapped optimizer, read at every step."""
-        return self.optimizer.param_groups
+    def __getattr__(self, name: str) -> Any:
+        """What it has not itself, such as param groups and hooks, is that of the wrapped optimizer."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
 
-    def step(self) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        raise OptimizerError(
+            "an EagerOptimizer cannot be copied or pickled, as its embeddings cannot; make another over their model, "
+            "and carry its state over by state_dict()"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Of the wrapped optimizer, for dense parameters: embeddings are those that it held when this was made."""
+        self.optimizer.add_param_group(param_group)
+
+    def step(self) -> None:  # type: ignore[override]
         """Update all rows that backward() reached since `zero_grad()`, each once, then step the wrapped optimizer.
 
         Embeddings that it did not reach stay as they are, their step counts too. Raises StoreError, CapacityError and

@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -103,9 +104,11 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
 
 
 def _name(kind: type) -> str:
-    """As users import it: torch's and ours are exported by the package above their file."""
-    module = kind.__module__
-    return f"{module.rpartition('.')[0] if module.startswith(('torch.', __package__)) else module}.{kind.__qualname__}"
+    """As users import it: from the outermost package that has it."""
+    parts = kind.__module__.split(".")
+    modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    exports = (m for m in modules if getattr(sys.modules.get(m), kind.__qualname__, None) is kind)
+    return f"{next(exports, kind.__module__)}.{kind.__qualname__}"
 
 
 def _check(optimizer: torch.optim.Optimizer, group: Group) -> None:

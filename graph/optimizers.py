@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..engine.eager import EagerOptimizer
 from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import GraphError, OptimizerError
 from ..engine.optimizers import RowOptimizer
@@ -62,6 +63,11 @@ class OptimizerSet:
 
     def add(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
         """OptimizerError for what is no torch optimizer or schedule of it, needs a closure, or was added before."""
+        if isinstance(optimizer, EagerOptimizer):
+            raise OptimizerError(
+                "add_optimizer got an EagerOptimizer, whose step() is for loops outside a graph; pass the optimizer "
+                "that it wraps, its attribute optimizer"
+            )
         if not isinstance(optimizer, Optimizer):
             raise OptimizerError(
                 f"add_optimizer got a {type(optimizer).__name__}; pass a torch.optim optimizer, such as torch.optim.SGD"

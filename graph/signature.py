@@ -129,11 +129,11 @@ def _no_argument(leaves: list[Any], build: Callable[..., Any], spec: pytree.Tree
         return GraphError(f"argument {name} is a NumPy array, which a step would freeze; pass torch.from_numpy({name})")
     return GraphError(
         f"argument {name} is a {type(leaf).__name__}, which cannot be compared by value; pass tensors, numbers, "
-        f"strings, or lists, tuples and dicts of them, assign modules to self, and {register(leaf)}"
+        f"strings, or lists, tuples and dicts of them, assign modules to self, and {registered(leaf)}"
     )
 
 
-def register(value: Any) -> str:
+def registered(value: Any) -> str:
     """How objects of a class of the user's are taken apart, as the end of a message."""
     return f"make a class of fields a dataclass and call torch.export.register_dataclass({type(value).__name__}) once"
 

@@ -35,7 +35,7 @@ from .. import engine
 from ..engine.errors import GraphError
 from .alias import is_random
 from .names import name_of, tensor_names
-from .signature import argument_name, is_plain, register
+from .signature import argument_name, is_plain, registered
 from .sizes import Fits
 from .swap import changed_setting, swapped, unused_grads
 
@@ -181,7 +181,7 @@ def _constant(value: Any) -> Any:
     if not is_plain(value):
         raise GraphError(
             f"build returns a {type(value).__name__}; return tensors, plain values, and lists, tuples and dicts of "
-            f"them, or {register(value)}"
+            f"them, or {registered(value)}"
         )
     return value
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from tierbed.engine import _core
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.ops import naive
 from tierbed.engine.optim import CatchUpAdam
+from tierbed.engine.optim.rule import all_rules
 from tierbed.engine.optimizers import RowOptimizer, row_optimizer
 
 CASES = [
@@ -266,6 +269,25 @@ class OwnSGD(torch.optim.SGD):
 def test_what_rows_cannot_follow_is_refused_by_name(kind: type, options: dict, named: str) -> None:
     with pytest.raises(OptimizerError, match=named):
         rows_of(kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1, **options))
+
+
+class OwnAdam(torch.optim.Adam):
+    pass
+
+
+KINDS = [torch.optim.Adafactor, torch.optim.RMSprop, torch.optim.SparseAdam, torch.optim.Muon, OwnSGD, OwnAdam]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_optimizer_that_a_refusal_names_can_be_imported_by_that_name(kind: type) -> None:
+    with pytest.raises(OptimizerError) as caught:
+        rows_of(kind([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.1))
+    named = re.findall(r"\w+(?:\.\w+)+", str(caught.value))
+    found = [getattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in named]
+    assert found[0] is kind
+    assert set(found[1:]) == {rule.optimizer for rule in all_rules()}
+    if kind.__module__.startswith("torch"):
+        assert named[0] == f"torch.optim.{kind.__name__}"
 
 
 @pytest.mark.parametrize("option", ["foreach", "fused", "capturable"])
