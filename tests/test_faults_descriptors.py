@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from embeddings import STORES, contents, make, options, train
 from forked import in_process
+from limits import descriptors
 
 from tierbed.cli import main
 from tierbed.engine import SnapshotError, StoreError
@@ -20,26 +20,6 @@ from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, latest_snapshot, list_snapshots
 
 SPARE = range(8)  # descriptors that a call may open
-
-
-@contextlib.contextmanager
-def descriptors(spare: int) -> Iterator[None]:
-    """No more than `spare` files can be opened while the block runs."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(spare)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
-    gaps: list[int] = []
-    with contextlib.suppress(OSError):
-        while True:
-            gaps.append(os.open("/dev/null", os.O_RDONLY))
-    for descriptor in held:
-        os.close(descriptor)
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for descriptor in gaps:
-            os.close(descriptor)
 
 
 def said(spare: int, action: Callable[[], Any]) -> str | None:

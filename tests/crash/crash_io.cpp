@@ -3,6 +3,7 @@
 // The trace is what a simulated power cut needs: power.py reads it. A line is what was done, the path, and what that
 // needs more, separated by tabs; it is written when the call has returned. Names that a rename or an unlink takes away
 // are linked aside before.
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -27,6 +28,7 @@ long taken;           // names linked aside
 char call_to_die_at[16];  // "any", or empty
 volatile long calls_left;
 volatile int when_to_die;
+volatile int full;  // whether the disk of the folder has no room
 
 template <class Function>
 Function* next(const char* name) {
@@ -122,6 +124,10 @@ ssize_t write_to(int file, Do act, Half half) {
     if (watched.empty()) return act();
     const std::string path = path_of(file);
     if (!is_watched(path)) return act();
+    if (full) {
+        errno = ENOSPC;
+        return -1;
+    }
     const auto note = [&](ssize_t) { trace("write", path, file_number(file)); };
     return watched_call("write", act, note, [&] {
         if (half() >= 0) note(0);
@@ -193,6 +199,8 @@ void die_at(const char* call, long number, int when) {
     when_to_die = when;
     std::snprintf(call_to_die_at, sizeof call_to_die_at, "%s", call);
 }
+
+void fill_disk(int filled) { full = filled; }
 
 long calls_to_come() { return calls_left; }
 

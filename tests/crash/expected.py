@@ -150,6 +150,12 @@ class Expected:
         if self.step is not None:
             self.step = step
 
+    def begin_short(self, lack: str) -> None:
+        pass
+
+    def end_short(self, lack: str) -> None:
+        pass
+
     def begin_compact(self) -> None:
         pass
 

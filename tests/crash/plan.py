@@ -10,9 +10,10 @@ from embeddings import ONE_SET_MB, STORES
 
 from .history import LIVES
 
-# how often a trainer does what; "reopen" opens with other options, "command" runs the command line while it is closed
+# how often a trainer does what; "reopen" opens with other options, "command" runs the command line while it is closed,
+# "short" opens it where the disk is full or descriptors are few
 WEIGHTS = {"steps": 10, "save": 6, "background": 3, "load": 3, "prune": 2, "compact": 1, "reopen": 2, "fresh": 0.3}
-WEIGHTS |= {"command": 2}
+WEIGHTS |= {"command": 2, "short": 1}
 # what a kill at a named point is inside of
 INSIDE = {"step": 1, "save": 6, "background": 3, "load": 3, "prune": 2, "merge": 1, "compact": 1, "close": 2, "open": 2}
 # calls that it may be before or after, and how many of them an operation has at most

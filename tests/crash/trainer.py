@@ -13,14 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from embeddings import contents
 from killed import serve
+from limits import descriptors
 
 from tierbed import cli
+from tierbed.engine import TierbedError
 from tierbed.engine.background import BackgroundSave
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, list_snapshots
 
-from .history import History
+from .history import History, in_order
 from .plan import WEIGHTS, draw_store
 
 HOW_TO_COME = {"step": "steps", "open": "reopen", "close": "reopen", "merge": "command"}  # to be inside of an operation
@@ -125,6 +128,36 @@ class Trainer:
     def fresh(self) -> None:
         self.close()
         self.open(draw_store(self.chance), open="fresh")
+
+    def short(self) -> None:
+        """A run between two others that finds no room, or few descriptors: it reads all rows, or says what it lacks."""
+        self.close()
+        store, lack = draw_store(self.chance), self.chance.choice(["No space left", "Too many open files"])
+        with self.logged("short", lack=lack):
+            embedding = self.history.embedding(self.path, **store)
+            try:
+                with self.lacking(lack):
+                    step = int(embedding.metrics()["table"]["step"])
+                    rows = in_order(contents(embedding))
+                assert step == self.step
+                assert rows.tobytes() == self.history.rows(step).tobytes()
+            except TierbedError as error:
+                if lack not in str(error):
+                    raise
+            embedding.close()
+        self.open(draw_store(self.chance))
+
+    @contextlib.contextmanager
+    def lacking(self, what: str) -> Iterator[None]:
+        if what != "No space left":
+            with descriptors(self.chance.randrange(30)):
+                yield
+            return
+        self._shim.fill_disk(1)
+        try:
+            yield
+        finally:
+            self._shim.fill_disk(0)
 
     def command(self) -> None:
         """The command line between two runs."""

@@ -1,0 +1,28 @@
+"""What a process may take of the system, limited for real while a block runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def descriptors(spare: int) -> Iterator[None]:
+    """No more than `spare` files can be opened while the block runs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(spare)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    gaps: list[int] = []
+    with contextlib.suppress(OSError):
+        while True:
+            gaps.append(os.open("/dev/null", os.O_RDONLY))
+    for descriptor in held:
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in gaps:
+            os.close(descriptor)
