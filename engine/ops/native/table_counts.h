@@ -19,29 +19,25 @@ class TableCounts {
 public:
     explicit TableCounts(u32 tables) : tables_(tables) {}
 
-    // A part that no other thread adds to from the first row on, while this lives.
+    // A part that no other thread adds to while this lives.
     class Share {
     public:
-        explicit Share(TableCounts& all) : all_(all) {}
+        // `any`: whether there is a row to add; without one no part is taken.
+        Share(TableCounts& all, bool any) : counts_(any ? all.take(lock_) : nullptr), tables_(all.tables_) {}
         void add(u32 table, bool hit) {
-            if (table < all_.tables_) ++counts()[2 * std::size_t{table} + hit];
+            if (table < tables_) ++counts_[2 * std::size_t{table} + hit];
         }
         // A row that was added as a hit is a miss.
         void missed(u32 table) {
-            if (table >= all_.tables_) return;
-            --counts()[2 * std::size_t{table} + 1];
-            ++counts()[2 * std::size_t{table}];
+            if (table >= tables_) return;
+            --counts_[2 * std::size_t{table} + 1];
+            ++counts_[2 * std::size_t{table}];
         }
 
     private:
-        TIERBED_FN u64* counts() {
-            if (!counts_) counts_ = all_.take(lock_);
-            return counts_;
-        }
-
-        TableCounts& all_;
         std::unique_lock<std::mutex> lock_;
-        u64* counts_ = nullptr;
+        u64* counts_;
+        u32 tables_;
     };
 
     // [tables, 2], hits and misses; not while any is added
