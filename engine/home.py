@@ -322,7 +322,8 @@ class TableHome:
             table.stored = counts_in(stored, self.spec.num_tables)
             if lifecycle.remembers:
                 try:
-                    table.stored = counted_chunks(lifecycle.remember(table.scan()), self.spec.num_tables)
+                    remembered = lifecycle.remember(checked_rows(table.scan(), self.spec.num_tables))
+                    table.stored = counted_chunks(remembered, self.spec.num_tables)
                 except BaseException:
                     table.close()
                     raise

@@ -18,7 +18,7 @@ from .interrupts import uninterrupted
 from .lifecycle import Lifecycle
 from .optim.rule import catches_up
 from .prefetch import Prefetcher
-from .scanned import line_addresses
+from .scanned import checked_rows, line_addresses
 from .segments import rows_of
 from .store.contract import Chunks, Keys, Store, Tables
 from .store.image import KEPT_BYTES, DiskImage, Image, MemoryImage
@@ -91,10 +91,11 @@ class OpenRows:
 
     @property
     def table_rows(self) -> Counts:
-        """`rows` by table. Where the store does not tell, all rows are scanned once. StoreError."""
+        """`rows` by table. Where the store does not tell, all rows are scanned once. StoreError, SnapshotError."""
         with self.lock:
             if self.stored is None:
-                self.stored = counted_chunks(self.scan(), self.spec.num_tables) - self._change
+                chunks = checked_rows(self.scan(), self.spec.num_tables)
+                self.stored = counted_chunks(chunks, self.spec.num_tables) - self._change
             return self.stored + self._change
 
     @property
@@ -249,13 +250,13 @@ class OpenRows:
         with self.lock:
             store = self._opened()
             self.check()
-            rows = self.table_rows
             counts = {**self.lifecycle.metrics, **self._prefetcher.counts}
-            hits, misses = store.asked().T
+            tiers, (hits, misses) = store.metrics(), store.asked().T
+            next(iter(tiers.values())).update(hits=int(hits.sum()), misses=int(misses.sum()))  # of one instant
             return {
                 "table": {"rows": self.rows, "step": self.step, **counts},
-                **store.metrics(),
-                "tables": by_label(self.spec.labels, rows=rows, hits=hits, misses=misses),
+                **tiers,
+                "tables": by_label(self.spec.labels, rows=self.table_rows, hits=hits, misses=misses),
             }
 
     def where(self, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:

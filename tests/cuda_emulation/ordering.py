@@ -104,8 +104,8 @@ class OrderedDevice(EmulatedDevice):
     def find(self, tensor: Tensor) -> Memory:
         begin = tensor.untyped_storage().data_ptr()
         if begin not in self._memory:
-            insort(self._begins, begin)
             self._memory[begin] = Memory(tensor, get_ident() if tensor.untyped_storage().nbytes() else None)
+            insort(self._begins, begin)  # last: another thread looks memory up by it
         return self._memory[begin]
 
     def use(self, memory: Memory, what: str, writes: bool) -> None:

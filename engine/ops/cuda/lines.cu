@@ -126,7 +126,8 @@ extern "C" __global__ void count_written(const u64* lines, const u32* tables, co
     counted.end();
 }
 
-// values [size, dim] -> the embeddings of their rows, the last occurrence standing; written [tables] counts first writes
+// values [size, dim] -> the embeddings of their rows, the last occurrence standing. written [tables] counts first
+// writes.
 extern "C" __global__ void assign_rows(const u64* lines, const u32* tables, const u32* offsets, const u32* positions,
                                        const u32* count, const float* values, u32 step, u64* written,
                                        const u32* faults) {

@@ -92,7 +92,7 @@ void Directory::probe(const Wanted& batch, u32 number, bool marking) {
 
 void Directory::count_asked(const Wanted& batch, TableCounts& counts) const {
     parallel_for(BUCKETS, batch.size(), [&](std::size_t b) {
-        TableCounts::Share asked = counts.share();
+        TableCounts::Share asked(counts, batch.begin[b] < batch.begin[b + 1]);
         for (std::size_t i = batch.begin[b]; i < batch.begin[b + 1]; ++i)
             if (!batch.own_lines || !batch.own_lines[i]) asked.add(batch.tables[i], true);
         for (const Absent& absent : absent_[b])

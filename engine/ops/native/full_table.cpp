@@ -62,8 +62,8 @@ std::size_t FullTable::find(Batch& batch) {
         const u32 bucket = static_cast<u32>(b);
         const Index::Reader index = index_.reader(bucket);
         const Lines& lines = lines_[bucket];
-        TableCounts::Share asked = asked_.share();
         const std::size_t end = batch.bucket_begin[b + 1];
+        TableCounts::Share asked(asked_, batch.bucket_begin[b] < end);
         std::size_t absent = 0, present = 0;
         for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
             if (i + AHEAD < end) index.fetch(batch.hashes[i + AHEAD]);
@@ -130,7 +130,7 @@ void FullTable::read(const Rows& rows, bool* found, bool) {
     const std::lock_guard lock(mutex_);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const Index::Reader index = index_.reader(bucket);
-        TableCounts::Share asked = asked_.share();
+        TableCounts::Share asked(asked_, begin < end);
         for (std::size_t i = begin; i < end; ++i) {
             if (i + AHEAD < end) index.fetch(rows.hashes[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);

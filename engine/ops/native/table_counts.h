@@ -2,6 +2,7 @@
 #pragma once
 #include <array>
 #include <mutex>
+#include <stdexcept>
 #include <vector>
 
 #include "../kernels/hash.h"
@@ -21,6 +22,8 @@ public:
     // A part that no other thread adds to while this lives.
     class Share {
     public:
+        // `any`: whether there is a row to add; without one no part is taken.
+        Share(TableCounts& all, bool any) : counts_(any ? all.take(lock_) : nullptr), tables_(all.tables_) {}
         void add(u32 table, bool hit) {
             if (table < tables_) ++counts_[2 * std::size_t{table} + hit];
         }
@@ -32,23 +35,12 @@ public:
         }
 
     private:
-        friend class TableCounts;
-        Share(std::unique_lock<std::mutex> lock, u64* counts, u32 tables)
-            : lock_(std::move(lock)), counts_(counts), tables_(tables) {}
-
         std::unique_lock<std::mutex> lock_;
         u64* counts_;
         u32 tables_;
     };
 
-    // For the tasks of one loop over buckets at a time: each finds one that is free.
-    Share share() {
-        for (Part& part : parts_)
-            if (std::unique_lock lock(part.mutex, std::try_to_lock); lock) return share_of(part, std::move(lock));
-        return share_of(parts_[0], std::unique_lock(parts_[0].mutex));
-    }
-
-    // [tables, 2], hits and misses; not beside `share`
+    // [tables, 2], hits and misses; not while any is added
     std::vector<u64> sums() const {
         std::vector<u64> all(2 * std::size_t{tables_});
         for (const Part& part : parts_)
@@ -59,9 +51,15 @@ public:
 private:
     static constexpr std::size_t APART = 16;  // counts between two parts: they share no line of the processor's cache
 
-    Share share_of(Part& part, std::unique_lock<std::mutex> lock) {
-        if (part.counts.empty()) part.counts.resize(2 * std::size_t{tables_} + APART);
-        return {std::move(lock), part.counts.data(), tables_};
+    // The counts of a part that is free. There is one for each of the tasks of a loop over buckets.
+    u64* take(std::unique_lock<std::mutex>& lock) {
+        for (Part& part : parts_) {
+            lock = std::unique_lock(part.mutex, std::try_to_lock);
+            if (!lock) continue;
+            if (part.counts.empty()) part.counts.resize(2 * std::size_t{tables_} + APART);
+            return part.counts.data();
+        }
+        throw std::logic_error("rows are counted by two loops at a time");
     }
 
     u32 tables_;
