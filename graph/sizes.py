@@ -29,6 +29,7 @@ class _Family:
     seen: list[Shapes] = field(default_factory=list)  # that have steps of their own
     general: list[tuple[Fits, CompiledStep]] = field(default_factory=list)
     fixed: bool = False  # no step serves other sizes
+    failed: bool = False  # one did, and torch could not run it
 
 
 class Sizes:
@@ -53,7 +54,9 @@ class Sizes:
     def changing(self, key: Hashable, inputs: Sequence[Tensor]) -> set[tuple[int, int]] | None:
         """The (input, dimension) pairs that a new step should leave open; None where it is for these sizes alone."""
         family = self._families.get(key)
-        if family is None or len(family.seen) < OWN or family.fixed or not all(t.is_contiguous() for t in inputs):
+        if family is None or len(family.seen) < OWN or family.fixed or family.failed:
+            return None
+        if not all(tensor.is_contiguous() for tensor in inputs):
             return None
         shapes = _shapes(inputs)
         dims = {
@@ -69,7 +72,7 @@ class Sizes:
     def saw(self, key: Hashable, inputs: Sequence[Tensor]) -> None:
         """A step for these sizes alone was made, since there was none for many, or none can be made."""
         family = self._families.setdefault(key, _Family())
-        family.fixed |= self.changing(key, inputs) is not None
+        family.fixed = self.changing(key, inputs) is not None
         if len(family.seen) < OWN:
             family.seen.append(_shapes(inputs))
         if len(self._families) > FAMILIES:
@@ -99,7 +102,7 @@ class Sizes:
         for family in self._families.values():
             if any(general is step for _, general in family.general):
                 family.general = [(fits, general) for fits, general in family.general if general is not step]
-                family.fixed = True
+                family.failed = True
                 log.warning(
                     "%s: the step that many sizes share failed (%s: %s), and one for the sizes of this call took its "
                     "place; further sizes get steps of their own: pad inputs to few sizes, such as powers of two",
