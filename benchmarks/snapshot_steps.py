@@ -44,10 +44,13 @@ class Sizes:
     steps: int = 200
     model_batch: int = 4096
     model_steps: int = 20
+    features: int = 26
+    hidden: tuple[int, ...] = (512, 256)
 
 
-FEATURES, HIDDEN = 26, (512, 256)
-QUICK = Sizes(rows=50_000, on_disk=500, pairs=1, batch=256, steps=3, model_batch=8, model_steps=3)
+QUICK = Sizes(
+    rows=50_000, on_disk=500, pairs=1, batch=256, steps=3, model_batch=8, model_steps=3, features=2, hidden=(4,)
+)
 
 
 @contextmanager
@@ -140,10 +143,10 @@ def checkpoint(folder: Path, sizes: Sizes) -> list[Figure]:
 def background(folder: Path, sizes: Sizes) -> list[Figure]:
     """Training steps a second while a full snapshot is written, against those before and after it.
 
-    A model with 26 features whose ids follow a power law, and bare updates of ids that are each hit once, which change
+    A model whose ids follow a power law, and bare updates of ids that are each hit once, which change
     the most rows in the shortest time.
     """
-    model = Model(sizes.rows // FEATURES, FEATURES, sizes.model_batch, HIDDEN, "adam")
+    model = Model(sizes.rows // sizes.features, sizes.features, sizes.model_batch, sizes.hidden, "adam")
     batches = keyed(make_batches(model, 16))
     saved = GraphStep(model, folder, "host_mem", persistent_path=folder / "saved")
     plain = GraphStep(model, folder, "host_mem")

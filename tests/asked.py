@@ -24,7 +24,7 @@ class Training:
     def __init__(self, way: Callable[..., Any], path: Path, store: str = "device", *more: Any) -> None:
         self.store = path / STORE
         self._pipe, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=_run, args=(theirs, way, path, store, more))
+        self._process = CONTEXT.Process(target=_run, args=(theirs, way, path, store, more), daemon=True)
         self._process.start()
         theirs.close()
         assert self.says() == "ready"
@@ -33,20 +33,19 @@ class Training:
 
     def says(self) -> Any:
         """What the process sends next."""
-        assert self._pipe.poll(60)
         return self._pipe.recv()
 
     def end(self) -> Any:
         """Let it go on to its end; returns what `way` did."""
         self._pipe.send("go on")
         result = self.says()
-        self._process.join(60)
+        self._process.join()
         assert self._process.exitcode == 0
         return result
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
-        self._process.join(60)
+        self._process.join()
         assert self._process.exitcode == -signal.SIGKILL
 
 
@@ -87,7 +86,7 @@ def forks(embedding: MultiTableEmbedding, pipe: Connection) -> None:
     """Has a child that outlives it by a while, then waits."""
     child = os.fork()
     if child == 0:
-        signal.alarm(30)
+        signal.alarm(600)
         pipe.close()
         signal.pause()
     pipe.send(child)

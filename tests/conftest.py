@@ -21,7 +21,7 @@ settings.register_profile("suite", max_examples=60, deadline=None)
 settings.register_profile("sanitize", max_examples=20, deadline=None)  # by --hypothesis-profile
 settings.load_profile("suite")
 
-# Seconds: a guard against what hangs, no bar. Ten times what the longest test takes on a machine that is busy.
+# Seconds: a guard against what hangs, no bar. Four times what the longest test took on a machine that was busy.
 LIMIT, SLOW_LIMIT = 600, 3600
 STDERR = pytest.StashKey[int]()
 

@@ -105,7 +105,7 @@ def run(path: str, store: str, count: int, saves: list[int], end: str, ahead: in
     if end == "thread":  # the interpreter ends while a thread trains
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
         threading.Thread(target=work, daemon=True).start()
-        time.sleep(60)
+        signal.pause()
     work()
     if end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -113,7 +113,7 @@ def run(path: str, store: str, count: int, saves: list[int], end: str, ahead: in
         os._exit(0)
     if end == "fork":  # the end of a worker must not close the folder of the process that made the embedding
         if os.fork() == 0:
-            signal.alarm(60)  # what hangs fails
+            signal.alarm(600)  # what hangs fails
             del embedding
             gc.collect()
             sys.exit(0)

@@ -32,7 +32,7 @@ class Ids(Dataset[Tensor]):
 
 def loader_of(embedding: MultiTableEmbedding, start: str) -> DataLoader[Tensor]:
     held, workers = (embedding, 2) if start == "fork" else (None, 1)  # an embedding cannot be pickled
-    return DataLoader(Ids(held), BATCH, num_workers=workers, multiprocessing_context=start, timeout=60)
+    return DataLoader(Ids(held), BATCH, num_workers=workers, multiprocessing_context=start)
 
 
 def batches_of(loader: DataLoader[Tensor]) -> tuple[list[Tensor], list[int]]:
@@ -40,7 +40,7 @@ def batches_of(loader: DataLoader[Tensor]) -> tuple[list[Tensor], list[int]]:
     iterator: Any = iter(loader)
     batches = list(iterator)
     for worker in iterator._workers:
-        worker.join(20)
+        worker.join()
     return batches, [worker.exitcode for worker in iterator._workers]
 
 

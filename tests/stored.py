@@ -115,6 +115,6 @@ def run_python(script: str, *arguments: Path) -> str:
     """What a script prints in a process of its own; it sees the helpers of the tests."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

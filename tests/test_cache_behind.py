@@ -136,10 +136,8 @@ def test_closing_beside_a_busy_thread_ends(make_cache: MakeCache) -> None:
 def test_a_large_batch_goes_down_though_no_step_follows(make_cache: MakeCache) -> None:
     cache = make_cache(1, overflow_rows=100)
     step(cache, Model(), ROWS)
-    end = time.monotonic() + 30
-    while (rows := cache.metrics()["overflow_rows"]) > 100 and time.monotonic() < end:
+    while cache.metrics()["overflow_rows"] > 100:
         time.sleep(0.01)
-    assert rows <= 100
 
 
 def test_steps_wait_at_the_cap_of_the_overflow(make_cache: MakeCache) -> None:
@@ -204,11 +202,5 @@ def test_a_forked_child_lets_go_of_a_cache_with_a_thread(database: RocksDB) -> N
     if child == 0:
         del cache
         os._exit(0)
-    deadline = time.monotonic() + 20
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if ended[0] == 0:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-    assert ended == (child, 0)
+    assert os.waitpid(child, 0) == (child, 0)
     cache.close()

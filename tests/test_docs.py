@@ -43,7 +43,7 @@ def blocks(page: str) -> list[str]:
 def run(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     (cwd / "script.py").write_text(script)
     command = [sys.executable, "-W", "error", "script.py"]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 
 def test_the_embedding_page_runs(tmp_path: Path) -> None:

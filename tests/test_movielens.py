@@ -130,7 +130,7 @@ def test_training_equals_plain_pytorch(log: Log, tmp_path: Path) -> None:
 def run_script(*arguments: str) -> list[str]:
     data = ["--data", str(DATA)] if DATA else []
     command = [sys.executable, movielens.__file__, *data, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 

@@ -22,7 +22,7 @@ def test_the_example_runs_twice_and_learns_and_the_shell_sees_its_snapshots(
     (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
     (tmp_path / "example.py").write_text(example)
     for _ in range(2):
-        run = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        run = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         losses = [float(line.split()[1]) for line in run.stdout.splitlines()]
         assert losses[0] > 0.6
@@ -46,4 +46,4 @@ def test_links_lead_to_files_and_headings() -> None:
 
 def test_importing_the_engine_does_not_import_cupy() -> None:
     code = "import sys, tierbed.engine, tierbed.graph; sys.exit('cupy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -89,8 +89,7 @@ def test_a_block_that_was_cut_off_leaves_no_thread() -> None:
     behind.do(lambda: None)
     thread = next(each for each in threading.enumerate() if each.name == "tierbed-behind")
     del behind  # as Ctrl-C does between its lines
-    thread.join(60)
-    assert not thread.is_alive()
+    thread.join()
 
 
 def test_a_block_that_failed_is_held_by_nobody() -> None:
@@ -121,7 +120,7 @@ def last():
 
 atexit.register(last)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "[0, 1, 2, 3]\n", done.stderr
 
 

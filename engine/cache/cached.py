@@ -70,8 +70,6 @@ class CachedStore:
             raise StoreError("a batch is still pinned; one step at a time")
         with self._errors():
             self.native.pin(batch)
-        if batch.unique > self._rows:
-            self._tell(batch.unique)
         try:
             if room is not None:
                 check_room(_core.count_new(batch, self._layout), room)
@@ -79,6 +77,8 @@ class CachedStore:
             self.native.unpin(batch)
             raise
         self._pinned = batch
+        if batch.unique > self._rows:
+            self._tell(batch.unique)
 
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
         """Lines know by their records whether they were written: `dirty` changes nothing here."""
@@ -134,12 +134,12 @@ class CachedStore:
         """Of a batch of more rows than the sets have room for."""
         metrics = self.native.metrics()
         needed = math.ceil(rows * metrics["bytes"] / metrics["capacity"] / MB * 100) / 100
+        room, self._rows = self._rows, 1 << 62
         log.warning(
             "%s has room for %d rows, and a batch has %d different ones: %d are in the overflow while it is used, "
             "memory beside that budget; give at least %s, or smaller batches",
-            self._budget, self._rows, rows, metrics["overflow_rows"], needed,
+            self._budget, room, rows, metrics["overflow_rows"], needed,
         )  # fmt: skip
-        self._rows = 1 << 62
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -84,7 +84,7 @@ class StoreFolder(FolderView):
     def _in_use(self, holder: str) -> str:
         used = f"store folder {str(self.path)!r} is in use by process {holder or 'unknown'}"
         place = os.path.realpath(self.path)
-        for other in _held:
+        for other in list(_held) if holder == str(os.getpid()) else ():
             if other._lock is not None and os.path.realpath(other.path) == place:
                 return f"{used}, this one, where {other.user} has it open: close that first"
         return f"{used}: close the embedding there, or end that process, or choose another persistent_path or name"

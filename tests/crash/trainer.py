@@ -263,7 +263,7 @@ def tierbed(*words: Any) -> None:
 
 def run(place: str, plan: dict[str, Any], events: int) -> None:
     """Work in `place` until killed, at the latest by itself."""
-    signal.alarm(60)  # what hangs fails
+    signal.alarm(600)  # what hangs fails
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # which tells the harness of other things
     folder = Path(place)
     log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_DSYNC, 0o644)
