@@ -170,7 +170,8 @@ def load(
         for embedding, place in zip(embeddings.values(), rows, strict=True):
             embedding.opened().check_rows(place, optimizers)
     except (GraphError, OptimizerError) as error:
-        raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this graph: {error}") from error
+        remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) else ""
+        raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this graph: {error}{remedy}") from error
     for embedding, place in zip(embeddings.values(), rows, strict=True):
         embedding.opened().load_rows(place, optimizers)
     return state
