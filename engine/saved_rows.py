@@ -84,6 +84,8 @@ class SavedRows(nn.Module):
         try:
             named = json.loads(bytes(state.to(torch.uint8).tolist()))
             step, snapshot = named["step"], named["snapshot"]
+            if type(step) not in (int, type(None)) or not isinstance(snapshot, str | None):
+                raise ValueError
         except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
             log.warning("%r does not say which rows it belongs to: its extra state cannot be read", self)
             return

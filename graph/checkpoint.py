@@ -98,11 +98,11 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     plain = encode(dict(state), tensors, "state")
     metadata = encode(getattr(state, "_metadata", None), tensors, "metadata")  # versions of modules
     embeddings = embeddings_of(root)
-    replaced = _rows_in(folder)
+    replaced, there = _rows_in(folder), False
     try:
         with made_aside(folder, overwrite) as place:
             # equal bytes are written once for each: safetensors refuses tensors that share memory
-            save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, place / TENSORS)
+            save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, place / TENSORS)
             fsync_file(place / TENSORS)
             record = {
                 "format": FORMAT,
@@ -116,12 +116,14 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
             fsync_file(place / STATE)
             for number, embedding in enumerate(embeddings.values()):
                 embedding.opened().save_rows(place / ROWS / str(number) / name)
+        there = True
     except UnsyncedError as error:
+        there = True
         raise SnapshotError(f"checkpoint {str(folder)!r} was written: {error}") from error
     except (OSError, ValueError, SafetensorError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} was not written: {error}") from error
     finally:
-        if _record_of(folder).get("snapshot") != name:
+        if not there and _record_of(folder).get("snapshot") != name:  # Ctrl-C may come when it is in place
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # what went wrong first is told
                     embedding.opened().discard_rows(name)
@@ -168,7 +170,8 @@ def load(
         for embedding, place in zip(embeddings.values(), rows, strict=True):
             embedding.opened().check_rows(place, optimizers)
     except (GraphError, OptimizerError) as error:
-        raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this graph: {error}") from error
+        remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) else ""
+        raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this graph: {error}{remedy}") from error
     for embedding, place in zip(embeddings.values(), rows, strict=True):
         embedding.opened().load_rows(place, optimizers)
     return state

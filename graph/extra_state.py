@@ -37,7 +37,8 @@ def check_extra_state(optimizers: OptimizerSet, end: StepEnd, state: dict[str, A
     for what, mine in (("optimizers", list(optimizers)), ("schedules", optimizers.schedulers())):
         if len(mine) != len(state[what]):
             raise GraphError(
-                f"the state has {len(state[what])} {what}, and this graph {len(mine)}; add the same by add_optimizer"
+                f"the state has {len(state[what])} {what}, and this graph {len(mine)}; add the same by add_optimizer, "
+                "or where it only scores, graph.load(path, optimizers=False)"
             )
     for number, (optimizer, held) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
         theirs, ours = ([len(g["params"]) for g in groups] for groups in (held["param_groups"], optimizer.param_groups))

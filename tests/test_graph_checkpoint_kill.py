@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,13 @@ def save_until_killed(path: Path, saved: int) -> None:
         os.write(saved, b"%d\n" % number)
 
 
-def kill_and_look(path: Path, seed: int) -> None:
+def returned_until_killed(save: Callable[[Path, int], None], path: Path, seed: int) -> list[int]:
+    """The steps that a process told which runs `save`, and which is killed at an instant that depends on the seed."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            save_until_killed(path, theirs)
+            save(path, theirs)
         finally:
             os._exit(1)
     os.close(theirs)
@@ -38,6 +40,11 @@ def kill_and_look(path: Path, seed: int) -> None:
         _, status = os.waitpid(child, 0)
         returned += map(int, lines.read().split())
     assert os.WTERMSIG(status) == signal.SIGKILL
+    return returned
+
+
+def kill_and_look(path: Path, seed: int) -> None:
+    returned = returned_until_killed(save_until_killed, path, seed)
     there = {int(folder.name.removeprefix("step-")) for folder in path.glob("step-*")}
     assert set(returned) <= there
     assert len(there) <= len(returned) + 1  # one may be whole whose save did not return

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from embeddings import contents
 from forked import in_process
 from safetensors.torch import load_file
 from test_graph_checkpoint import IDS, rating, state, steps
+from test_graph_checkpoint_kill import returned_until_killed
 from torch import nn
 
 from tierbed.engine import InputError, SnapshotError
@@ -130,21 +128,7 @@ def save_until_killed(path: Path, saved: int) -> None:
 
 
 def kill_and_look(path: Path, seed: int) -> None:
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            save_until_killed(path, theirs)
-        finally:
-            os._exit(1)
-    os.close(theirs)
-    with os.fdopen(ours) as lines:
-        returned = [int(lines.readline())]  # when all is compiled and open
-        time.sleep(random.Random(seed).uniform(0.0, 0.05))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        returned += map(int, lines.read().split())
-    assert os.WTERMSIG(status) == signal.SIGKILL
+    returned = returned_until_killed(save_until_killed, path, seed)
     other = rating("device", None)
     other.load(path / "best")
     step = other.rows.metrics()["table"]["step"]

@@ -161,6 +161,7 @@ def refuse_exchanges(path: Path) -> None:
                 with pytest.raises(SnapshotError, match=r"cannot be overwritten: .*cannot exchange two folders"):
                     save("final", overwrite=True)
             assert (embedding.last_snapshot, step_of(path, "final"), names(path)) == ("final", 1, {"final"})
+        embedding.save_snapshot("new", overwrite=True)  # nothing is replaced
         shim.fail_exchange(0)
         embedding.save_snapshot("final", overwrite=True)
         assert step_of(path, "final") == 2

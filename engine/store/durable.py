@@ -100,11 +100,9 @@ def put_in_place(temporary: Path, path: Path, overwrite: bool = False) -> None:
 
     With `overwrite` a folder that is there gets the name `temporary`, or raises NoExchangeError, and a file goes.
     """
-    try:
-        if not overwrite or not temporary.is_dir():
-            raise FileNotFoundError
+    if overwrite and temporary.is_dir() and os.path.lexists(path):
         exchange(temporary, path)
-    except FileNotFoundError:  # nothing to replace
+    else:
         temporary.rename(path)
     try:
         fsync_dir(path.parent)
