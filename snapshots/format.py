@@ -243,11 +243,11 @@ def _check_room(description: dict[str, Any]) -> None:
 
 def _is_plain(value: Any, depth: int) -> bool:
     """Whether JSON holds it as it is: no bytes, no NaN."""
-    if type(value) is dict:
-        return depth > 0 and all(type(name) is str and _is_plain(item, depth - 1) for name, item in value.items())
-    if type(value) is list:
+    if isinstance(value, dict):
+        return depth > 0 and all(isinstance(name, str) and _is_plain(item, depth - 1) for name, item in value.items())
+    if isinstance(value, (list, tuple)):
         return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
-    return type(value) in (NoneType, bool, int, str) or (type(value) is float and math.isfinite(value))
+    return isinstance(value, (NoneType, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _check_rule(value: dict[str, Any], dim: int) -> None:

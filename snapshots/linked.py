@@ -47,7 +47,7 @@ def check_linked(snapshot: Snapshot, folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     held = Snapshot.open(folder)
-    if held.manifest.encode() != snapshot.manifest.encode():  # which NaN in it does not keep from being equal
+    if held.manifest != snapshot.manifest:
         raise SnapshotError(
             f"{str(folder)!r} and {str(snapshot.folder)!r} are two snapshots of one name; give the former another, or "
             "remove it"

@@ -159,12 +159,8 @@ class Snapshot:
     def _sums(self, parts: Iterator[Part]) -> Generator[tuple[int, NDArray[np.void]], None, None]:
         """The rows of files as (bucket, rows), each file's checksum looked at before its last chunk goes on."""
         for name, group in groupby(parts, key=itemgetter(0)):
-            entry, count, checksum, check = (
-                self.manifest.files[name],
-                0,
-                0,
-                row_check(self.description, bucket_of(name)),
-            )
+            entry, count, checksum = self.manifest.files[name], 0, 0
+            check = row_check(self.description, bucket_of(name))
             for _, rows in group:
                 data = rows.view(np.uint8)
                 checksum = zlib.crc32(data.data, checksum)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierbed.engine.store.contract import row_dtype
+from tierbed.engine import _core
+from tierbed.engine.store.contract import LAST_STEP, row_dtype
 from tierbed.snapshots import Manifest, write_snapshot
 
 Chunk = tuple[int, NDArray[np.void]]
@@ -50,6 +51,14 @@ def key_in(bucket: int, table: int, number: int) -> int:
     return x ^ (table + 1) * 0x9E3779B97F4A7C15 % 2**64
 
 
+def least_keys(bucket: int, count: int, table: int = 0) -> NDArray[np.uint64]:
+    """The least keys of a bucket, ascending: [count]."""
+    keys = np.arange(70 * count + 10_000, dtype=np.uint64)
+    found: NDArray[np.uint64] = keys[_core.buckets(np.full(len(keys), table, np.uint32), keys) == bucket][:count]
+    assert len(found) == count
+    return found
+
+
 def make_rows(width: int, count: int, seed: int = 0, bucket: int | None = None) -> NDArray[np.void]:
     """Rows in order of (table, key), of one bucket or of all, with NaN, infinities and subnormals among them.
 
@@ -64,7 +73,7 @@ def make_rows(width: int, count: int, seed: int = 0, bucket: int | None = None) 
         rows["key"] = [key_in(bucket, int(row["table"]), int(row["key"]) >> 6) for row in rows]
     rows["values"] = random.integers(0, 2**32, (count, width), np.uint32).view(np.float32)
     rows["updates"] = 1 + random.integers(0, 9, count)
-    rows["step"] = random.integers(0, 2**32, count, np.uint32)
+    rows["step"] = random.integers(0, LAST_STEP, count, np.uint32)
     return rows[np.lexsort((rows["key"], rows["table"]))]
 
 

@@ -155,7 +155,7 @@ def test_inspect_of_an_empty_snapshot(cli: Cli) -> None:
 
 
 def test_description_of_a_foreign_file_cannot_drive_the_terminal(cli: Cli) -> None:
-    save(cli.store / "snapshots" / "a", name="\x1b[2Jusers", tables=["\x1b]0;x\x07", b"\xff"])
+    save(cli.store / "snapshots" / "a", name="\x1b[2Jusers", tables=["\x1b]0;x\x07", "\x9b", None])
     for arguments in (["inspect", "a"], ["inspect", "a", "--json"], ["list"]):
         code, out, _ = cli.run(*arguments)
         assert code == 0

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stored import Chunk, chunked, description, flip_bit, joined, make_buckets, make_rows, run_python, save
+from stored import Chunk, chunked, description, flip_bit, joined, least_keys, make_buckets, make_rows, run_python, save
 
-from tierbed.engine import _core
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.store.contract import row_dtype
 from tierbed.snapshots import Snapshot, check_name, latest_snapshot, list_snapshots, write_snapshot
@@ -78,8 +77,7 @@ def test_strided_chunks_and_scratch_reused_by_the_tier_are_written_right(tmp_pat
 
 def test_writing_and_reading_hold_a_chunk_and_not_the_table(tmp_path: Path) -> None:
     rows = make_rows(64, 200)
-    numbers = np.arange(64 * 70_000, dtype=np.uint64)
-    keys = numbers[_core.buckets(np.zeros(len(numbers), np.uint32), numbers) == 8][:60_000].reshape(300, 200)
+    keys = least_keys(8, 60_000).reshape(300, 200)
 
     def growing() -> Iterator[Chunk]:
         rows["table"] = 0

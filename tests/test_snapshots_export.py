@@ -14,10 +14,11 @@ import torch
 from embeddings import STORES, make, options, train
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from stored import chunked, description, flip_bit, make_buckets
+from stored import chunked, description, flip_bit, least_keys, make_buckets
 from torch import Tensor
 
 from tierbed.engine.errors import InputError, OptionError, SnapshotError
+from tierbed.engine.store.contract import LAST_STEP
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange.export import FORMATS, export_snapshot
 
@@ -31,8 +32,13 @@ def whole(snapshot: Snapshot) -> NDArray[np.void]:
 def saved(folder: Path, width: int = 6, counts: dict[int, int] | None = None, **changes: Any) -> Snapshot:
     """A snapshot with every kind of float; tables 0 to 2."""
     buckets = make_buckets(width, {0: 20, 5: 1, 63: 9} if counts is None else counts)
+    if changes.get("key_type") == "int32":
+        for bucket, rows in buckets.items():
+            for table in range(3):
+                places = np.flatnonzero(rows["table"] == table)
+                rows["key"][places] = least_keys(bucket, len(places), table)
     tables = [{"type": "constant", "value": 0.0}] * 3
-    write_snapshot(folder, description(width, tables=tables, step=2**32, **changes), chunked(buckets))
+    write_snapshot(folder, description(width, tables=tables, step=LAST_STEP, **changes), chunked(buckets))
     return Snapshot.open(folder)
 
 
@@ -240,12 +246,11 @@ def test_a_chunk_is_in_memory_at_a_time(tmp_path: Path, format: str, monkeypatch
     def growing() -> Any:
         rows = make_buckets(64, {0: 500})[0]
         rows["table"] = 0
-        rows["key"] = np.arange(500)
-        for _ in range(100):
+        for keys in least_keys(0, 50_000).reshape(100, 500):
+            rows["key"] = keys
             yield 0, rows.copy()
-            rows["key"] += 500
 
-    write_snapshot(tmp_path / "s", description(64, step=2**32), growing())
+    write_snapshot(tmp_path / "s", description(64, step=LAST_STEP), growing())
     snapshot = Snapshot.open(tmp_path / "s")
     monkeypatch.setattr(Snapshot, "chunks", partialmethod(Snapshot.chunks, 500))
     tracemalloc.start()

@@ -126,7 +126,7 @@ def test_a_manifest_of_any_value_anywhere_is_sound_where_it_loads_and_can_be_sav
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=60)
 @drawn
 def test_many_manifests_of_any_value_anywhere_are_sound_where_they_load(
     sound: Path, kind: str, place: int, value: Any, name: str | None, store: str

@@ -15,8 +15,9 @@ from stored import Chunk, description, flip_bit, key_in
 
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.store.contract import row_dtype
-from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
+from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
 from tierbed.snapshots.aligned import aligned, among, sort_keys
+from tierbed.snapshots.chain import chains_of, verify_all
 from tierbed.snapshots.format import KEY
 from tierbed.snapshots.reader import LONGEST_CHAIN
 
@@ -160,6 +161,25 @@ def test_every_file_of_the_chain_is_verified(chain: Path) -> None:
                 list(Snapshot.open(chain / "s2").chunks())
             file.write_bytes(before)
     Snapshot.open(chain / "s2").verify()
+
+
+@pytest.mark.parametrize("wrong", ["s0", "s1", "s2"])
+def test_the_snapshot_of_a_chain_that_is_wrong_is_named_and_damage_after_it_is_found_as_well(
+    chain: Path, wrong: str
+) -> None:
+    def damaged() -> dict[str, str]:
+        found = verify_all(*chains_of(list_snapshots(chain).snapshots), progress=lambda rows: None)
+        return {name: str(error) for name, error in found.items()}
+
+    assert damaged() == {}
+    flip_bit(next((chain / wrong).glob("*.npy")), 8 * 260)
+    found = damaged()
+    assert list(found) == [name for name in ("s0", "s1", "s2") if name >= wrong]
+    assert "its checksum does not match" in found.pop(wrong)
+    assert set(found.values()) <= {f"it goes over {wrong!r}, which is damaged"}
+    if wrong != "s2":
+        flip_bit(next((chain / "s2").glob("*.npy")), 8 * 260)
+        assert "its checksum does not match" in damaged()["s2"]
 
 
 def test_a_parent_that_is_gone_or_another_is_named(chain: Path) -> None:

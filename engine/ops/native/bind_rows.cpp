@@ -103,7 +103,9 @@ nb::tuple merge_rows(InVector<u8> before, InVector<u8> after, InVector<u8> gone,
             if (each->count) last = std::min(last.value_or(each->name(each->count - 1)), each->name(each->count - 1));
         rows.reserve(before.size() + after.size());
         const auto take = [&](const u8* row) { rows.insert(rows.end(), row, row + row_bytes); };
-        const auto within = [&](const Packed& each, std::size_t at) { return at < each.count && each.name(at) <= *last; };
+        const auto within = [&](const Packed& each, std::size_t at) {
+            return at < each.count && each.name(at) <= *last;
+        };
         for (; within(older, i); ++i) {
             const Name name = older.name(i);
             for (; within(newer, j) && newer.name(j) < name; ++j) take(newer.row(j));

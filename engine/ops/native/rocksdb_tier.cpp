@@ -307,7 +307,8 @@ std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
     for (; bucket_ < BUCKETS; ++bucket_) {
         rocksdb::Iterator& it = *views_[bucket_ % views_.size()].iterator;
         std::size_t rows = 0;
-        for (; rows < max_rows && it.Valid() && (it.key().empty() || static_cast<u8>(it.key()[0]) == bucket_); it.Next(), ++rows) {
+        for (; rows < max_rows && it.Valid() && (it.key().empty() || static_cast<u8>(it.key()[0]) == bucket_);
+             it.Next(), ++rows) {
             check_size("key", it.key().size(), KEY_BYTES, folder_);
             check_size("row", it.value().size(), stored_bytes_of(shape_.width), folder_);
             u32 table;
