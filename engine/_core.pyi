@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ._core_rows import Crc32c as Crc32c
 from ._core_rows import RowCheck as RowCheck
 from ._core_rows import join_rows as join_rows
 from ._core_rows import merge_rows as merge_rows
@@ -345,14 +346,6 @@ def rocksdb_table_field_names() -> list[str]:
 
 def rocksdb_has_async_io() -> bool:
     """Whether the library reads by io_uring here."""
-
-class Crc32c:
-    """The checksum that RocksDB keeps of each file of rows, of bytes that come in pieces."""
-
-    def __init__(self) -> None: ...
-    def update(self, bytes: U8) -> None: ...
-    def finish(self) -> int:
-        """The checksum. Nothing is called after."""
 
 class RocksTier(Tier):
     """Rows in RocksDB, one database a shard of buckets.

@@ -1,9 +1,17 @@
-"""The part of the native core that works on packed rows as snapshots hold them: `_core` has what is here."""
+"""The part of the native core for files of snapshots and the packed rows in them: `_core` has what is here."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 U8 = NDArray[np.uint8]
+
+class Crc32c:
+    """The checksum that RocksDB keeps of each file of rows, of bytes that come in pieces."""
+
+    def __init__(self) -> None: ...
+    def update(self, bytes: U8) -> None: ...
+    def finish(self) -> int:
+        """The checksum. Nothing is called after."""
 
 class RowCheck:
     """What no snapshot holds among the rows of a bucket, or names of rows (table u32, key u64), that come in parts.

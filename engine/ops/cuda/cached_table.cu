@@ -71,8 +71,8 @@ extern "C" __global__ void bring_up(Cache cache, Admission all, const u64* hashe
 // lines [n]: where each of the first `count` rows can be read, 0 where it is nowhere; absent [n]: 1 for those, else 0;
 // asked [tables, 2]: hits and misses.
 extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, Segments memory, const u64* hashes,
-                                       const u32* tables, const u32* count, u64 n, u64* lines, i32* absent,
-                                       u64* counts, u64* asked) {
+                                       const u32* tables, const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
+                                       u64* asked) {
     Counts counted;
     Tally rows(asked);
     for_each_item<GROUP>(n, [&](Tile tile, u64 i) {

@@ -322,7 +322,8 @@ std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
         if (rows) return rows;
     }
     for (const auto& view : views_)
-        if (view.iterator->Valid()) throw std::runtime_error("RocksDB in " + folder_ + ": a shard has rows of another; " + RELOAD);
+        if (view.iterator->Valid())
+            throw std::runtime_error("RocksDB in " + folder_ + ": a shard has rows of another; " + RELOAD);
     return 0;
 }
 
