@@ -96,6 +96,39 @@ def test_what_was_opened_on_a_full_disk_is_trained_once_there_is_room(disk_path:
     in_process(go_on, disk_path)
 
 
+CALLS = {
+    "delete": lambda embedding: embedding.delete([1], 0),
+    "step": lambda embedding: train(embedding, range(3000, 3100)),  # old rows have to leave before
+}
+
+
+def read_after(path: Path, store: str, call: str) -> None:
+    disk = Disk(path, 24 * MB)
+    limits = {"capacity": 2000, "eviction": "lru"}
+    with opened(path, store, **limits) as embedding:
+        train(embedding, torch.arange(2000))
+        rows = contents(embedding).tobytes()
+    embedding = opened(path, store, open="error", **limits)
+    with disk.full():
+        with pytest.raises(StoreError, match="space"):
+            CALLS[call](embedding)
+        assert contents(embedding).tobytes() == rows
+        assert embedding.metrics()["table"]["rows"] == 2000
+    assert contents(embedding).tobytes() == rows  # nor does it happen later
+    CALLS[call](embedding)
+    grown = contents(embedding).tobytes()
+    assert grown != rows
+    embedding.close()
+    with opened(path, store, open="error", **limits) as again:
+        assert contents(again).tobytes() == grown
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("store", ["host", "ssd"])
+def test_rows_are_read_after_a_call_that_had_no_room_to_take_some_out(disk_path: Path, store: str, call: str) -> None:
+    in_process(read_after, disk_path, store, call)
+
+
 def die_with_many_rows(path: Path) -> None:
     """A child dies, so that nothing is closed and the live rows carry no mark."""
     if child := os.fork():
