@@ -37,7 +37,7 @@ class BackgroundSave:
         self._ended = Event()
         self._error: BaseException | None = None
         self._told = False
-        self._image = image
+        self.image = image
         self._thread = Thread(target=self._run, args=(write,), name="tierbed-save")
         self._thread.start()
 
@@ -65,10 +65,11 @@ class BackgroundSave:
             end = None if timeout is None else monotonic() + timeout
             while not self.done and (end is None or monotonic() < end):  # not for the lock: a step may hold it long
                 self._ended.wait(LOOK if end is None else min(LOOK, end - monotonic()))
+        done = self.done  # tells as well where its thread is no more
         if self._error is not None:
             self._told = True
             raise self._error
-        return self.done
+        return done
 
     def finish(self) -> BaseException | None:
         """Wait until it ends, unless in its own thread. Returns what went wrong, once, where `wait` did not say it."""
@@ -94,7 +95,7 @@ class BackgroundSave:
     def _lose(self) -> None:
         """The thread is no more, and did not come to say so."""
         self._error = self._error or MemoryError(f"{self.what}: the thread that saves it ended without a word")
-        self._image.close()
+        self.image.close()
         self._ended.set()
         log.error("%s was not saved: %s", self.what, self._error)
 
@@ -103,14 +104,14 @@ class BackgroundSave:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
             _core.use_own_pool(1)
-            with closing(self._paced(self._image)) as chunks:  # type: ignore[type-var]  # an error's traceback holds it
+            with closing(self._paced(self.image)) as chunks:  # type: ignore[type-var]  # an error's traceback holds it
                 write(chunks)
         except BaseException as error:
             self._error = error
             log.error("%s was not saved: %s", self.what, error)
         finally:
             try:
-                self._image.close()
+                self.image.close()
             finally:
                 with self._over:
                     self._ended.set()

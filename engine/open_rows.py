@@ -101,8 +101,9 @@ class OpenRows:
     @property
     def _change(self) -> Counts:
         """How many rows of each table came since it was opened and did not leave."""
+        leaving = self._leaving  # once: who asks for the status does not hold the lock
         change = self.processor.written - self.lifecycle.gone
-        return change if self._leaving is None else change - self._leaving[2]  # which the next use of the tiers erases
+        return change if leaving is None else change - leaving[2]  # which the next use of the tiers erases
 
     @property
     def is_lost(self) -> bool:
@@ -308,7 +309,11 @@ class OpenRows:
         if self._image is not None:
             with self.lock:
                 if self._image is not None:
-                    self._image.wait_for_room()
+                    self._image.wait_for_room(self._is_unread)
+
+    def _is_unread(self) -> bool:
+        """Whether the thread that was to read the image is no more."""
+        return self.saving is not None and self.saving.image is self._image and self.saving.done
 
     def _locked(self, items: Iterator[T]) -> Iterator[T]:
         """What is read of the rows, each item with the lock."""
@@ -323,8 +328,9 @@ class OpenRows:
     def _erase(self, tables: Tables, keys: Keys, cause: str, there: Counts | None = None) -> None:
         """Take rows out of every tier; `there` of each table had been written, all where it is None.
 
-        Where StoreError is raised, some may be out and some not: no tier is used before the rest is out as well.
+        Where StoreError is raised, all are there, or some may be out: then no tier is used before the rest is as well.
         """
+        self._before_write(self.step)  # first: where there is no room to write, the rows can still be read
         there = counted(tables, self.spec.num_tables) if there is None else there
         self._leaving = tables, keys, there, cause
         self._store()

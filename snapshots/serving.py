@@ -140,8 +140,10 @@ class StoreServer:
 
     def _take(self, client: socket.socket) -> None:
         client.settimeout(_PATIENCE)
-        for thread in [thread for thread in self._clients if not thread.is_alive()]:  # without having said so
-            self._clients.pop(thread).close()
+        for thread, held in list(self._clients.items()):  # each takes itself out, at any time
+            if not thread.is_alive():  # it came to no end
+                self._clients.pop(thread, None)
+                held.close()
         thread = Thread(target=self._serve, args=(client,), name="tierbed-client", daemon=True)
         if len(self._clients) < _CLIENTS:
             self._clients[thread] = client

@@ -67,7 +67,7 @@ def read_and_prune(path: Path, store: str) -> None:
 
 @pytest.mark.parametrize("store", STORES)
 def test_a_full_disk_lets_a_store_be_opened_to_read_and_to_prune(disk_path: Path, store: str) -> None:
-    in_process(read_and_prune, disk_path, store, timeout=300)
+    in_process(read_and_prune, disk_path, store)
 
 
 def go_on(path: Path) -> None:
@@ -93,7 +93,40 @@ def go_on(path: Path) -> None:
 
 
 def test_what_was_opened_on_a_full_disk_is_trained_once_there_is_room(disk_path: Path) -> None:
-    in_process(go_on, disk_path, timeout=300)
+    in_process(go_on, disk_path)
+
+
+CALLS = {
+    "delete": lambda embedding: embedding.delete([1], 0),
+    "step": lambda embedding: train(embedding, range(3000, 3100)),  # old rows have to leave before
+}
+
+
+def read_after(path: Path, store: str, call: str) -> None:
+    disk = Disk(path, 24 * MB)
+    limits = {"capacity": 2000, "eviction": "lru"}
+    with opened(path, store, **limits) as embedding:
+        train(embedding, torch.arange(2000))
+        rows = contents(embedding).tobytes()
+    embedding = opened(path, store, open="error", **limits)
+    with disk.full():
+        with pytest.raises(StoreError, match="space"):
+            CALLS[call](embedding)
+        assert contents(embedding).tobytes() == rows
+        assert embedding.metrics()["table"]["rows"] == 2000
+    assert contents(embedding).tobytes() == rows  # nor does it happen later
+    CALLS[call](embedding)
+    grown = contents(embedding).tobytes()
+    assert grown != rows
+    embedding.close()
+    with opened(path, store, open="error", **limits) as again:
+        assert contents(again).tobytes() == grown
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("store", ["host", "ssd"])
+def test_rows_are_read_after_a_call_that_had_no_room_to_take_some_out(disk_path: Path, store: str, call: str) -> None:
+    in_process(read_after, disk_path, store, call)
 
 
 def die_with_many_rows(path: Path) -> None:
@@ -125,4 +158,4 @@ def load_and_compact(path: Path) -> None:
 
 
 def test_a_load_on_a_full_disk_takes_the_room_of_rows_that_no_run_uses(disk_path: Path) -> None:
-    in_process(load_and_compact, disk_path, timeout=300)
+    in_process(load_and_compact, disk_path)

@@ -12,11 +12,12 @@ import pytest
 import torch
 from embeddings import contents, make, options, train
 from forked import in_process
+from images import table_of
+from saves import until
 
 from tierbed.engine import MultiTableEmbedding, StoreError
 from tierbed.engine.threads import Thread, wait_for
 
-GUARD = 400  # seconds; what hangs fails
 MB = 1 << 20
 ROWS = 20_000  # a step
 SLOW_CASES = [(0, 1), (0, 2), (8, 1), (24, 1), (24, 2)]
@@ -87,7 +88,7 @@ def run_out(path: Path, more: int, threads: int) -> None:
     ("more", "threads"), [(8, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
 )
 def test_no_call_waits_for_ever_once_memory_ran_out(tmp_path: Path, more: int, threads: int) -> None:
-    in_process(run_out, tmp_path, more * MB, threads, timeout=GUARD)
+    in_process(run_out, tmp_path, more * MB, threads)
 
 
 def start_many() -> None:
@@ -121,7 +122,40 @@ def start_many() -> None:
 
 
 def test_a_start_ends_where_the_new_thread_died_of_it() -> None:
-    in_process(start_many, timeout=GUARD)
+    in_process(start_many)
+
+
+def lose_a_save(wait: bool) -> None:
+    """The thread of a save dies in its start, as `_run` is called: what traces it raises."""
+
+    embedding = make(options("device"), "sgd", tables=1)
+    step(embedding, 1)
+    table, saved = table_of(embedding), []
+
+    def dies(*_: Any) -> None:
+        if wait:
+            until(lambda: table.saving is not None and table.saving._hurry.is_set())
+        raise MemoryError
+
+    threading.excepthook = lambda _: None
+    threading.settrace(dies)
+    save = table.save_in_background("snapshot 'one'", saved.extend, kept_bytes=1)
+    threading.settrace(None)  # type: ignore[arg-type]
+    for number in () if wait else (2, 3):  # the first keeps rows aside, more than may be
+        step(embedding, number)
+    with table.lock, pytest.raises(MemoryError, match="'one'"):
+        save.wait()
+    assert not saved
+    is_right(embedding)
+    table.image().close()
+
+
+def test_a_wait_with_the_lock_for_a_save_whose_thread_dies_says_so() -> None:
+    in_process(lose_a_save, True)
+
+
+def test_a_step_does_not_wait_for_a_save_whose_thread_died() -> None:
+    in_process(lose_a_save, False)
 
 
 def test_a_wait_ends_with_the_thread_that_it_is_for() -> None:

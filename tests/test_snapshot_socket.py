@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -342,3 +343,15 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
             ask_status(tmp_path / STORE)
     assert threading.active_count() == before
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_clients_that_come_and_go_at_once_are_all_served(tmp_path: Path) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with make(options("device", tmp_path), "sgd") as embedding, ThreadPoolExecutor(12) as clients:
+            train(embedding, range(9))
+            found = clients.map(lambda _: ask_status(tmp_path / "rows"), range(2000))
+            assert all(status is not None for status in found)
+    finally:
+        sys.setswitchinterval(interval)

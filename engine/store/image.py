@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import ClosedError
+from ..threads import LOOK
 from .contract import BUCKETS, Chunks, Keys, TableImage, Tables, row_dtype
 
 KEPT_BYTES = 256 << 20
@@ -30,8 +31,11 @@ class Image(Protocol):
     def is_pressed(self) -> bool:
         """Whether steps may soon have to wait for it to be read."""
 
-    def wait_for_room(self) -> None:
-        """Before anything is changed: waits while the rows kept aside take too much memory, without the lock."""
+    def wait_for_room(self, is_unread: Callable[[], bool]) -> None:
+        """Before anything is changed: waits while the rows kept aside take too much memory, without the lock.
+
+        It is closed where nobody reads it any more.
+        """
 
     def before_write(self, batch: Any) -> None:
         """The lines of a pinned batch will be written."""
@@ -71,7 +75,7 @@ class DiskImage:
     def is_pressed(self) -> bool:
         return False
 
-    def wait_for_room(self) -> None:
+    def wait_for_room(self, is_unread: Callable[[], bool]) -> None:
         """Nothing is kept."""
 
     def before_write(self, batch: Any) -> None:
@@ -130,10 +134,15 @@ class MemoryImage:
         with self._changed:
             return self._table is not None and 2 * self._table.kept_bytes > self._kept_bytes
 
-    def wait_for_room(self) -> None:
-        if not self._has_room():
-            self.waits += 1
-            self._changed.wait_for(self._has_room)
+    def wait_for_room(self, is_unread: Callable[[], bool]) -> None:
+        if self._has_room():
+            return
+        self.waits += 1
+        while not self._has_room():
+            if is_unread():
+                self.close()
+            else:
+                self._changed.wait(LOOK)
 
     def before_write(self, batch: Any) -> None:
         self._open().keep(batch)

@@ -277,35 +277,36 @@ RocksMetrics RocksTier::metrics() const {
 }
 
 RocksTier::Scan::Scan(const RocksTier& tier)
-    : shape_(tier.shape_), folder_(tier.folder_), process_(tier.process_), failed_(tier.failed_) {
+    : views_(std::make_unique<std::vector<View>>()),
+      shape_(tier.shape_),
+      folder_(tier.folder_),
+      process_(tier.process_),
+      failed_(tier.failed_) {
     tier.require_open();
     const std::shared_lock opened(tier.opening_);
     rocksdb::ReadOptions options;
     options.fill_cache = false;
     options.total_order_seek = true;
     options.readahead_size = std::size_t{2} << 20;
-    views_.reserve(tier.shards_.size());
+    views_->reserve(tier.shards_.size());
     for (const auto& shard : tier.shards_) {
-        views_.push_back({shard->db, nullptr});
-        views_.back().iterator.reset(tier.call([&] { return shard->db->NewIterator(options); }));
-        views_.back().iterator->SeekToFirst();
+        views_->push_back({shard->db, nullptr});
+        views_->back().iterator.reset(tier.call([&] { return shard->db->NewIterator(options); }));
+        views_->back().iterator->SeekToFirst();
     }
 }
 
 RocksTier::Scan::~Scan() { close(); }
 
 void RocksTier::Scan::close() {
-    if (process_ != getpid() || *failed_) {
-        static_cast<void>(new std::vector<View>(std::move(views_)));
-        return;
-    }
-    views_.clear();
+    if (process_ != getpid() || *failed_) static_cast<void>(views_.release());
+    views_.reset();
 }
 
 std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
-    if (views_.empty()) throw std::runtime_error("RocksDB in " + folder_ + " was closed during a scan");
+    if (!views_) throw std::runtime_error("RocksDB in " + folder_ + " was closed during a scan");
     for (; bucket_ < BUCKETS; ++bucket_) {
-        rocksdb::Iterator& it = *views_[bucket_ % views_.size()].iterator;
+        rocksdb::Iterator& it = *(*views_)[bucket_ % views_->size()].iterator;
         std::size_t rows = 0;
         for (; rows < max_rows && it.Valid() && (it.key().empty() || static_cast<u8>(it.key()[0]) == bucket_);
              it.Next(), ++rows) {
@@ -321,7 +322,7 @@ std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
         bucket = bucket_;
         if (rows) return rows;
     }
-    for (const auto& view : views_)
+    for (const auto& view : *views_)
         if (view.iterator->Valid())
             throw std::runtime_error("RocksDB in " + folder_ + ": a shard has rows of another; " + RELOAD);
     return 0;

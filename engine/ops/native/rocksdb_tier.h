@@ -82,7 +82,7 @@ public:
             std::unique_ptr<rocksdb::Iterator> iterator;
         };
 
-        std::vector<View> views_;
+        std::unique_ptr<std::vector<View>> views_;  // null once it is closed
         LineShape shape_;
         std::string folder_;
         pid_t process_;
