@@ -78,7 +78,7 @@ def test_a_save_and_a_close_without_descriptors_say_so_and_can_be_tried_again(
     tmp_path: Path, store: str, kind: str
 ) -> None:
     if kind != "checkpoint" or store.startswith("ssd"):
-        in_process(save_and_close, tmp_path, store, kind, timeout=300)
+        in_process(save_and_close, tmp_path, store, kind)
 
 
 def read(path: Path, store: str, kind: str) -> None:
@@ -117,7 +117,7 @@ def test_a_good_snapshot_is_not_called_damaged_where_no_descriptor_is_left(
     tmp_path: Path, store: str, kind: str
 ) -> None:
     if kind != "checkpoint" or store.startswith("ssd"):
-        in_process(read, tmp_path, store, kind, timeout=300)
+        in_process(read, tmp_path, store, kind)
 
 
 def die_in_a_save(path: Path) -> None:

@@ -67,7 +67,7 @@ def read_and_prune(path: Path, store: str) -> None:
 
 @pytest.mark.parametrize("store", STORES)
 def test_a_full_disk_lets_a_store_be_opened_to_read_and_to_prune(disk_path: Path, store: str) -> None:
-    in_process(read_and_prune, disk_path, store, timeout=300)
+    in_process(read_and_prune, disk_path, store)
 
 
 def go_on(path: Path) -> None:
@@ -93,7 +93,7 @@ def go_on(path: Path) -> None:
 
 
 def test_what_was_opened_on_a_full_disk_is_trained_once_there_is_room(disk_path: Path) -> None:
-    in_process(go_on, disk_path, timeout=300)
+    in_process(go_on, disk_path)
 
 
 def die_with_many_rows(path: Path) -> None:
@@ -125,4 +125,4 @@ def load_and_compact(path: Path) -> None:
 
 
 def test_a_load_on_a_full_disk_takes_the_room_of_rows_that_no_run_uses(disk_path: Path) -> None:
-    in_process(load_and_compact, disk_path, timeout=300)
+    in_process(load_and_compact, disk_path)

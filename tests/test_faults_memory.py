@@ -16,7 +16,6 @@ from forked import in_process
 from tierbed.engine import MultiTableEmbedding, StoreError
 from tierbed.engine.threads import Thread, wait_for
 
-GUARD = 400  # seconds; what hangs fails
 MB = 1 << 20
 ROWS = 20_000  # a step
 SLOW_CASES = [(0, 1), (0, 2), (8, 1), (24, 1), (24, 2)]
@@ -87,7 +86,7 @@ def run_out(path: Path, more: int, threads: int) -> None:
     ("more", "threads"), [(8, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
 )
 def test_no_call_waits_for_ever_once_memory_ran_out(tmp_path: Path, more: int, threads: int) -> None:
-    in_process(run_out, tmp_path, more * MB, threads, timeout=GUARD)
+    in_process(run_out, tmp_path, more * MB, threads)
 
 
 def start_many() -> None:
@@ -121,7 +120,7 @@ def start_many() -> None:
 
 
 def test_a_start_ends_where_the_new_thread_died_of_it() -> None:
-    in_process(start_many, timeout=GUARD)
+    in_process(start_many)
 
 
 def test_a_wait_ends_with_the_thread_that_it_is_for() -> None:
