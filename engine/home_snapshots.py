@@ -148,7 +148,9 @@ class HomeSnapshots:
         snapshot = Snapshot.open(place)
         if self._home.folder is None or not state:
             return self._home.load(table.optimizer, snapshot, table, Selection(state=state))[0]
-        with table.lock, linked(snapshot, self._folder_of(place.name).snapshots / place.name) as own:
+        folder = self._folder_of(place.name)
+        linking = linked(snapshot, folder.snapshots / place.name, lambda: folder.base == place.name)
+        with table.lock, linking as own:  # a load that fails late may have let the live rows go back to it
             return self._home.load(table.optimizer, own, table)[0]
 
     def check_rows(self, table: OpenTable, place: Path, state: bool = True) -> None:

@@ -36,6 +36,7 @@ from ..engine.store.durable import (
     fsync_file,
     is_folder_name,
     made_aside,
+    open_regular,
     read_record,
     seal,
     unseal,
@@ -156,7 +157,7 @@ def load(
         tensors = load_file(folder / TENSORS)
         state: OrderedDict[str, Any] = OrderedDict(decode(record["state"], tensors))
         state._metadata = decode(record["metadata"], tensors)  # type: ignore[attr-defined]
-    except (OSError, ValueError, KeyError, IndexError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError, SafetensorError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
     embeddings = embeddings_of(root)
     if list(embeddings) != record["embeddings"]:
@@ -219,7 +220,7 @@ def _sealed(record: dict[str, Any]) -> bytes:
 
 def _checksum(path: Path) -> int:
     checksum = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while part := file.read(_CHUNK):
             checksum = zlib.crc32(part, checksum)
     return checksum

@@ -8,8 +8,8 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
+from multiprocessing.spawn import get_executable
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +18,7 @@ import numpy as np
 from ..engine import _core
 from ..engine.store.contract import Chunks, row_dtype
 from ..engine.store.rocksdb import SCAN_BYTES
-from .apart_child import END, FAILED, HEADER
+from .apart_child import END, FAILED, HEADER, READY
 
 _PIPE_BYTES = 1 << 20
 _SAID_BYTES = 500
@@ -28,11 +28,22 @@ class ApartError(Exception):
     """The other process came to no end of the rows: RocksDB refused the files, or they ended it."""
 
 
+class NotStartedError(Exception):
+    """The other process did not come to read anything."""
+
+
 def rows_apart(folder: Path, width: int, shards: int, max_rows: int) -> Chunks:
-    """The rows in `folder` as `RocksDB.scan` yields them, `max_rows` at a time. Raises ApartError, OSError."""
+    """The rows in `folder` as `RocksDB.scan` yields them, `max_rows` at a time.
+
+    Raises ApartError, NotStartedError, OSError.
+    """
     dtype = row_dtype(width)
     most = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
     with _child(folder, width, shards, most) as (rows_from, said_to, process):
+        if rows_from.read(HEADER.size) != HEADER.pack(READY, 0):
+            rows_from.close()  # what is no reader of ours may write for ever
+            status = _status_of(process)
+            raise NotStartedError(f"{_python()!r} {_end_of(status)}{_last_words(said_to)}")
         while True:
             header = rows_from.read(HEADER.size)
             if len(header) < HEADER.size:
@@ -47,9 +58,7 @@ def rows_apart(folder: Path, width: int, shards: int, max_rows: int) -> Chunks:
             if rows_from.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
             yield bucket, rows
-        status = process.wait()
-        if status == -signal.SIGKILL:  # of the system where memory runs out, or of a user
-            raise ChildProcessError(errno.ECHILD, "the process that reads it was killed")
+        status = _status_of(process)
         raise ApartError(f"the process that reads it {_end_of(status)}{_last_words(said_to)}")
 
 
@@ -62,13 +71,18 @@ def _child(
     arguments = [_core.__file__, str(Path(folder).absolute()), str(width), str(shards), str(most)]
     said_to = os.memfd_create("tierbed")
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", script, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=said_to,
-            process_group=0,  # Ctrl-C is of this process, which then ends that one
-        )
+        try:
+            process = subprocess.Popen(
+                [_python(), "-I", "-S", script, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=said_to,
+                process_group=0,  # Ctrl-C is of this process, which then ends that one
+            )
+        except OSError as error:
+            if error.filename is None:  # of the fork
+                raise
+            raise NotStartedError(str(error)) from error
         assert process.stdout is not None
         try:
             with contextlib.suppress(OSError):  # a user may have no more room for pipes
@@ -80,6 +94,18 @@ def _child(
             process.wait()
     finally:
         os.close(said_to)
+
+
+def _python() -> str:
+    """What `multiprocessing` starts, so that a program with Python in it can say which one."""
+    return os.fsdecode(get_executable() or "")
+
+
+def _status_of(process: subprocess.Popen[bytes]) -> int:
+    status = process.wait()
+    if status == -signal.SIGKILL:  # of the system where memory runs out, or of a user
+        raise ChildProcessError(errno.ECHILD, "the process that reads it was killed")
+    return status
 
 
 def _end_of(status: int) -> str:

@@ -11,6 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 HEADER = struct.Struct("<BI")  # a bucket and how many rows of it follow, or one of these
+READY = 253  # comes first: what follows is of the files, not of a Python that cannot run this
 END = 254  # no more rows
 FAILED = 255  # so many bytes of text follow: RocksDB refused the files
 
@@ -26,6 +27,7 @@ def main(core: str, folder: str, width: int, shards: int, most: int) -> None:
     native: Any = module_from_spec(spec)
     spec.loader.exec_module(native)
     rows = memoryview(bytearray(most * (_ROW_BYTES + 4 * width)))
+    _write(HEADER.pack(READY, 0))
     try:
         tier = native.RocksTier(
             folder,

@@ -17,9 +17,9 @@ from ..engine.errors import SnapshotError, StoreError
 from ..engine.store.contract import Chunks
 from ..engine.store.durable import check_regular, fsync_dir, open_regular
 from ..engine.store.rocksdb import LiveFile, RocksDB, require_rocksdb
-from .apart import ApartError, rows_apart
+from .apart import ApartError, NotStartedError, rows_apart
 from .format import ROCKSDB, Manifest, RocksDBFiles
-from .unread import cause_of, damaged, unread
+from .unread import UnreadError, cause_of, damaged, unread
 from .writer import Progress, finish, new_snapshot
 
 log = logging.getLogger("tierbed")
@@ -72,6 +72,12 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
         if (of_system := cause_of(error)) is not None:
             raise unread(folder / ROCKSDB, of_system, folder) from error
         raise _damaged(folder, folder / ROCKSDB, str(error)) from error
+    except NotStartedError as error:
+        raise UnreadError(
+            f"{str(folder / ROCKSDB)!r} cannot be read: the Python that is to read it did not start: {error}. Nothing "
+            "says that it is not whole: free memory, or give the path of a Python to multiprocessing.set_executable(), "
+            "then try again"
+        ) from error
     except OSError as error:
         raise unread(folder / ROCKSDB, error, folder) from error
 
@@ -163,7 +169,7 @@ def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
             check_regular(found[name])
             size = found[name].stat().st_size
         except OSError as error:
-            raise _damaged(folder, found[name], str(error)) from error
+            raise unread(found[name], error, folder) from error
         if size != entry["bytes"]:
             raise _damaged(folder, found[name], f"it has {size} bytes instead of {entry['bytes']}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..engine.errors import SnapshotError
@@ -29,15 +29,18 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def linked(snapshot: Snapshot, folder: Path) -> Iterator[Snapshot]:
-    """The snapshot `folder`, linked from another where it is not there, and then removed where what uses it fails."""
+def linked(snapshot: Snapshot, folder: Path, is_needed: Callable[[], bool]) -> Iterator[Snapshot]:
+    """The snapshot `folder`, linked from another where it is not there.
+
+    Where what uses it fails, it is removed then, unless it `is_needed`.
+    """
     new = not os.path.lexists(folder)
     if new:
         link_snapshot(snapshot, folder)
     try:
         yield Snapshot.open(folder)
     except Exception:
-        if new:
+        if new and not is_needed():
             remove_snapshot(folder)
         raise
 

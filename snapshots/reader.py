@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..engine.errors import SnapshotError
 from ..engine.store.contract import Chunks
 from ..engine.store.durable import open_regular, read_record
+from ..engine.store.folder_view import snapshot_id
 from .chain import table_of, verify_chain
 from .format import (
     HEADER_BYTES,
@@ -143,13 +144,17 @@ class Snapshot:
         if self.manifest.rocksdb is not None:
             from .checkpoint import checkpoint_chunks  # only where RocksDB wrote it
 
-            return self._checked(checkpoint_chunks(self.folder, self.manifest, max_rows)), iter(())
+            chunks = checkpoint_chunks(self.folder, self.manifest, max_rows)
+            return self._unless_replaced(self._checked(chunks)), iter(())
         rows = {name: file for name, file in self.manifest.files.items() if not is_deleted(name)}
         keys = {name: file for name, file in self.manifest.files.items() if is_deleted(name)}
         return self.read_files(rows, max_rows), self.read_files(keys, max_rows)
 
     def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
         """What some of the manifest's files hold, as `chunks`. Raises SnapshotError naming the file."""
+        return self._unless_replaced(self._read_files(files, max_rows))
+
+    def _read_files(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
         for name, entry in files.items():
             with self._open(name, entry):
                 pass
@@ -179,6 +184,19 @@ class Snapshot:
                 if problem := check.problem(rows.view(np.uint8), rows.dtype.itemsize):
                     raise self.damaged(ROCKSDB, problem)
                 yield bucket, rows
+
+    def _unless_replaced(self, chunks: Chunks) -> Chunks:
+        """The chunks, and what is wrong with them, unless they are of another snapshot that has the name by now."""
+        try:
+            yield from chunks
+        except UnreadError:
+            raise
+        except SnapshotError as error:
+            if snapshot_id(self.folder) in ("", self.manifest.id):
+                raise
+            raise UnreadError(
+                f"snapshot {str(self.folder)!r} was replaced by another while it was read: read it again"
+            ) from error
 
     def named_twice(self, bucket: int) -> SnapshotError:
         """Where a key of the bucket is both of a row that was written and of one that was deleted."""

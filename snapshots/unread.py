@@ -12,6 +12,7 @@ from ..engine.store.durable import MORE_FILES
 _OF_PROCESS = {
     errno.EMFILE: MORE_FILES,
     errno.ENFILE: MORE_FILES,
+    errno.EAGAIN: "let this user start more processes (ulimit -u)",
     errno.ENOMEM: "free memory",
     errno.ECHILD: "free memory",
 }
@@ -26,7 +27,7 @@ _OF_FILE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class UnreadError(SnapshotError):
-    """This process is short of something, whatever it reads: nothing is known of the snapshot."""
+    """Nothing is known of the snapshot: this process is short of something, or another snapshot took its place."""
 
 
 def unread(path: Path, error: OSError, folder: Path) -> SnapshotError:

@@ -17,6 +17,7 @@ from limits import descriptors
 from tierbed.cli import main
 from tierbed.engine import SnapshotError, StoreError
 from tierbed.engine.store.folder import StoreFolder
+from tierbed.engine.store.folder_view import snapshot_id
 from tierbed.snapshots import Snapshot, latest_snapshot, list_snapshots
 
 SPARE = range(8)  # descriptors that a call may open
@@ -143,3 +144,11 @@ def merge_after_a_killed_save(path: Path) -> None:
 
 def test_a_merge_leaves_nothing_of_a_killed_save(tmp_path: Path) -> None:
     in_process(merge_after_a_killed_save, tmp_path)
+
+
+def test_without_descriptors_no_replaced_snapshot_is_taken_for_the_one_that_replaces_it(tmp_path: Path) -> None:
+    with make(options("host", tmp_path), "adam", tables=1) as embedding:
+        train(embedding, torch.arange(9))
+        embedding.save_snapshot("x")
+    with descriptors(0), pytest.raises(StoreError, match=r"unknown which snapshot .*/x. is: .*Too many open.*ulimit"):
+        snapshot_id(tmp_path / "rows" / "snapshots" / "x")

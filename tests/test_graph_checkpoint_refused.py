@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,12 @@ def test_a_name_that_no_checkpoint_can_have_is_refused(tmp_path: Path, name: str
         graph.load(tmp_path / name)
     graph.save(tmp_path / ("x" * 191))
     graph.load(tmp_path / ("x" * 191))
+
+
+def test_a_pipe_in_the_place_of_the_tensors_is_refused_at_once(tmp_path: Path) -> None:
+    graph = rating("device", None)
+    steps(graph, IDS[:1])
+    graph.save(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "tensors.safetensors").unlink()
+    os.mkfifo(tmp_path / "checkpoint" / "tensors.safetensors")
+    fails(graph, tmp_path / "checkpoint", r"tensors\.safetensors' is not a regular file")

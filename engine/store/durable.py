@@ -11,6 +11,7 @@ import stat
 import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 
 import msgpack  # type: ignore[import-untyped]
@@ -22,6 +23,7 @@ MORE_FILES = "let this process open more files (ulimit -n)"  # where there is no
 MAX_SEALED = 1 << 24  # bytes; bounds what reading a foreign file may allocate
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
+_trying = Lock()  # of `check_exchange`: a save in the background does it as well
 
 
 def is_folder_name(name: Any) -> bool:
@@ -127,14 +129,15 @@ def exchange(one: Path, other: Path) -> None:
 def check_exchange(folder: Path) -> None:
     """Raises NoExchangeError or OSError where a folder made beside `folder` could not take its place."""
     place = folder.parent / f"{TEMPORARY}.{folder.name}"  # no other's: names have no leading dot
-    try:
-        remove_folder(place)
-        for name in "12":
-            (place / name).mkdir(parents=True)
-        exchange(place / "1", place / "2")
-    finally:
-        with contextlib.suppress(OSError):
+    with _trying:
+        try:
             remove_folder(place)
+            for name in "12":
+                (place / name).mkdir(parents=True)
+            exchange(place / "1", place / "2")
+        finally:
+            with contextlib.suppress(OSError):
+                remove_folder(place)
 
 
 def remove_aside(folders: Collection[Path]) -> None:

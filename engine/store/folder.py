@@ -129,9 +129,10 @@ class StoreFolder(FolderView):
         self.release()
 
     def clear_incoming(self) -> None:
-        """Remove what is in `incoming`. Raises StoreError."""
+        """Remove what is in `incoming`, or was on its way there. Raises StoreError."""
         with self._errors("prepare"):
             remove_folder(self.incoming)
+            remove_leftovers(self.path)
 
     def set_mark(self, description: dict[str, Any]) -> None:
         """Declare the live rows consistent. They must be durable already. `live` says how they are kept. StoreError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,19 @@ MANIFEST = "manifest.msgpack"  # of a snapshot
 
 
 def snapshot_id(folder: Path) -> str:
-    """The id of a snapshot; "" where there is none, or one that cannot be read."""
+    """The id of a snapshot; "" where there is none, or one that cannot be read.
+
+    Raises StoreError where this process lacks descriptors or memory: it is unknown then.
+    """
     try:
         content = unseal(read_record(folder / MANIFEST))
         return str(content["id"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            return ""
+        remedy = remedy_for(error, "free memory")
+        raise StoreError(f"it is unknown which snapshot {str(folder)!r} is: {error}: {remedy}") from error
+    except (ValueError, TypeError, KeyError):
         return ""
 
 
