@@ -193,6 +193,8 @@ class Graph(nn.Module):
             return step.run(tensors, self.__timer)
         except FailedForSizes as failed:
             cause = failed.__cause__
+            assert cause is not None
+            cause.__traceback__ = None  # its frames hold all that the failed step had computed
         own, tensors = self.__compiled(args, kwargs, alone=True)
         result = own.run(tensors, self.__timer)  # where it raises as well, the step for many sizes is not at fault
         self.__sizes.drop(type(self).__name__, step, cause)
