@@ -11,7 +11,7 @@ from .programs import HANDS, draw_program
 from .runs import check
 
 SEEDS = range(HANDS)
-SLOW_SEEDS = range(100 * HANDS, 108 * HANDS)
+SLOW_SEEDS = range(100 * HANDS, 104 * HANDS)
 
 
 @pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW_SEEDS)])
