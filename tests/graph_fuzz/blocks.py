@@ -29,6 +29,8 @@ BLOCKS: dict[str, type[Block]] = {}
 
 
 class Block(nn.Module):
+    one_size = False  # torch takes a size for a number here, so that no step serves other sizes
+
     def __init_subclass__(cls) -> None:
         BLOCKS[cls.__name__] = cls
 
@@ -91,12 +93,16 @@ class Recurrent(Block):
 
 
 class Gru(Recurrent):
+    one_size = True
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.GRU(3, 3, batch_first=True)
 
 
 class Lstm(Recurrent):
+    one_size = True
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.LSTM(3, 3, num_layers=2)
@@ -255,9 +261,16 @@ class Sizes(Block):
     def forward(self, h: Tensor, batch: Batch, rows: Rows) -> Tensor:
         count = h.shape[0]
         places = torch.arange(count, dtype=h.dtype) / count
-        padded = F.pad(h, (0, 0, 1, count - 1))[1 : count + 1]
+        padded = torch.cat([h[:1], h, h.new_zeros(count, WIDTH)])[1 : count + 1]
         filler = h.new_full((2 * count + 1, 1), 0.1)[count:-1]
         return padded / (h.numel() / WIDTH) + places[:, None] * h + filler + h.sum() / (count * (count + 1) // 2)
+
+
+class Padded(Block):
+    one_size = True
+
+    def forward(self, h: Tensor, batch: Batch, rows: Rows) -> Tensor:
+        return F.pad(h, (0, 0, 1, h.shape[0] - 1))[1 : h.shape[0] + 1]
 
 
 class Reduced(Block):

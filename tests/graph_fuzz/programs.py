@@ -12,6 +12,7 @@ from .blocks import BLOCKS, IDS, WIDTH, Batch
 
 ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise", "catch-up")
 DENSE_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "adamw")
+HANDS = 9  # so many consecutive seeds, from a multiple of it on, have each block once at least
 STORES = ("device", "host", "cached_host", "ssd", "ssd_host")
 
 
@@ -43,6 +44,11 @@ class Program:
     events: dict[int, Event]  # by the number of the call
     other_store: str
 
+    @property
+    def shares(self) -> bool:
+        """Whether a step for many sizes can be made."""
+        return not any(BLOCKS[name].one_size for name in self.blocks)
+
     def batches(self) -> list[Batch]:
         generator = torch.Generator().manual_seed(self.seed)
 
@@ -67,17 +73,20 @@ def draw_program(seed: int) -> Program:
     accumulated = one_of(1, 1, 1, 2, 3)
     own = one_of(2, 2, 3)
     sizes = draw.sample(range(2, 24), own + 4)
-    blocks = tuple(draw.choices(list(BLOCKS), k=draw.randint(2, 5)))
+    blocks = _deal(seed)
+    draw.shuffle(blocks)
+    blocks += draw.choices(blocks, k=draw.randint(0, 1))
     smallest = 2 if "BatchNorm" in blocks else 1  # which takes the statistics of one sample for an error
     sizes += draw.choices([smallest, *sizes, *range(24, 40)], k=4)
     row_optimizer = one_of(*ROW_OPTIMIZERS)
     events = {}
     for call in range(accumulated, len(sizes), accumulated):
         if draw.random() < 0.25:
-            events[call] = Event(one_of("evaluate", "evaluate", "freeze", "thaw"), draw.randrange(len(blocks)))
+            later = ("freeze", "thaw") if call > own else ()  # not before there is a step for many sizes
+            events[call] = Event(one_of("evaluate", "evaluate", *later), draw.randrange(len(blocks)))
     return Program(
         seed,
-        blocks,
+        tuple(blocks),
         draw.random() < 0.5,
         row_optimizer,
         one_of(*DENSE_OPTIMIZERS),
@@ -92,3 +101,11 @@ def draw_program(seed: int) -> Program:
         events,
         one_of(*STORES[1:]),
     )
+
+
+def _deal(seed: int) -> list[str]:
+    """A hand of a shuffled deck of all blocks. Those for one size come first: they hide what others do for many."""
+    deck = random.Random(f"deck {seed // HANDS}").sample(list(BLOCKS), len(BLOCKS))
+    deck.sort(key=lambda name: not BLOCKS[name].one_size)
+    place = seed % HANDS
+    return deck[place * len(deck) // HANDS : (place + 1) * len(deck) // HANDS]
