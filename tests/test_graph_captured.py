@@ -105,13 +105,13 @@ class Pair:
         return [one for one in seen[0] if isinstance(one, str)]
 
     def check(self) -> None:
-        states = [graph.state_dict() for graph in self.graphs]
-        for (name, one), other in zip(states[0].items(), states[1].values(), strict=True):
-            assert not isinstance(one, Tensor) or bits(one) == bits(other), name
         plain, recorded = ([m for m in graph.children() if hasattr(m, "chunks")] for graph in self.graphs)
         for one, other in zip(plain, recorded, strict=True):
             assert contents(one).tobytes() == contents(other).tobytes()
             assert counts(one) == counts(other)
+        states = [graph.state_dict() for graph in self.graphs]
+        for (name, one), other in zip(states[0].items(), states[1].values(), strict=True):
+            assert not isinstance(one, Tensor) or bits(one) == bits(other), name
 
     def each(self, act: Callable[[Any], object]) -> list[Any]:
         return [act(graph) for graph in self.graphs]
