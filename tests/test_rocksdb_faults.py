@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked import Disk, disk_path, in_process
+from forked import CONTEXT, Disk, disk_path, in_process
 from test_faults import file_size_limit
 from test_rocksdb import WIDTH, keys_from, read_all, write
 
@@ -73,6 +74,29 @@ def fill_the_disk(path: Path) -> None:
 
 def test_a_disk_that_fills_loses_no_row_and_with_space_it_goes_on(disk_path: Path) -> None:
     in_process(fill_the_disk, disk_path)
+
+
+def die_after_flushes(folder: Path) -> None:
+    tier = RocksDB(folder, WIDTH, new_shards=8, options=SMALL)
+    write(tier, keys_from(0, COUNT), 1)
+    tier.flush()
+    with file_size_limit(1 << 14):
+        until_refused(tier)
+    tier.flush()
+    for value in range(500, 510):
+        write(tier, keys_from(0, 400), value)
+        tier.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_flush_that_returned_after_one_that_failed_survives_a_kill(tmp_path: Path) -> None:
+    process = CONTEXT.Process(target=die_after_flushes, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    tier = RocksDB(tmp_path, WIDTH, 8)
+    assert read_all(tier, keys_from(0, 400)) == [509] * 400
+    tier.close()
 
 
 def test_a_file_that_cannot_grow_loses_no_row_and_when_it_can_it_goes_on(tmp_path: Path) -> None:

@@ -237,6 +237,19 @@ void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     batch.Clear();
 }
 
+// Once a flush has failed, a later one may return OK before its rows are in files: RocksDB 7.8 then waits for none.
+rocksdb::Status RocksTier::flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options) {
+    const u64 failures = property_of(db, rocksdb::DB::Properties::kBackgroundErrors);
+    rocksdb::Status status = db.Flush(options);
+    while (status.ok() && property_of(db, rocksdb::DB::Properties::kNumImmutableMemTable)) {
+        if (property_of(db, rocksdb::DB::Properties::kBackgroundErrors) != failures)
+            return rocksdb::Status::IOError("rows could not be written to files, as where a disk has no room");
+        std::this_thread::sleep_for(POLL);
+        status = db.Flush(options);
+    }
+    return status;
+}
+
 rocksdb::Status RocksTier::flush_shard(Shard& shard, bool wait) const {
     if (!shard.is_writable) return rocksdb::Status::OK();
     const std::lock_guard lock(shard.flushing);
@@ -244,8 +257,9 @@ rocksdb::Status RocksTier::flush_shard(Shard& shard, bool wait) const {
     options.wait = wait;
     options.allow_write_stall = true;  // else it waits for compactions, which may fail for as long as a disk is full
     return call([&] {
-        const rocksdb::Status status = shard.db->Flush(options);
-        return !status.ok() && wait && resume(shard, status) ? shard.db->Flush(options) : status;
+        if (!wait) return shard.db->Flush(options);
+        const rocksdb::Status status = flush_rows(*shard.db, options);
+        return !status.ok() && resume(shard, status) ? flush_rows(*shard.db, options) : status;
     });
 }
 

@@ -27,6 +27,7 @@ namespace rocksdb {
 class Iterator;
 class Status;
 class WriteBatch;
+struct FlushOptions;
 struct Options;
 }  // namespace rocksdb
 
@@ -105,6 +106,7 @@ private:
     void apply(Shard& shard, rocksdb::WriteBatch& batch) const;
     rocksdb::Status flush_shard(Shard& shard, bool wait) const;
     rocksdb::Status write_batch(Shard& shard, rocksdb::WriteBatch& batch) const;
+    static rocksdb::Status flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options);
     static bool resume(Shard& shard, const rocksdb::Status& failed);
     void open(Shard& shard, const RocksOptions& options);
     void leave_alone();
