@@ -48,6 +48,14 @@ def test_help_has_an_example_and_json(command: str, capsys: pytest.CaptureFixtur
     assert "--json" in out
 
 
+def test_help_of_load_says_that_rows_of_tables_not_given_go(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["snapshot", "load", "--help"])
+    out = " ".join(re.sub("[│|]", " ", capsys.readouterr().out).split())
+    assert "Replace all live rows by those of this table alone" in out
+    assert "rows of tables not given are gone" in out
+
+
 def test_every_command_is_among_those_tested() -> None:
     groups = {group.name: group.typer_instance for group in app.registered_groups}
     found = [
