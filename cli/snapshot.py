@@ -63,8 +63,8 @@ def load(
         list[str] | None,
         typer.Option(
             "--table",
-            help="Replace all live rows by those of this table alone, by id or name: rows of tables not given are gone. "
-            "May be given again.",
+            help="Replace all live rows by those of this table alone, by id or name: rows of tables not given are gone."
+            " May be given again.",
             show_default=False,
         ),
     ] = None,
