@@ -34,7 +34,7 @@ def unread(path: Path, error: OSError, folder: Path) -> SnapshotError:
     """What is raised where a file of the snapshot `folder` could not be read."""
     if error.errno is None:  # of `check_regular`, which names the path
         return SnapshotError(f"{error}. {remedy_of(folder)}")
-    problem = error.strerror if error.filename == str(path) else str(error)
+    problem = str(error.strerror if error.filename == str(path) else error)
     if error.errno in _OF_FILE:
         return damaged(path, problem, folder)
     remedy = _OF_SYSTEM.get(error.errno, "check the disk")
