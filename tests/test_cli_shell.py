@@ -173,6 +173,26 @@ def test_ctrl_c_ends_with_130_and_its_document_and_leaves_no_half_snapshot(cli: 
     cli.json("save", "again")
 
 
+@pytest.mark.parametrize("module", ["typer", "tierbed.cli.watch"])
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+def test_ctrl_c_while_the_command_is_imported_gives_no_traceback(module: str, more: list[str]) -> None:
+    script = f"""
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from tierbed.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script, "doctor", *more], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert (json.loads(done.stdout) if more else done.stdout) == ({"error": "interrupted"} if more else "")
+
+
 def test_a_closed_pipe_gives_no_traceback(cli: Cli) -> None:
     shell = f"'{COMMAND}' snapshot inspect '{cli.store}' a --rows 30 | true"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
