@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
-from typing import Annotated
 
-import typer
+try:
+    from importlib.metadata import version
+    from typing import Annotated
 
-from . import compare, doctor, exchange, keep, snapshot, store, verify, watch
-from .output import INTERRUPTED, PROBLEM, complain, print_json, tell_interrupted
+    import typer
+
+    from . import compare, doctor, exchange, keep, snapshot, store, verify, watch
+    from .output import INTERRUPTED, PROBLEM, complain, print_json, tell_interrupted
+except KeyboardInterrupt:  # as `main` tells it, by nothing that was to be imported
+    if "--json" in sys.argv:
+        print('{\n  "error": "interrupted"\n}')
+    raise SystemExit(130) from None
 
 app = typer.Typer(
     help="Tiered embedding tables for PyTorch.",

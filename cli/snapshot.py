@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Json, Name, NewName, Overwrite, Store, Tables, check_tables, hold, open_snapshot
+from .arguments import Json, Name, NewName, Overwrite, Store, check_tables, hold, open_snapshot
 from .entries import HEADER, RIGHT, complain_of, entry, lines, report
 from .output import Progress, print_fields, print_json, print_table, progress
 
@@ -59,7 +59,15 @@ def save(
 def load(
     store: Store,
     name: Name,
-    table: Tables = None,
+    table: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--table",
+            help="Replace all live rows by those of this table alone, by id or name: rows of tables not given are gone."
+            " May be given again.",
+            show_default=False,
+        ),
+    ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave optimizer state out, to train on with another optimizer.")
     ] = False,

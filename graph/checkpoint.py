@@ -72,12 +72,14 @@ def check_save(path: Any, overwrite: bool) -> Path:
         )
     if not os.path.lexists(folder):
         return folder
+    if not os.path.lexists(folder / STATE):
+        raise SnapshotError(
+            f"{str(folder)!r} exists and is no checkpoint, and nothing else is overwritten: choose another path"
+        )
     if not overwrite:
         raise SnapshotError(
             f"checkpoint {str(folder)!r} exists: choose another path, or delete it first, or save with overwrite=True"
         )
-    if not os.path.lexists(folder / STATE):
-        raise SnapshotError(f"{str(folder)!r} is no checkpoint, and nothing else is overwritten: choose another path")
     try:
         check_exchange(folder)
     except OSError as error:

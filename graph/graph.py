@@ -365,7 +365,7 @@ class Graph(nn.Module):
             step = compile_step(self, traced, self.__optimizers, self.__end, tensors, self.__inductor, self.__recorded)
             self.__steps[signature] = step
             if not alone:
-                self.__sizes.saw(family, inputs)
+                self.__sizes.saw(type(self).__name__, family, inputs)
         elif self.__inductor is not None:
             self.__sizes.tell_uncompiled(type(self).__name__)
         why = facts(self, leaves, spec, self.__optimizers, self.__end, self.__inductor, self.__recorded)

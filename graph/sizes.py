@@ -30,6 +30,7 @@ class _Family:
     general: list[tuple[Fits, CompiledStep]] = field(default_factory=list)
     fixed: bool = False  # no step serves other sizes
     failed: bool = False  # one did, and torch could not run it
+    told: bool = False  # that each further size is compiled anew
 
 
 class Sizes:
@@ -69,9 +70,18 @@ class Sizes:
             return None  # torch takes sizes 0 and 1 for what they are
         return dims
 
-    def saw(self, key: Hashable, inputs: Sequence[Tensor]) -> None:
+    def saw(self, name: str, key: Hashable, inputs: Sequence[Tensor]) -> None:
         """A step for these sizes alone was made, since there was none for many, or none can be made."""
         family = self._families.setdefault(key, _Family())
+        if family.fixed and not family.general and not family.told:
+            family.told = True
+            log.warning(
+                "%s was compiled for more than %d sizes of its arguments and is compiled anew for further ones, since "
+                "no step serves many of them (a size is taken for a number, or torch cannot trace it left open): pad "
+                "inputs to few sizes, such as powers of two",
+                name,
+                OWN,
+            )
         family.fixed = self.changing(key, inputs) is not None
         if len(family.seen) < OWN:
             family.seen.append(_shapes(inputs))

@@ -56,6 +56,9 @@ class Snapshot:
         """Raises SnapshotError if it is missing, foreign, of an unknown format, or its manifest is damaged."""
         folder = Path(folder)
         if not os.path.isdir(folder):
+            if _leads_nowhere(folder):
+                problem = f"it is a link to {str(folder.readlink())!r}, which is not there or cannot be reached"
+                raise damaged(folder, problem, folder)
             names = ", ".join(repr(name) for name in _names(folder.parent)) or "none"
             raise SnapshotError(f"there is no snapshot {folder.name!r} in {str(folder.parent)!r}; those there: {names}")
         try:
@@ -281,8 +284,13 @@ def latest_snapshot(folder: Path) -> Snapshot | None:
 
 def _names(folder: Path) -> list[str]:
     try:
-        return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+        entries = (entry for entry in os.scandir(folder) if not entry.name.startswith("."))
+        return sorted(entry.name for entry in entries if _leads_nowhere(Path(entry)) or entry.is_dir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise SnapshotError(f"the snapshots in {str(folder)!r} cannot be listed: {error}") from error
+
+
+def _leads_nowhere(path: Path) -> bool:
+    return path.is_symlink() and not os.path.exists(path)

@@ -23,7 +23,7 @@ _OF_SYSTEM = {
     errno.EPERM: "run as a user that may read it",
     errno.EIO: "check the disk",
 }
-_OF_FILE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_OF_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class UnreadError(SnapshotError):
@@ -32,11 +32,14 @@ class UnreadError(SnapshotError):
 
 def unread(path: Path, error: OSError, folder: Path) -> SnapshotError:
     """What is raised where a file of the snapshot `folder` could not be read."""
+    if error.errno is None:  # of `check_regular`, which names the path
+        return SnapshotError(f"{error}. {remedy_of(folder)}")
+    problem = str(error.strerror if error.filename == str(path) else error)
     if error.errno in _OF_FILE:
-        return damaged(path, str(error), folder)
+        return damaged(path, problem, folder)
     remedy = _OF_SYSTEM.get(error.errno, "check the disk")
     kind = UnreadError if error.errno in _OF_PROCESS else SnapshotError
-    return kind(f"{str(path)!r} cannot be read: {error}. Nothing says that it is not whole: {remedy}, then try again")
+    return kind(f"{str(path)!r} cannot be read: {problem}. Nothing says that it is not whole: {remedy}, then try again")
 
 
 def damaged(path: Path, problem: str, folder: Path) -> SnapshotError:

@@ -132,9 +132,8 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
     if not os.path.lexists(folder):
         return
     if not overwrite:
-        raise SnapshotError(
-            f"snapshot {str(folder)!r} exists: choose another name, or delete it first, or save with overwrite=True"
-        )
+        remedy = ", or save with overwrite=True" if os.path.lexists(folder / MANIFEST) else ""
+        raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first{remedy}")
     check_replaceable(folder)
 
 

@@ -130,6 +130,21 @@ def test_list_shows_sound_and_damaged_snapshots(cli: Cli) -> None:
     assert "damaged: a:" in err
 
 
+def test_a_snapshot_whose_link_leads_nowhere_is_listed_as_damaged(cli: Cli, tmp_path: Path) -> None:
+    snapshots = cli.store / "snapshots"
+    save(snapshots / "a")
+    (snapshots / "lost").symlink_to(tmp_path / "unmounted")
+    (snapshots / "loop").symlink_to("loop")
+    for command in ("list", "verify"):
+        code, out, err = cli.run(command, "--json")
+        assert code == 1
+        damaged = json.loads(out)["damaged"]
+        assert set(damaged) == {"lost", "loop"}
+        assert f"it is a link to '{tmp_path / 'unmounted'}', which is not there" in damaged["lost"]
+        assert "damaged: lost:" in err
+    assert "is a link to" in cli.fails("inspect", "lost")
+
+
 def test_inspect_counts_rows_and_updates(cli: Cli) -> None:
     cli.json("save", "a")
     rows = [row for bucket in make_buckets(6, COUNTS).values() for row in bucket]

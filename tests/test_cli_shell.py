@@ -48,6 +48,14 @@ def test_help_has_an_example_and_json(command: str, capsys: pytest.CaptureFixtur
     assert "--json" in out
 
 
+def test_help_of_load_says_that_rows_of_tables_not_given_go(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["snapshot", "load", "--help"])
+    out = " ".join(re.sub("[│|]", " ", capsys.readouterr().out).split())
+    assert "Replace all live rows by those of this table alone" in out
+    assert "rows of tables not given are gone" in out
+
+
 def test_every_command_is_among_those_tested() -> None:
     groups = {group.name: group.typer_instance for group in app.registered_groups}
     found = [
@@ -163,6 +171,26 @@ def test_ctrl_c_ends_with_130_and_its_document_and_leaves_no_half_snapshot(cli: 
         assert sorted(cli.store.iterdir()) == before
         assert set(snapshots.iterdir()) == kept
     cli.json("save", "again")
+
+
+@pytest.mark.parametrize("module", ["typer", "tierbed.cli.watch"])
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+def test_ctrl_c_while_the_command_is_imported_gives_no_traceback(module: str, more: list[str]) -> None:
+    script = f"""
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from tierbed.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script, "doctor", *more], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert (json.loads(done.stdout) if more else done.stdout) == ({"error": "interrupted"} if more else "")
 
 
 def test_a_closed_pipe_gives_no_traceback(cli: Cli) -> None:

@@ -232,6 +232,18 @@ def test_an_export_is_imported_bit_for_bit(cli: Cli, tmp_path: Path, suffix: str
     assert cli.says("diff", "more", "again").startswith("the same: ")
 
 
+def test_what_exists_names_overwriting_only_where_that_is_taken(cli: Cli, tmp_path: Path) -> None:
+    trained(tmp_path, "device")
+    for name, named in (("a.npz", True), ("b.npz", False)):
+        (tmp_path / name).touch() if named else (tmp_path / name).mkdir()
+        assert ("--overwrite" in cli.fails("export", "full", str(tmp_path / name))) is named
+    cli.says("export", "full", str(tmp_path / "a.npz"), "--overwrite")
+    (cli.store / "snapshots" / "notes").mkdir()
+    assert "overwrite" in cli.fails("save", "full")
+    assert "overwrite" not in cli.fails("export", "full", str(cli.store / "snapshots" / "full"), "--format", "snapshot")
+    assert "overwrite" not in cli.fails("save", "notes")
+
+
 def test_an_export_of_some_tables_and_of_no_known_format(cli: Cli, tmp_path: Path) -> None:
     trained(tmp_path, "device")
     cli.says("export", "full", str(tmp_path / "some.npz"), "--table", "1", "--weights-only")

@@ -60,8 +60,10 @@ def test_what_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis").touch()
     for save in (graph.save, graph.check_save):
-        with pytest.raises(SnapshotError, match=r"home' is no checkpoint, and nothing else is overwritten"):
+        with pytest.raises(SnapshotError, match=r"home' exists and is no checkpoint, and nothing else is overwritten"):
             save(tmp_path / "home", overwrite=True)
+        with pytest.raises(SnapshotError, match=r"choose another path$"):  # no remedy that is refused then
+            save(tmp_path / "home")
         with pytest.raises(InputError, match="overwrite=1: give True or False"):
             save(tmp_path / "new", overwrite=1)  # type: ignore[arg-type]
     assert (tmp_path / "home" / "thesis").exists()

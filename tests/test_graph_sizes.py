@@ -85,7 +85,9 @@ def test_sizes_0_and_1_keep_steps_of_their_own() -> None:
     assert compiled_steps(graph) == before + 1
 
 
-def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each() -> None:
+def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Counting(Graph):
         def __init__(self) -> None:
             super().__init__()
@@ -105,6 +107,30 @@ def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each() -> None:
         torch.testing.assert_close(loss, expected)
         assert count == rows
     assert compiled_steps(graph) == OWN + 4
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert f"Counting was compiled for more than {OWN} sizes of its arguments and is compiled anew" in warning
+    assert "pad inputs to few sizes" in warning
+
+
+def test_lengths_of_sequences_that_torch_unrolls_keep_a_step_for_each_and_are_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Recurrent(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.RNN(2, 3, batch_first=True)
+            self.add_optimizer(torch.optim.SGD(self.layer.parameters(), lr=0.1))
+
+        def build(self, x: Tensor) -> Tensor:
+            loss = self.layer(x)[0].mean()
+            loss.backward()
+            return loss
+
+    graph = Recurrent()
+    for length in range(2, OWN + 5):
+        graph(torch.randn(4, length, 2))
+    assert compiled_steps(graph) == OWN + 3
+    assert "Recurrent was compiled for more than" in caplog.text
 
 
 def test_a_wrong_call_does_not_end_the_sharing() -> None:

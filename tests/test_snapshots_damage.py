@@ -72,8 +72,17 @@ def test_pipe_in_the_place_of_a_file_does_not_block(sound: Path, tmp_path: Path)
         shutil.copytree(sound, tmp_path / file)
         (tmp_path / file / file).unlink()
         os.mkfifo(tmp_path / file / file)
-        with pytest.raises(SnapshotError, match=f"{file}.*regular"):
+        with pytest.raises(SnapshotError, match=f"{file}.*regular") as raised:
             Snapshot.open(tmp_path / file).verify()
+        assert str(raised.value).count(f"/{file}/{file}'") == 1
+
+
+def test_a_file_that_is_not_there_is_named_once(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound, tmp_path / "s")
+    (tmp_path / "s" / "bucket-63.npy").unlink()
+    with pytest.raises(SnapshotError) as raised:
+        Snapshot.open(tmp_path / "s").verify()
+    assert str(raised.value).count("bucket-63.npy") == 1
 
 
 def _manifest(**changes: Any) -> dict[str, Any]:

@@ -63,13 +63,13 @@ def export_snapshot(
     selection = Selection(tables, state=state)
     description = selection.description(snapshot.description)
     chunks = selection.rows_of(snapshot, report, progress)
+    if os.path.lexists(path) and not (overwrite and path.is_file()):
+        replaceable = path.is_file() and format != "snapshot"
+        remedy = ", or overwrite it: overwrite=True, of the command --overwrite" if replaceable else ""
+        raise SnapshotError(f"{str(path)!r} exists: choose another path, or delete it first{remedy}")
     if format == "snapshot":
         write_snapshot(path, description, chunks)
         return report.rows
-    if os.path.lexists(path) and not (overwrite and path.is_file()):
-        raise SnapshotError(
-            f"{str(path)!r} exists: choose another path, or delete it first, or overwrite it, if it is a file"
-        )
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         make_folder(path.parent)
