@@ -13,6 +13,7 @@ from .embedding import MultiTableMultiColumnEmbedding
 from .errors import GraphError, OptimizerError
 from .interrupts import uninterrupted
 from .pinned import training_step
+from .ranks import refuse_eager_ranks
 from .shadow_grad import ShadowGrad, holders
 
 
@@ -32,8 +33,8 @@ class EagerOptimizer(torch.optim.Optimizer):
     param groups; docs/optimizers.md says which kinds can.
 
     From here until this object is gone, backward() through a lookup keeps its gradient for `step()`. Raises
-    OptimizerError for what is no torch optimizer, one that rows cannot follow, an embedding that it does not hold, and
-    one that another EagerOptimizer has.
+    OptimizerError for what is no torch optimizer, one that rows cannot follow, an embedding that it does not hold, one
+    that another EagerOptimizer has, and a module that ranks share.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
@@ -46,6 +47,8 @@ class EagerOptimizer(torch.optim.Optimizer):
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         modules = (m for m in module.modules() if isinstance(m, MultiTableMultiColumnEmbedding))
         embeddings = [m for m in modules if m.shadow.requires_grad]
+        if embeddings:
+            refuse_eager_ranks(module)
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
                 raise OptimizerError(

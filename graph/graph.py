@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.interrupts import uninterrupted
 from ..engine.numeric import whole
+from ..engine.ranks import refuse_around
 from . import checkpoint
 from .ahead import Announcer
 from .attempt import FailedForSizes
@@ -33,7 +34,6 @@ from .optimizers import OptimizerSet
 from .pipeline import AHEAD, Run, forget_announced, iterate
 from .profile import Profile, Timer, profile
 from .progress import Bar, NoProgress
-from .ranks import refuse_around
 from .signature import Structure, call_key, modes, without_sizes
 from .sizes import Sizes
 from .step_end import StepEnd, positive

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ..engine.errors import GraphError
-from .ranks import refuse_ranks
+from ..engine.ranks import refuse_ranks
 
 _TRAINING = attrgetter("training")
 _MODULE_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

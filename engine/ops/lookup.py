@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..errors import ClosedError, GraphError
 from ..inputs import Lookup
-from ..shadow_grad import accumulate, is_reached
+from ..ranks import refuse_lookup
+from ..shadow_grad import accumulate, holders, is_reached
 
 if TYPE_CHECKING:
     from ..embedding import MultiTableMultiColumnEmbedding
@@ -146,6 +147,8 @@ def _(grad: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shadow, ids, table_ids, offsets, ctx.pooling, weights, ctx.handle = inputs
+    if ctx.needs_input_grad[0] and ctx.handle in holders:
+        refuse_lookup(embedding_of(ctx.handle).name)
     ctx.order = next(_orders)
     # autograd refuses a saved tensor that changed since: the shadow changes with the rows, which weights need
     needed = shadow if ctx.needs_input_grad[5] else None
