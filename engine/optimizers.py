@@ -116,8 +116,8 @@ def _check(optimizer: torch.optim.Optimizer, group: Group) -> None:
     for name in _NUMBERS:
         if name in group:
             number(group, name)
-    betas = group.get("betas", ())
-    if not all(0.0 <= float(beta) < 1.0 for beta in betas):
+    betas = group.get("betas", (0.0, 0.0))
+    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
         raise OptimizerError(f"param group: betas={betas!r}; give two numbers that are at least 0 and below 1")
     unknown = next((name for name in group if name not in optimizer.defaults and name not in (*CLIPS, *_LABELS)), None)
     if unknown is not None:

@@ -303,6 +303,7 @@ def test_options_that_choose_an_implementation_are_accepted(option: str) -> None
         (torch.optim.Adam, "lr", -1.0),
         (torch.optim.Adam, "eps", -1.0),
         (torch.optim.Adam, "betas", (1.0, 0.9)),
+        (torch.optim.Adam, "betas", (0.9,)),
         (CatchUpAdam, "betas", (0.9, 1.0)),
         (torch.optim.Adagrad, "weight_decay", math.inf),
         (torch.optim.SGD, "clip_grad_norm", 1.0),
