@@ -33,7 +33,7 @@ def said(spare: int, action: Callable[[], Any]) -> str | None:
         assert "Too many open files" in told, told
         assert "damaged" not in told, told
         assert "delete" not in told, told
-        assert "fresh" not in told, told
+        assert 'open="fresh"' not in told, told
         return told
     return None
 
