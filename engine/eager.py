@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,8 +79,11 @@ class EagerOptimizer(torch.optim.Optimizer):
         """Of the wrapped optimizer, for dense parameters: embeddings are those that it held when this was made."""
         self.optimizer.add_param_group(param_group)
 
-    def step(self) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all rows that backward() reached since `zero_grad()`, each once, then step the wrapped optimizer.
+
+        closure: called first, as torch's optimizers do: it runs forward() and backward(), and what it returns is
+        returned.
 
         Embeddings that it did not reach stay as they are, their step counts too. Raises StoreError, CapacityError and
         InputError before any row changed where rows cannot be brought up, GraphError in `build` of a graph and while
@@ -89,6 +93,10 @@ class EagerOptimizer(torch.optim.Optimizer):
             raise GraphError(
                 "build calls step() of an EagerOptimizer; leave it out, and give the wrapped optimizer to add_optimizer"
             )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         shadows = [embedding.shadow for embedding, _ in self._rows]
         grads = [shadow.grad for shadow in shadows]
         with uninterrupted():
@@ -98,6 +106,7 @@ class EagerOptimizer(torch.optim.Optimizer):
             self.optimizer.step()  # where it raises, rows have moved, and their gradients are gone
             for shadow, grad in zip(shadows, grads, strict=True):
                 shadow.grad = grad
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; those of rows whatever `set_to_none` is."""

@@ -20,7 +20,7 @@ from ..snapshots.serving import StoreServer, start_server
 from .background import BackgroundSave
 from .errors import ClosedError, OptimizerError, StoreError
 from .home import TableHome
-from .home_snapshots import HomeSnapshots
+from .home_snapshots import HomeSnapshots, SavedAs
 from .interrupts import uninterrupted
 from .optimizers import RowOptimizer
 from .options import StoreOptions
@@ -161,32 +161,33 @@ class TableHandle:
     def base(self) -> str | None:
         return self._snapshots.base
 
-    def named(self) -> tuple[int, str | None]:
+    def named(self) -> SavedAs:
         """The step of the rows, now or when they were closed, and the last snapshot where it is of that step.
 
         Raises what an earlier step did wrong and the device found late.
         """
         if self._table is None:
-            return self._closed_at, self._snapshots.of_step(self._closed_at)
+            return self._snapshots.of_step(self._closed_at)
         with self._table.lock:
             self._table.check()
-            return self._table.step, self._snapshots.of_step(self._table.step)
+            return self._snapshots.of_step(self._table.step)
 
-    def compare(self, step: int, snapshot: str | None) -> None:
-        """Warn where the rows are not those of a state_dict that named this step, and the snapshot of it."""
-        mine, own = self.named()
-        if mine == step and (not snapshot or not own or self._snapshots.are_same(snapshot, own)):
+    def compare(self, awaited: SavedAs) -> None:
+        """Warn where the rows are not those that a state_dict named."""
+        mine = self.named()
+        if mine.may_be(awaited):
             return
         remedy = "save a snapshot before each state_dict that is kept, or use graph.save and graph.load"
-        if snapshot and self._snapshots.step_of(snapshot) == step:
-            remedy = f"load_snapshot({snapshot!r}) brings back its rows"
+        held = self._snapshots.read(awaited.snapshot) if awaited.snapshot else None
+        if held is not None and held.may_be(awaited):
+            remedy = f"load_snapshot({awaited.snapshot!r}) brings back its rows"
         log.warning(
             "embedding %r has rows of step %d%s, and the state is of step %d%s; a state_dict holds no rows: %s",
             self._name,
-            mine,
-            f", snapshot {own!r}" if own else "",
-            step,
-            f", snapshot {snapshot!r}" if snapshot else "",
+            mine.step,
+            f", snapshot {mine.snapshot!r}" if mine.snapshot else "",
+            awaited.step,
+            f", snapshot {awaited.snapshot!r}" if awaited.snapshot else "",
             remedy,
         )
 

@@ -267,7 +267,7 @@ class TableHome:
             with source as chunks:
                 count = self._fill(table, stored, chunks)
             if count != stored["rows"]:
-                raise StoreError(f"{count} rows were found where {stored['rows']} should be")
+                raise StoreError(f"embedding {self.spec.name!r}: {count} rows were found, not {stored['rows']}")
             if self._on_disk:
                 table.flush()
         except BaseException:

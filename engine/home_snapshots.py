@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from ..snapshots.format import Manifest, check_name
 from ..snapshots.linked import check_linked, link_snapshot, linked
@@ -24,6 +26,25 @@ from .stored import check_stored, fitting
 from .table import OpenTable
 
 
+class SavedAs(NamedTuple):
+    """What names rows in a state_dict: their step, and where there is one the snapshot of that step.
+
+    `digest` is of the snapshot's rows; None as well in a state_dict of tierbed 0.1 as it was first.
+    """
+
+    step: int
+    snapshot: str | None
+    digest: str | None
+
+    def may_be(self, other: SavedAs) -> bool:
+        """Whether both can name the same rows."""
+        if self.step != other.step or not (self.snapshot and other.snapshot):
+            return self.step == other.step
+        if self.digest and other.digest:
+            return self.digest == other.digest
+        return self.snapshot == other.snapshot
+
+
 class HomeSnapshots:
     """Of the table that `home` opens."""
 
@@ -41,27 +62,22 @@ class HomeSnapshots:
         with table.lock:
             check_save(self._folder_of(name), name, kind, self._held(table), overwrite)
 
-    def of_step(self, step: int) -> str | None:
-        """`base`, where it is of that step."""
+    def of_step(self, step: int) -> SavedAs:
+        """What names rows of that step: `base` where it is of that step."""
         base = self.base
-        return base if base is not None and self.step_of(base) == step else None
+        held = None if base is None else self.read(base)
+        if held is None or held.step != step:
+            return SavedAs(step, None, None)
+        return held
 
-    def step_of(self, name: str) -> int | None:
-        """The step of a snapshot in the store folder; None where there is none, or it cannot be read."""
+    def read(self, name: str) -> SavedAs | None:
+        """What names the rows of a snapshot in the store folder; None where there is none, or it cannot be read."""
         held = self._read(name)
-        return None if held is None else int(held.description["step"])
-
-    def are_same(self, one: str, other: str) -> bool:
-        """Whether two names are of snapshots with the same rows, as far as their manifests tell."""
-        if one == other:
-            return True
-        first, second = self._read(one), self._read(other)
-        return (
-            first is not None
-            and second is not None
-            and first.kind == second.kind == "full"
-            and (first.manifest.files == second.manifest.files)
-        )
+        if held is None:
+            return None
+        # two snapshots of the same rows have the same files, whatever their names
+        files = repr(held.manifest.files) if held.kind == "full" else held.manifest.id
+        return SavedAs(int(held.description["step"]), name, hashlib.sha256(files.encode()).hexdigest()[:32])
 
     def _read(self, name: str) -> Snapshot | None:
         folder = self._home.folder

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .background import BackgroundSave
 from .errors import OptionError
+from .home_snapshots import SavedAs
 
 if TYPE_CHECKING:
     from .handle import TableHandle
@@ -25,7 +26,7 @@ class SavedRows(nn.Module):
 
     _version = 2  # of the state_dict: 1 had no extra state
     _held: TableHandle | None
-    _awaited: tuple[int, str | None] | None = None  # of a state_dict, to be compared once there are rows
+    _awaited: SavedAs | None = None  # of a state_dict, to be compared once there are rows
 
     def opened(self) -> TableHandle:
         """The table, opened where it is not yet."""
@@ -71,25 +72,23 @@ class SavedRows(nn.Module):
         return None if self._held is None else self._held.base
 
     def get_extra_state(self) -> Tensor:
-        """Of `state_dict()`: JSON with the `step` of the rows and the `snapshot` of that step, as uint8 [bytes].
-
-        Either is None where there is none: rows that were not used yet, or not saved at that step.
-        """
-        step, snapshot = (None, None) if self._held is None else self._held.named()
+        """Of `state_dict()`: JSON with the `step` of the rows, the `snapshot` of that step and its `digest`, as uint8
+        [bytes]. Each is None where there is none: rows that were not used yet, or not saved at that step."""
+        named = dict.fromkeys(SavedAs._fields) if self._held is None else self._held.named()._asdict()
         # a tensor, since what handles a state_dict may take nothing else
-        return torch.frombuffer(bytearray(json.dumps({"step": step, "snapshot": snapshot}).encode()), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(json.dumps(named).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Of `load_state_dict()`; a warning says where the rows are others, now or when they are used first."""
         try:
             named = json.loads(bytes(state.to(torch.uint8).tolist()))
-            step, snapshot = named["step"], named["snapshot"]
-            if type(step) not in (int, type(None)) or not isinstance(snapshot, str | None):
+            step, snapshot, digest = named["step"], named["snapshot"], named.get("digest")
+            if type(step) not in (int, type(None)) or not all(isinstance(n, str | None) for n in (snapshot, digest)):
                 raise ValueError
         except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
             log.warning("%r does not say which rows it belongs to: its extra state cannot be read", self)
             return
-        self._awaited = None if step is None else (step, snapshot)
+        self._awaited = None if step is None else SavedAs(step, snapshot, digest)
         if self._held is not None:
             self._compare_awaited()
 
@@ -97,7 +96,7 @@ class SavedRows(nn.Module):
         assert self._held is not None
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
-            self._held.compare(*awaited)
+            self._held.compare(awaited)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str], *more: Any

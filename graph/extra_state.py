@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..engine.errors import GraphError
+from ..engine.home_snapshots import SavedAs
 from ..engine.saved_rows import EXTRA, SavedRows
 from .optimizers import OptimizerSet, embeddings_of
 from .step_end import StepEnd
@@ -129,5 +130,5 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, st
         embedding = embeddings.get(path)
         if embedding is not None and embedding.is_open:
             handle = embedding.opened()
-            if handle.named()[0] != held["step"]:
-                handle.compare(held["step"], held["snapshot"])
+            if handle.named().step != held["step"]:
+                handle.compare(SavedAs(held["step"], held["snapshot"], None))

@@ -82,7 +82,7 @@ class Sizes:
                 name,
                 OWN,
             )
-        family.fixed = self.changing(key, inputs) is not None
+        family.fixed = family.fixed or self.changing(key, inputs) is not None
         if len(family.seen) < OWN:
             family.seen.append(_shapes(inputs))
         if len(self._families) > FAMILIES:

@@ -123,16 +123,17 @@ def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = Fa
         raise SnapshotError(f"snapshot {folder.name!r} was not written to {str(folder.parent)!r}: {error}") from error
 
 
-def check_free(folder: Path, overwrite: bool = False) -> None:
+def check_free(folder: Path, overwrite: bool | None = False) -> None:
     """Raises SnapshotError where the name of a snapshot cannot be used or is taken, by one that is not to be replaced.
 
-    With `overwrite` it raises as `check_replaceable`.
+    overwrite: True raises as `check_replaceable`; None is of callers that cannot replace one.
     """
     check_name(folder.name)
     if not os.path.lexists(folder):
         return
     if not overwrite:
-        remedy = ", or save with overwrite=True" if os.path.lexists(folder / MANIFEST) else ""
+        replaceable = overwrite is not None and os.path.lexists(folder / MANIFEST)
+        remedy = ", or save with overwrite=True" if replaceable else ""
         raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first{remedy}")
     check_replaceable(folder)
 

@@ -54,6 +54,22 @@ def test_gradients_of_several_backwards_are_one_step() -> None:
     assert rows.metrics()["table"]["step"] == 1
 
 
+def test_a_closure_runs_before_the_step_and_its_loss_is_returned() -> None:
+    rows = embedding()
+    optimizer, before = sgd(rows), rows.get([3, 4])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = rows(IDS).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    torch.testing.assert_close(loss.detach(), before[[0, 0, 1]].sum())
+    torch.testing.assert_close(moved(rows, before), TWICE)
+
+
 def test_what_is_written_in_place_after_backward_does_not_reach_the_rows() -> None:
     rows, shift = embedding(), nn.Parameter(torch.zeros(3, 4))
     optimizer, before = sgd(rows), rows.get([3, 4])

@@ -99,7 +99,9 @@ def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_s
             loss.backward()
             return loss, x.shape[0]
 
-    graph = Counting()
+    graph, traced = Counting(), []
+    build = graph.build
+    graph.build = lambda x: traced.append(x.shape[0]) or build(x)  # type: ignore[method-assign, func-returns-value]
     for rows in range(2, OWN + 6):
         x = torch.randn(rows, 6)
         expected = graph.layer(x).mean().detach()
@@ -107,6 +109,7 @@ def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_s
         torch.testing.assert_close(loss, expected)
         assert count == rows
     assert compiled_steps(graph) == OWN + 4
+    assert len(traced) == OWN + 4 + 1  # the step for many sizes was tried once
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
     assert f"Counting was compiled for more than {OWN} sizes of its arguments and is compiled anew" in warning
     assert "pad inputs to few sizes" in warning

@@ -168,7 +168,7 @@ def test_closing_twice_and_writing_after_it(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ClosedError, match="writer of snapshot 's' was closed"):
         writer.write(np.arange(2), np.zeros((2, 2), np.float32))
-    with pytest.raises(SnapshotError, match=r"snapshot '.*s' exists"):
+    with pytest.raises(SnapshotError, match=r"snapshot '.*s' exists: choose another name, or delete it first$"):
         make_persistent_table_writer(tmp_path, "s", *KINDS, 2)
 
 

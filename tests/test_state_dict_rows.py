@@ -33,6 +33,7 @@ def model(path: Path | None, **more: Any) -> Model:
 
 def named(state: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(bytes(state["rows._extra_state"].tolist()))
+    assert (found.pop("digest") is None) == (found["snapshot"] is None)
     return found
 
 
@@ -99,6 +100,28 @@ def test_a_snapshot_that_was_overwritten_since_is_no_remedy(tmp_path: Path, capl
     assert "rows of step 2, snapshot 'best', and the state is of step 1, snapshot 'best'" in caplog.text
     assert "use graph.save and graph.load" in caplog.text
     assert "load_snapshot(" not in caplog.text
+
+
+def test_a_snapshot_that_was_overwritten_at_the_same_step_is_told_from_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = model(tmp_path)
+    train(first.rows, range(5))
+    first.rows.save_snapshot("best")
+    held = first.state_dict()
+    first.rows.save_snapshot("best", overwrite=True)
+    first.load_state_dict(held)
+    assert not caplog.records  # the same rows
+    first.rows.put([1], torch.ones(1, first.rows.dim), 0)
+    first.rows.save_snapshot("best", overwrite=True)
+    first.load_state_dict(held)
+    assert "rows of step 1, snapshot 'best', and the state is of step 1, snapshot 'best'" in caplog.text
+    assert "load_snapshot(" not in caplog.text
+    caplog.clear()
+    by_name = {"step": 1, "snapshot": "best"}  # all that the first state dicts said
+    held["rows._extra_state"] = torch.frombuffer(bytearray(json.dumps(by_name).encode()), dtype=torch.uint8)
+    first.load_state_dict(held)
+    assert not caplog.records
 
 
 def test_other_rows_of_the_same_step_are_told_and_equal_ones_are_not(

@@ -67,7 +67,7 @@ def write_rows(
 
     `progress` is told rows as they are read and again as they are written.
     """
-    check_free(folder)
+    check_free(folder, None)
     with RowSorter(folder.parent, description["width"]) as sorter:
         for rows in batches:
             sorter.add(rows)

@@ -173,7 +173,7 @@ def make_persistent_table_writer(
         description = checked_description(description, "description")
     folder = StoreFolder(path_of(path, "path"), "a PersistentTableWriter")
     try:
-        check_free(folder.snapshots / snapshot_name)
+        check_free(folder.snapshots / snapshot_name, None)
         description = description or stored_description(folder)
         description = description or description_for(folder.path.name, storage_dim, key_type)
         _check_kind(description, key_type, storage_dim, f"the table of {str(folder.path)!r}")
