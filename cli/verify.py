@@ -45,7 +45,7 @@ def verify(
 
 
 def _damaged_of(snapshots: list[Snapshot]) -> dict[str, SnapshotError]:
-    from ..snapshots.chain import chains_of, verify_all
+    from ..snapshots.soundness import chains_of, verify_all
 
     chains, damaged = chains_of(snapshots)
     links = {link.name: link for chain in chains.values() for link in chain}

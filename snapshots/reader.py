@@ -145,7 +145,7 @@ class Snapshot:
         Both are read to the end before their checksums are known.
         """
         if self.manifest.rocksdb is not None:
-            from .checkpoint import checkpoint_chunks  # only where RocksDB wrote it
+            from .rocksdb_files import checkpoint_chunks  # only where RocksDB wrote it
 
             chunks = checkpoint_chunks(self.folder, self.manifest, max_rows)
             return self._unless_replaced(self._checked(chunks)), iter(())

@@ -24,7 +24,8 @@ from tierbed.engine import SnapshotError, StoreError, _core
 from tierbed.engine.scanned import line_addresses
 from tierbed.engine.store.rocksdb import RocksDB, options_text
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
-from tierbed.snapshots.checkpoint import checkpoint_chunks, write_checkpoint
+from tierbed.snapshots.checkpoint import write_checkpoint
+from tierbed.snapshots.rocksdb_files import checkpoint_chunks
 
 __all__ = ["disk_path"]
 
