@@ -42,6 +42,7 @@ from ..engine.store.durable import (
     unseal,
 )
 from ..snapshots.reader import Snapshot
+from .names import path_of
 from .optimizers import embeddings_of
 from .plain_state import decode, encode
 
@@ -50,14 +51,6 @@ STATE, TENSORS, ROWS = "graph.msgpack", "tensors.safetensors", "rows"
 _CHUNK = 1 << 24
 
 log = logging.getLogger("tierbed")
-
-
-def path_of(path: Any) -> Path:
-    """What a user gave as a path. InputError."""
-    try:
-        return Path(path)
-    except TypeError:
-        raise InputError(f"path={path!r}: give a string or a pathlib.Path") from None
 
 
 def check_save(path: Any, overwrite: bool) -> Path:

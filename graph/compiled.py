@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +19,7 @@ from ..engine.pinned import training_step
 from .ahead import Coming, cut_lookups
 from .attempt import Attempt
 from .bound import bind_ops
+from .built import Built
 from .captured import Captured
 from .inductor import compile_dense
 from .listing import listing
@@ -41,9 +42,8 @@ from .sizes import Sizes
 from .step_end import StepEnd
 from .trace import Trace, trace
 
-if TYPE_CHECKING:
-    from .graph import Graph
-    from .profile import Timer
+# runs a module on tensors
+Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,19 @@ class CompiledStep:
         except Exception:
             return None
 
-    def run(self, tensors: list[Tensor], timer: Timer | None = None) -> Any:
+    def run(self, tensors: list[Tensor], forward: Forward | None = None) -> Any:
         """What build returned, computed anew. If an op raises, pins are dropped and the exception goes on.
+
+        forward: runs the step's module on tensors, in place of its own `forward`.
 
         GraphError while another thread trains the same rows. FailedForSizes where a step for other sizes may run.
         """
         if not self.trained:
-            outputs = self._forward(tensors, timer)
+            outputs = self._forward(tensors, forward)
         else:
             # no half of a step is ever made
             with uninterrupted(), training_step([embedding for embedding, _ in self.trained], self.owner):
-                outputs = self._train(tensors, timer)
+                outputs = self._train(tensors, forward)
         following = iter(outputs)
         leaves = [
             next(following) if tensor else constant
@@ -89,24 +91,23 @@ class CompiledStep:
         ]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def _train(self, tensors: list[Tensor], timer: Timer | None) -> Any:
+    def _train(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         for embedding, rows in self.trained:
             if embedding.row_optimizer is not rows:
                 embedding.follow(rows)  # another graph trained it since
         try:
-            return self._forward(tensors, timer)
+            return self._forward(tensors, forward)
         except BaseException:
             for embedding, _ in self.trained:
                 embedding.release()
             raise
 
-    def _forward(self, tensors: list[Tensor], timer: Timer | None) -> Any:
+    def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         # not no_grad: some kernels choose by gradient mode, and it is the one that the trace saw
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-            forward = _plain if timer is None else timer.forward
             if self.attempt is not None:
-                return self.attempt.run(tensors, forward)
-            if timer is not None:
+                return self.attempt.run(tensors, forward or _plain)
+            if forward is not None:
                 return forward(self.module, tensors)
             if self.captured is not None:
                 return self.captured.run(tensors, lambda: self.module.forward(*tensors))
@@ -123,7 +124,7 @@ def _plain(module: fx.GraphModule, tensors: list[Any]) -> Any:
 
 
 def compile_step(
-    root: Graph,
+    root: Built,
     traced: Trace,
     optimizers: OptimizerSet,
     end: StepEnd,
@@ -221,8 +222,8 @@ def compile_step(
 
 
 def compile_for_many(
-    root: Graph,
-    sizes: Sizes,
+    root: Built,
+    sizes: Sizes[CompiledStep],
     family: Hashable,
     leaves: list[Any],
     spec: pytree.TreeSpec,

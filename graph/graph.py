@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -26,10 +26,11 @@ from ..engine.ranks import refuse_around
 from . import checkpoint
 from .ahead import Announcer
 from .attempt import FailedForSizes
-from .checkpoint import path_of
-from .compiled import CompiledStep, compile_for_many, compile_step
+from .built import Built
+from .compiled import CompiledStep, Forward, compile_for_many, compile_step
 from .drawing import draw
 from .extra_state import check_state, extra_state, load_extra_state, without_rows
+from .names import path_of
 from .optimizers import OptimizerSet
 from .pipeline import AHEAD, Run, forget_announced, iterate
 from .profile import Profile, Timer, profile
@@ -50,7 +51,7 @@ def _spec_of(count: int) -> pytree.TreeSpec:
     return pytree.tree_structure((tuple(range(count)), {}))
 
 
-class Graph(nn.Module):
+class Graph(Built):
     """A training or evaluation step, traced once an input signature and then run without autograd.
 
     A subclass sets its modules in `__init__`, calls `add_optimizer` there, and defines `build`, which computes a loss
@@ -77,14 +78,14 @@ class Graph(nn.Module):
         self.__end = StepEnd()
         self.__inductor: dict[str, Any] | None = None
         self.__recorded = False
-        self.__sizes = Sizes()
+        self.__sizes = Sizes[CompiledStep]()
         self.__left: list[None] = []  # runs that were left before their end
         self.__steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         # two underscores: a subclass may have attributes of any name
         self.__structure: Structure | None = None
         self.__last: tuple[Hashable, Any] = (None, None)  # the step of the previous call, found without hashing
         self.__compiles = Compiles(STEPS)
-        self.__timer: Timer | None = None
+        self.__forward: Forward | None = None  # while a profile runs
 
     def add_optimizer(self, optimizer: Optimizer, lr_sch: LRScheduler | None = None) -> None:
         """Let an ordinary torch optimizer update the parameters that it holds, and rows by the shadows that it holds.
@@ -177,10 +178,6 @@ class Graph(nn.Module):
             self.__recorded = False
             raise
 
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        """The step, written by the subclass."""
-        raise NotImplementedError(f"{type(self).__name__} defines no build(self, ...)")
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step and return what `build` returns, tensors detached.
 
@@ -190,13 +187,13 @@ class Graph(nn.Module):
         refuse_around(self)
         step, tensors = self.__compiled(args, kwargs)
         try:
-            return step.run(tensors, self.__timer)
+            return step.run(tensors, self.__forward)
         except FailedForSizes as failed:
             cause = failed.__cause__
             assert cause is not None
             cause.__traceback__ = None  # its frames hold all that the failed step had computed
         own, tensors = self.__compiled(args, kwargs, alone=True)
-        result = own.run(tensors, self.__timer)  # where it raises as well, the step for many sizes is not at fault
+        result = own.run(tensors, self.__forward)  # where it raises as well, the step for many sizes is not at fault
         self.__sizes.drop(type(self).__name__, step, cause)
         return result
 
@@ -220,14 +217,15 @@ class Graph(nn.Module):
         """
         if steps is not None and whole(steps, least=1) is None:
             raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
-        self.__timer = Timer()
+        timer = Timer()
+        self.__forward = timer.forward
         try:
             some = islice(iterate(batches), steps)
             return profile(
-                type(self).__name__, lambda timed: self.run(timed, ahead=ahead), some, self.__timer, self.__compiles
+                type(self).__name__, lambda timed: self.run(timed, ahead=ahead), some, timer, self.__compiles
             )
         finally:
-            self.__timer = None
+            self.__forward = None
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write a checkpoint, the folder `path`: `state_dict()` and all rows. What returned survives anything.

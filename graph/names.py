@@ -1,15 +1,16 @@
-"""How a user would call a tensor: for messages and for the printed graph."""
+"""What users call things: tensors, in messages and in the printed graph, and paths."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from .graph import Graph
+from ..engine.errors import InputError
+from .built import Built
 
 
 def tensor_names(root: nn.Module) -> dict[int, str]:
@@ -20,7 +21,7 @@ def tensor_names(root: nn.Module) -> dict[int, str]:
     return names
 
 
-def name_of(root: Graph, tensor: Tensor) -> str:
+def name_of(root: Built, tensor: Tensor) -> str:
     """Its path under `root`, else where `root.build` finds it in its closure or globals, else its shape."""
     path = tensor_names(root).get(id(tensor)) or _closure_name(root.build, tensor)
     return repr(path) if path else f"of shape {tuple(tensor.shape)}"
@@ -53,3 +54,11 @@ def identifiers(wanted: list[str], reserved: list[str] | None = None) -> list[st
         taken.append(candidate)
         result.append(candidate)
     return result
+
+
+def path_of(path: Any) -> Path:
+    """What a user gave as a path. InputError."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise InputError(f"path={path!r}: give a string or a pathlib.Path") from None

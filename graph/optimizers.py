@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,9 @@ from ..engine.eager import EagerOptimizer
 from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import GraphError, OptimizerError
 from ..engine.optimizers import RowOptimizer
+from .built import Built
 from .names import name_of
 from .step_end import check_schedule
-
-if TYPE_CHECKING:
-    from .graph import Graph
 
 log = logging.getLogger("tierbed")
 
@@ -97,7 +95,7 @@ class OptimizerSet:
         """Changes with every optimizer and every parameter that is added."""
         return tuple((id(o), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers)
 
-    def attach(self, root: Graph) -> None:
+    def attach(self, root: Built) -> None:
         """Tell each embedding under `root` the group that holds its shadow, once.
 
         OptimizerError for a parameter in two optimizers.
@@ -123,7 +121,7 @@ class OptimizerSet:
         """The optimizer of each parameter, by the parameter's id."""
         return {id(parameter): optimizer for optimizer, _, parameter in self._held()}
 
-    def refuse_foreign(self, root: Graph) -> None:
+    def refuse_foreign(self, root: Built) -> None:
         """OptimizerError for a parameter that no module under `root` holds: a trace could not see it."""
         known = {id(parameter) for parameter in root.parameters()}
         for optimizer, _, parameter in self._held():
@@ -133,7 +131,7 @@ class OptimizerSet:
                     "the graph; assign its module to self in __init__, and make the optimizer after replacing any"
                 )
 
-    def tell_untrained(self, root: Graph, trains: bool) -> None:
+    def tell_untrained(self, root: Built, trains: bool) -> None:
         """Warn once of a step of `root` in training mode that trains nothing, where none before it did."""
         wanted = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._held())
         if wanted and not trains and not self._settled:

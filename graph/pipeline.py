@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from ..engine.interrupts import uninterrupted
 from ..engine.numeric import whole
 from ..engine.prefetch import WINDOW
 from .progress import Progress
-
-if TYPE_CHECKING:
-    from .graph import Graph
 
 AHEAD = 8
 
@@ -54,7 +51,7 @@ class Run(Iterator[Any]):
 
     def __init__(
         self,
-        graph: Graph,
+        graph: nn.Module,
         batches: Iterable[Any],
         ahead: int,
         announce: Callable[..., None],

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 
 from ..engine.errors import InputError
 from ..engine.numeric import whole
-from .checkpoint import path_of
 from .listing import describe
+from .names import path_of
 from .stages import STAGES, stages
 from .waiting import Waiting
 from .why import Compiles

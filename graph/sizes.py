@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .compiled import CompiledStep
 
 OWN = 8  # sizes of the same arguments that get a step of their own, and the most steps for many of them
 FAMILIES = 64
@@ -20,34 +17,35 @@ log = logging.getLogger("tierbed")
 
 Fits = Callable[[Sequence[Tensor]], bool]
 Shapes = tuple[tuple[int, ...], ...]
+S = TypeVar("S")  # a compiled step
 
 
 @dataclass
-class _Family:
+class _Family(Generic[S]):
     """Calls that differ in the sizes of tensors alone."""
 
     seen: list[Shapes] = field(default_factory=list)  # that have steps of their own
-    general: list[tuple[Fits, CompiledStep]] = field(default_factory=list)
+    general: list[tuple[Fits, S]] = field(default_factory=list)
     fixed: bool = False  # no step serves other sizes
     failed: bool = False  # one did, and torch could not run it
     told: bool = False  # that each further size is compiled anew
 
 
-class Sizes:
+class Sizes(Generic[S]):
     """The families of a graph's calls. Keys are those of signatures without sizes; inputs are the tensor arguments."""
 
     def __init__(self) -> None:
-        self._families: dict[Hashable, _Family] = {}
+        self._families: dict[Hashable, _Family[S]] = {}
         self._told = False
 
     def clear(self) -> None:
         self._families.clear()
 
-    def steps(self) -> list[CompiledStep]:
+    def steps(self) -> list[S]:
         """Those that serve many sizes."""
         return [step for family in self._families.values() for _, step in family.general]
 
-    def find(self, key: Hashable, inputs: Sequence[Tensor]) -> CompiledStep | None:
+    def find(self, key: Hashable, inputs: Sequence[Tensor]) -> S | None:
         """A step that serves many sizes, these among them."""
         family = self._families.get(key)
         return next((step for fits, step in family.general if fits(inputs)), None) if family else None
@@ -88,7 +86,7 @@ class Sizes:
         if len(self._families) > FAMILIES:
             self._families.pop(next(iter(self._families)))
 
-    def add(self, name: str, key: Hashable, fits: Fits, step: CompiledStep, inputs: Sequence[Tensor]) -> bool:
+    def add(self, name: str, key: Hashable, fits: Fits, step: S, inputs: Sequence[Tensor]) -> bool:
         """Keep a step for many sizes. False where it fits none of those seen before: it is for its own alone."""
         family = self._families[key]
         others = (
@@ -107,7 +105,7 @@ class Sizes:
         family.general.append((fits, step))
         return True
 
-    def drop(self, name: str, step: CompiledStep, cause: BaseException | None) -> None:
+    def drop(self, name: str, step: S, cause: BaseException | None) -> None:
         """A step for many sizes failed where one for a call's own sizes did not: each further size has its own."""
         for family in self._families.values():
             if any(general is step for _, general in family.general):

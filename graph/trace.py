@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,13 +34,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import engine
 from ..engine.errors import GraphError
 from .alias import is_random
+from .built import Built
 from .names import name_of, tensor_names
 from .signature import argument_name, is_plain, registered
 from .sizes import Fits
 from .swap import changed_setting, swapped, unused_grads
-
-if TYPE_CHECKING:
-    from .graph import Graph
 
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, engine.__file__, __file__))
 _SEED = 0x7165_7262_6564
@@ -69,7 +67,7 @@ class Trace:
 
 
 def trace(
-    root: Graph,
+    root: Built,
     leaves: list[Any],
     spec: pytree.TreeSpec,
     tensors: list[Tensor],
@@ -223,7 +221,7 @@ class _Guard(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, root: Graph, names: dict[int, str], settings: dict[int, tuple[Optimizer, str]]) -> None:
+    def __init__(self, root: Built, names: dict[int, str], settings: dict[int, tuple[Optimizer, str]]) -> None:
         super().__init__()
         self._root, self._names, self._settings = root, names, settings
         self._seed = _SEED

@@ -9,19 +9,17 @@ import logging
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from .built import Built
 from .names import tensor_names
 from .signature import argument_name
 from .step_end import StepEnd
-
-if TYPE_CHECKING:
-    from .graph import Graph
 
 _SHOWN = 6  # differences of one step
 _NO_TENSOR = "no tensor"
@@ -76,7 +74,7 @@ class Compiles:
 
 
 def facts(
-    root: Graph,
+    root: Built,
     leaves: list[Any],
     spec: pytree.TreeSpec,
     optimizers: Iterable[Optimizer],

@@ -1,0 +1,15 @@
+"""What a trace and a step need of a graph: a module with a `build`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class Built(nn.Module):
+    """A module whose `build` is one step. A subclass of `Graph` is one."""
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """The step, written by the subclass."""
+        raise NotImplementedError(f"{type(self).__name__} defines no build(self, ...)")
