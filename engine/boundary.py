@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event
-from typing import TYPE_CHECKING
+from threading import Event, RLock
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .table import OpenTable
+from .errors import TierbedError
 
 _LOOK_AGAIN = 0.05  # seconds, while a visitor waits
+
+
+class Visited(Protocol):
+    """What the boundary needs of an open table."""
+
+    lock: RLock
+    processor: Any
+    untold: TierbedError | None
+
+    @property
+    def in_step(self) -> bool: ...
+
+    def release(self) -> None: ...
+
+    def late_error(self, wait: bool) -> TierbedError | None: ...
 
 
 class Boundary:
@@ -24,14 +38,14 @@ class Boundary:
         self._arrived = Event()  # a step waits, so none is under way
         self._over = Event()
 
-    def give_way(self, table: OpenTable) -> None:
+    def give_way(self, table: Visited) -> None:
         """Before a step begins, where a visitor is `wanted`: wait until it has gone. Ctrl-C is heard meanwhile."""
         table.release()
         self._arrived.set()
         self._over.wait()
 
     @contextmanager
-    def visit(self, table: OpenTable, give_up: Callable[[], bool]) -> Iterator[bool]:
+    def visit(self, table: Visited, give_up: Callable[[], bool]) -> Iterator[bool]:
         """Around what another thread does between two steps, with the table's lock: no step is under way.
 
         It is False, and nothing may be done, where `give_up` said so before; it is asked while the visitor waits.
@@ -52,7 +66,7 @@ class Boundary:
                 table.lock.release()
             self._over.set()
 
-    def _enter(self, table: OpenTable, give_up: Callable[[], bool]) -> bool:
+    def _enter(self, table: Visited, give_up: Callable[[], bool]) -> bool:
         while not give_up():
             if not table.lock.acquire(timeout=_LOOK_AGAIN):
                 continue
@@ -64,7 +78,7 @@ class Boundary:
         return False
 
 
-def _catch_up_with_device(table: OpenTable) -> None:
+def _catch_up_with_device(table: Visited) -> None:
     table.processor.wait()  # steps may run on a stream that is not this thread's
     if late := table.late_error(wait=True):
         table.untold = late

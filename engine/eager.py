@@ -10,12 +10,12 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import increment_version
 
-from .embedding import MultiTableMultiColumnEmbedding
 from .errors import GraphError, OptimizerError
 from .interrupts import uninterrupted
-from .pinned import training_step
+from .ops.rows import Rows
 from .ranks import refuse_eager_ranks
 from .shadow_grad import ShadowGrad, holders
+from .training_step import training_step
 
 
 class EagerOptimizer(torch.optim.Optimizer):
@@ -46,7 +46,7 @@ class EagerOptimizer(torch.optim.Optimizer):
             )
         self.optimizer = optimizer
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        modules = (m for m in module.modules() if isinstance(m, MultiTableMultiColumnEmbedding))
+        modules = (m for m in module.modules() if isinstance(m, Rows))
         embeddings = [m for m in modules if m.shadow.requires_grad]
         if embeddings:
             refuse_eager_ranks(module)

@@ -22,9 +22,11 @@ from .ops import lookup as ops
 from .optimizers import RowOptimizer, row_optimizer
 from .options import store_options_from_dict
 from .pinned import PinnedBatch
+from .ranks import refuse_lookup
 from .row_state import RowState
 from .saved_rows import SavedRows
 from .segments import segment
+from .shadow_grad import accumulate, holders, is_reached
 from .spec import check_dtype, table_spec
 from .table import OpenTable
 from .tables import numbered
@@ -243,11 +245,6 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
 
     @property
-    def is_open(self) -> bool:
-        """Whether its store is open: from the first use to `close`."""
-        return self._held is not None and not self._closed
-
-    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
@@ -301,8 +298,21 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
         return self._table().read_weights_grad(lookup, grad)
 
+    def is_reached(self) -> bool:
+        """As `Rows`."""
+        return is_reached(self)
+
+    def is_looked_up(self) -> None:
+        """As `Rows`: OptimizerError where an EagerOptimizer trains it and ranks share the training."""
+        if self.handle in holders:
+            refuse_lookup(self.name)
+
+    def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
+        """As `Rows`: for the step of its EagerOptimizer."""
+        accumulate(self, lookup, grad, weights, order)
+
     def pin(self, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
-        """The rows of all lookups of a training step, pinned until they are updated. See `ops/step.py`."""
+        """As `Rows`."""
         return self._trained().pin(lookups, self.output_dtype, like)
 
     def announce(self, lookups: list[Lookup]) -> None:

@@ -2,55 +2,41 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from threading import Thread, current_thread
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .errors import GraphError
 from .inputs import Lookup
 
-if TYPE_CHECKING:
-    from .embedding import MultiTableMultiColumnEmbedding
-    from .table import OpenTable
 
-_training: dict[int, tuple[Thread, str]] = {}  # by the handle of an embedding: the thread of its step, and whose it is
-os.register_at_fork(after_in_child=_training.clear)
+class Steps(Protocol):
+    """What a table does for a step, with a batch that it pinned."""
 
+    def gather(self, pinned: PinnedBatch, index: int, weights: Tensor | None) -> Tensor: ...
 
-@contextmanager
-def training_step(embeddings: Iterable[MultiTableMultiColumnEmbedding], owner: str) -> Iterator[None]:
-    """Around a step that pins rows of `embeddings`: a step in another thread would take its pins away.
+    def weights_grad(self, pinned: PinnedBatch, index: int, grad: Tensor) -> Tensor: ...
 
-    owner: whose step it is, for people. GraphError where another thread is in a step of one of them.
-    """
-    mine = current_thread(), owner
-    held = []
-    try:
-        for embedding in embeddings:
-            thread, other = first = _training.setdefault(embedding.handle, mine)
-            if thread is not mine[0]:
-                raise GraphError(
-                    f"a step of {owner} in thread {mine[0].name!r} trains embedding {embedding.name!r} while a step of "
-                    f"{other} in thread {thread.name!r} does; let one thread make all training steps of an embedding, "
-                    "or hold a lock of your own around each"
-                )
-            if first is mine:
-                held.append(embedding.handle)
-        yield
-    finally:
-        for handle in held:
-            del _training[handle]
+    def square_gradients(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> float: ...
+
+    def update(
+        self,
+        pinned: PinnedBatch,
+        grads: list[Tensor],
+        weights: list[Tensor | None],
+        scale: float,
+        clip_value: float | None,
+    ) -> None: ...
+
+    def record_update(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> None: ...
+
+    def release(self) -> None: ...
 
 
 class PinnedBatch:
-    """The unique rows of all lookups of a step, pinned in the top tier until `update` or the table's `release`."""
+    """As `Pinned`: rows that a table pinned. The table's `release` ends the pin as well."""
 
-    def __init__(self, table: OpenTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
+    def __init__(self, table: Steps, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
         self.core = core  # the processor's batch
         self.lookups = lookups
         self.dtype = dtype

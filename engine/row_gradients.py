@@ -5,17 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .errors import InputError
 from .inputs import Lookup
-from .pinned import PinnedBatch
-
-if TYPE_CHECKING:
-    from .embedding import MultiTableMultiColumnEmbedding
+from .ops.rows import Pinned, Rows
 
 
 @dataclass
@@ -44,12 +40,12 @@ class _Kept:
 class RowGradients:
     """Of one embedding. Gradients of several lookups, and of several passes over a model, add up until `clear`."""
 
-    def __init__(self, embedding: MultiTableMultiColumnEmbedding) -> None:
+    def __init__(self, embedding: Rows) -> None:
         self._embedding = weakref.ref(embedding)  # which may hold this
         self._kept: dict[Hashable, _Kept] = {}
 
     @property
-    def embedding(self) -> MultiTableMultiColumnEmbedding:
+    def embedding(self) -> Rows:
         """Whoever calls methods here holds it."""
         embedding = self._embedding()
         assert embedding is not None
@@ -78,7 +74,7 @@ class RowGradients:
         copy = Lookup(ids, table_ids, offsets, lookup.pooling)
         self._kept[key] = _Kept(copy, weights, given, order, grad, _version(grad))
 
-    def pin(self) -> PinnedBatch | None:
+    def pin(self) -> Pinned | None:
         """Bring up and pin the rows of all lookups, each once; None where there is none.
 
         Raises what `embedding.pin` raises, and InputError; then nothing is pinned.
@@ -98,7 +94,7 @@ class RowGradients:
         kept = self._in_order()
         return [one.grad for one in kept], [one.weights for one in kept]
 
-    def update(self, batch: PinnedBatch) -> None:
+    def update(self, batch: Pinned) -> None:
         """Apply the embedding's optimizer once, with the sum of all gradients. `batch` is what `pin` gave; ends it."""
         batch.update(*self.grads())
 

@@ -7,11 +7,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .background import BackgroundSave
 from .errors import OptionError
 from .home_snapshots import SavedAs
+from .ops.rows import Rows
 
 if TYPE_CHECKING:
     from .handle import TableHandle
@@ -21,12 +22,18 @@ log = logging.getLogger("tierbed")
 EXTRA = "_extra_state"  # the name that torch gives it in a state_dict
 
 
-class SavedRows(nn.Module):
+class SavedRows(Rows):
     """Of the embedding modules: saving their rows."""
 
     _version = 2  # of the state_dict: 1 had no extra state
+    _closed: bool
     _held: TableHandle | None
     _awaited: SavedAs | None = None  # of a state_dict, to be compared once there are rows
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its store is open: from the first use to `close`."""
+        return self._held is not None and not self._closed
 
     def opened(self) -> TableHandle:
         """The table, opened where it is not yet."""

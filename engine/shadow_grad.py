@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -13,13 +13,11 @@ from torch.utils import _pytree as pytree
 
 from .errors import GraphError
 from .inputs import Lookup
+from .ops.rows import Rows
 from .row_gradients import RowGradients
 
-if TYPE_CHECKING:
-    from .eager import EagerOptimizer
-    from .embedding import MultiTableMultiColumnEmbedding
-
-holders: WeakValueDictionary[int, EagerOptimizer] = WeakValueDictionary()  # by the handle of the embedding
+# the EagerOptimizer that steps an embedding, by its handle
+holders: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
 
 # what torch calls to look at a tensor, and when a module moves
 _HARMLESS = {"__get__", "__repr__", "is_complex", "is_floating_point"}
@@ -35,7 +33,7 @@ class ShadowGrad(Tensor):
     rows: RowGradients
 
     @classmethod
-    def of(cls, embedding: MultiTableMultiColumnEmbedding) -> ShadowGrad:
+    def of(cls, embedding: Rows) -> ShadowGrad:
         grad = torch.zeros_like(embedding.shadow).as_subclass(cls)
         grad.rows = RowGradients(embedding)
         return grad
@@ -54,7 +52,7 @@ class ShadowGrad(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def is_reached(embedding: MultiTableMultiColumnEmbedding) -> bool:
+def is_reached(embedding: Rows) -> bool:
     """Whether the backward pass under way reaches the embedding's parameter: autograd.grad of others does not.
 
     Of a trace it is not known here, and taken to be. GraphError for autograd.grad of the parameter itself, and for
@@ -76,9 +74,7 @@ def is_reached(embedding: MultiTableMultiColumnEmbedding) -> bool:
     return reached
 
 
-def accumulate(
-    embedding: MultiTableMultiColumnEmbedding, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int
-) -> None:
+def accumulate(embedding: Rows, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
     """Add the gradient of a lookup to `grad` of the embedding's parameter, as `RowGradients.add`. GraphError."""
     name, shadow = embedding.name, embedding.shadow
     if embedding.handle not in holders:

@@ -13,14 +13,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import TierbedError
 from ..engine.inputs import Lookup
 from ..engine.ops import step
+from ..engine.ops.rows import Rows
 from .alias import external, is_random, storages, written
 from .step_end import StepEnd, accumulate
 
-Coming = list[tuple[MultiTableMultiColumnEmbedding, list[Lookup]]]
+Coming = list[tuple[Rows, list[Lookup]]]
 
 
 class Announcer:
@@ -28,7 +28,7 @@ class Announcer:
 
     def __init__(self, end: StepEnd) -> None:
         self._end = end
-        self._together: dict[MultiTableMultiColumnEmbedding, list[Lookup]] = defaultdict(list)
+        self._together: dict[Rows, list[Lookup]] = defaultdict(list)
         self._count = 0  # of accumulated steps
 
     def add(self, between: int, coming: Coming | None) -> None:

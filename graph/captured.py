@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import GraphError, OptionError, TierbedError
 from ..engine.ops import recorded, step
 from ..engine.ops.processor import Recorder
+from ..engine.ops.rows import Rows
+from ..engine.saved_rows import SavedRows
 from ..engine.table import OpenTable
 from .alias import memory, written
 from .dense import dense_step
@@ -51,15 +52,13 @@ class Captured:
     A recording holds as long as the memory that it used stays in place; where that changes, another is made.
     """
 
-    def __init__(
-        self, module: fx.GraphModule, inputs: int, trained: list[MultiTableMultiColumnEmbedding], end: StepEnd
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, inputs: int, trained: list[Rows], end: StepEnd) -> None:
         """module: the step, whose first `inputs` placeholders are tensors of a call."""
         self._recorded, self._end_of_step = cut(module)
         self._inputs, self._trained, self._end = inputs, trained, end
         nodes = [n for n in module.graph.nodes if n.op == "get_attr"]
         held = dict.fromkeys(getattr(module, str(node.target)) for node in nodes)
-        self._read = [m for m in held if isinstance(m, MultiTableMultiColumnEmbedding) and m not in trained]
+        self._read = [m for m in held if isinstance(m, Rows) and m not in trained]
         self._constants = [value for value in held if isinstance(value, Tensor)]
         placeholders = self._recorded.graph.find_nodes(op="placeholder")
         self._used = [index for index in range(inputs, len(placeholders)) if placeholders[index].users]
@@ -73,7 +72,7 @@ class Captured:
 
         Raises GraphError and OptionError for what cannot be recorded, before the step.
         """
-        trained, read = ([e.opened().table for e in part] for part in (self._trained, self._read))
+        trained, read = _tables(self._trained), _tables(self._read)
         for table in trained:
             table.give_way()
         with recorded.locked([*trained, *read]):
@@ -204,3 +203,14 @@ def _split_end(graph: fx.Graph, node: fx.Node) -> None:
             graph.call_function(step.update, (batch, grads, weights))
         node.replace_all_uses_with(graph.call_function(end_dense, (end, dense)))
     graph.erase_node(node)
+
+
+def _tables(embeddings: list[Rows]) -> list[OpenTable]:
+    """The open tables of embeddings. GraphError for rows that stand in no table of this process."""
+    for embedding in embeddings:
+        if not isinstance(embedding, SavedRows):
+            raise GraphError(
+                f"cuda_graph: the rows of {embedding.name!r}, a {type(embedding).__name__}, are in no table of this "
+                "process, and their steps cannot be recorded; call cuda_graph(False)"
+            )
+    return [embedding.opened().table for embedding in embeddings if isinstance(embedding, SavedRows)]

@@ -53,8 +53,9 @@ _CHUNK = 1 << 24
 log = logging.getLogger("tierbed")
 
 
-def check_save(path: Any, overwrite: bool) -> Path:
-    """The folder of a checkpoint, which with `overwrite` may be another one. SnapshotError, InputError."""
+def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
+    """The folder of a checkpoint, which with `overwrite` may be another one. SnapshotError, InputError, GraphError."""
+    _saved(root)
     if not isinstance(overwrite, bool):
         raise InputError(f"overwrite={overwrite!r}: give True or False")
     folder = path_of(path).absolute()
@@ -93,7 +94,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     tensors: dict[str, Tensor] = {}
     plain = encode(dict(state), tensors, "state")
     metadata = encode(getattr(state, "_metadata", None), tensors, "metadata")  # versions of modules
-    embeddings = embeddings_of(root)
+    embeddings = _saved(root)
     replaced, there = _rows_in(folder), False
     try:
         with made_aside(folder, overwrite) as place:
@@ -154,7 +155,7 @@ def load(
         state._metadata = decode(record["metadata"], tensors)  # type: ignore[attr-defined]
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError, SafetensorError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
-    embeddings = embeddings_of(root)
+    embeddings = _saved(root)
     if list(embeddings) != record["embeddings"]:
         raise SnapshotError(
             f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this graph has "
@@ -171,6 +172,18 @@ def load(
     for embedding, place in zip(embeddings.values(), rows, strict=True):
         embedding.opened().load_rows(place, optimizers)
     return state
+
+
+def _saved(root: nn.Module) -> dict[str, SavedRows]:
+    """The embeddings under `root`, by path. GraphError for rows that no checkpoint can hold."""
+    found = embeddings_of(root)
+    for path, embedding in found.items():
+        if not isinstance(embedding, SavedRows):
+            raise GraphError(
+                f"{path} is a {type(embedding).__name__}, whose rows no checkpoint holds; leave it out of the graph "
+                "that is saved, or save its rows and the graph's state_dict() by themselves"
+            )
+    return {path: embedding for path, embedding in found.items() if isinstance(embedding, SavedRows)}
 
 
 def _rows_in(folder: Path) -> dict[str, Snapshot]:

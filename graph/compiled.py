@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import OptimizerError
 from ..engine.interrupts import uninterrupted
 from ..engine.ops.lookup import embedding_of
+from ..engine.ops.rows import Rows
 from ..engine.optimizers import RowOptimizer
-from ..engine.pinned import training_step
+from ..engine.training_step import training_step
 from .ahead import Coming, cut_lookups
 from .attempt import Attempt
 from .bound import bind_ops
@@ -53,7 +53,7 @@ class CompiledStep:
     owner: str
     module: fx.GraphModule
     lookups: fx.GraphModule | None  # `cut_lookups`
-    trained: list[tuple[MultiTableMultiColumnEmbedding, RowOptimizer]]
+    trained: list[tuple[Rows, RowOptimizer]]
     spec: pytree.TreeSpec
     constants: list[Any]
     is_tensor: list[bool]
@@ -164,7 +164,7 @@ def compile_step(
     with_grad = returned.with_grad if root.training else []
     optimizers.tell_untrained(root, bool(with_grad))
     values: Any = graph.output_node().args[0]
-    trained: list[tuple[MultiTableMultiColumnEmbedding, RowOptimizer]] = []
+    trained: list[tuple[Rows, RowOptimizer]] = []
     if with_grad:
         holders = optimizers.holders()
         for index, grad in zip(with_grad, values[count:], strict=True):

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import torch
 from torch import fx
 
-from ..engine.embedding import MultiTableMultiColumnEmbedding
+from ..engine.ops.rows import Rows
 from .ahead import known_ahead
 from .listing import describe, op_name, statement
 from .stages import STAGES, rows_at, stages
@@ -124,7 +124,7 @@ def _say_ahead(module: fx.GraphModule, boxes: list[_Box]) -> None:
     box_of = {node: box for box in boxes for node in box.nodes}
     for node, (source, _) in known_ahead(module):
         embedding = getattr(module, source.target)
-        assert isinstance(embedding, MultiTableMultiColumnEmbedding)
+        assert isinstance(embedding, Rows)
         box_of[node].lines.append(f"ahead, on a {'stream' if embedding.shadow.is_cuda else 'thread'} of its own")
 
 

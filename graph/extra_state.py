@@ -128,7 +128,7 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, st
     embeddings = embeddings_of(root)
     for path, held in state.get("embeddings", {}).items():  # of an older state, where embeddings do not say it
         embedding = embeddings.get(path)
-        if embedding is not None and embedding.is_open:
+        if isinstance(embedding, SavedRows) and embedding.is_open:
             handle = embedding.opened()
             if handle.named().step != held["step"]:
                 handle.compare(SavedAs(held["step"], held["snapshot"], None))

@@ -235,12 +235,12 @@ class Graph(Built):
         is durable. Raises SnapshotError where `path` exists or cannot be written, GraphError for a state that it cannot
         hold, InputError for what is no path; a save that fails leaves nothing, and the old one.
         """
-        place = checkpoint.check_save(path, overwrite)
+        place = checkpoint.check_save(self, path, overwrite)
         checkpoint.save(self, self.state_dict(), place, overwrite)
 
     def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Raise what `save` would raise now of its arguments: call it before the training that it saves."""
-        checkpoint.check_save(path, overwrite)
+        checkpoint.check_save(self, path, overwrite)
 
     def load(self, path: str | os.PathLike[str], *, optimizers: bool = True) -> None:
         """Go on from a checkpoint: the next steps are those of a run that never stopped.

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..engine.eager import EagerOptimizer
-from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import GraphError, OptimizerError
+from ..engine.ops.rows import Rows
 from ..engine.optimizers import RowOptimizer
 from .built import Built
 from .names import name_of
@@ -24,9 +24,9 @@ from .step_end import check_schedule
 log = logging.getLogger("tierbed")
 
 
-def embeddings_of(root: nn.Module) -> dict[str, MultiTableMultiColumnEmbedding]:
+def embeddings_of(root: nn.Module) -> dict[str, Rows]:
     """The embeddings under `root`, by path. GraphError for two of one store folder, of which one can be open."""
-    found = {path: m for path, m in root.named_modules() if isinstance(m, MultiTableMultiColumnEmbedding)}
+    found = {path: m for path, m in root.named_modules() if isinstance(m, Rows)}
     folders: dict[str, str] = {}
     for path, embedding in found.items():
         place = embedding.store_options.persistent_path
@@ -42,7 +42,7 @@ def embeddings_of(root: nn.Module) -> dict[str, MultiTableMultiColumnEmbedding]:
     return found
 
 
-def embeddings_by_shadow(root: nn.Module) -> dict[int, MultiTableMultiColumnEmbedding]:
+def embeddings_by_shadow(root: nn.Module) -> dict[int, Rows]:
     """`embeddings_of`, by the id of the parameter that optimizers know them by."""
     return {id(embedding.shadow): embedding for embedding in embeddings_of(root).values()}
 
@@ -113,7 +113,7 @@ class OptimizerSet:
                 rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
         self._rows.update(rows)  # at the end: a refused optimizer leaves nothing
 
-    def rows(self, embedding: MultiTableMultiColumnEmbedding) -> RowOptimizer:
+    def rows(self, embedding: Rows) -> RowOptimizer:
         """What the rows of an attached embedding follow in this graph."""
         return self._rows[id(embedding.shadow)]
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import InputError
 from ..engine.interrupts import uninterrupted
 from ..engine.numeric import whole
+from ..engine.ops.rows import Rows
 from ..engine.prefetch import WINDOW
 from .progress import Progress
 
@@ -135,7 +135,7 @@ def _counted(batch: Any) -> list[Tensor]:
 def forget_announced(root: nn.Module) -> None:
     """Let the embeddings under `root` forget what was announced, and end their threads."""
     for module in root.modules():
-        if isinstance(module, MultiTableMultiColumnEmbedding):
+        if isinstance(module, Rows):
             module.forget_announced()
 
 

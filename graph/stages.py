@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.ops import step
+from ..engine.ops.rows import Rows
 from .dense import dense_step
 from .step_end import accumulate, end_step, schedule
 from .trace import BACKWARD
@@ -48,7 +48,7 @@ def rows_at(module: fx.GraphModule, node: fx.Node) -> str | None:
     """Whose rows a node fetches, reads or updates, and where they live: `users in cached_ssd`. None: it has none."""
     if node.op == "get_attr":
         value = getattr(module, str(node.target))
-        is_embedding = isinstance(value, MultiTableMultiColumnEmbedding)
+        is_embedding = isinstance(value, Rows)
         return f"{node.target} in {value.store_options.store}" if is_embedding else None
     if node.target not in _OF_TARGET:
         return None

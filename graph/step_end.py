@@ -16,17 +16,17 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..engine.embedding import MultiTableMultiColumnEmbedding
 from ..engine.errors import GraphError, OptimizerError
 from ..engine.inputs import Lookup
 from ..engine.interrupts import uninterrupted
 from ..engine.numeric import real
+from ..engine.ops.rows import Rows
 from ..engine.optim.own import LARGEST, SMALLEST
 from ..engine.row_gradients import RowGradients
 from .dense import dense_step
 
 if TYPE_CHECKING:
-    from ..engine.pinned import PinnedBatch
+    from ..engine.ops.rows import Pinned
 
 
 class DenseGrads(NamedTuple):
@@ -40,13 +40,13 @@ class DenseGrads(NamedTuple):
 class RowGrads(NamedTuple):
     """Of the lookups of a pinned batch, with the weights that they were pooled with."""
 
-    batch: PinnedBatch
+    batch: Pinned
     grads: list[Tensor]
     weights: list[Tensor | None]
 
 
 # of lookups of one embedding that only read; FX writes no named tuple that is inside another
-LookupGrads = tuple[MultiTableMultiColumnEmbedding, list[Lookup], list[Tensor], list[Tensor | None]]
+LookupGrads = tuple[Rows, list[Lookup], list[Tensor], list[Tensor | None]]
 
 
 class _Same:
@@ -72,7 +72,7 @@ class StepEnd:
         self.every = 1  # of how many steps gradients are summed
         self.steps = 0  # whose gradients wait
         self._dense: dict[Optimizer, dict[Tensor, Tensor]] = {}
-        self._rows: dict[MultiTableMultiColumnEmbedding, RowGradients] = {}
+        self._rows: dict[Rows, RowGradients] = {}
 
     @property
     def is_plain(self) -> bool:

@@ -12,24 +12,20 @@ from __future__ import annotations
 import itertools
 import secrets
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ClosedError, GraphError
 from ..inputs import Lookup
-from ..ranks import refuse_lookup
-from ..shadow_grad import accumulate, holders, is_reached
-
-if TYPE_CHECKING:
-    from ..embedding import MultiTableMultiColumnEmbedding
+from .rows import Rows
 
 _orders = itertools.count()
-_embeddings: weakref.WeakValueDictionary[int, MultiTableMultiColumnEmbedding] = weakref.WeakValueDictionary()
+_embeddings: weakref.WeakValueDictionary[int, Rows] = weakref.WeakValueDictionary()
 
 
-def register(embedding: MultiTableMultiColumnEmbedding) -> int:
+def register(embedding: Rows) -> int:
     """A number by which the ops find the embedding: op arguments are tensors and numbers only.
 
     It is drawn at random: a program that was recorded elsewhere, or of an embedding that is gone, finds no other.
@@ -39,7 +35,7 @@ def register(embedding: MultiTableMultiColumnEmbedding) -> int:
     return handle
 
 
-def embedding_of(handle: int) -> MultiTableMultiColumnEmbedding:
+def embedding_of(handle: int) -> Rows:
     embedding = _embeddings.get(handle)
     if embedding is None:
         raise ClosedError(
@@ -114,7 +110,7 @@ def lookup_grad(
 
     Its value is the shadow's gradient, which nothing reads.
     """
-    accumulate(embedding_of(handle), Lookup(ids, table_ids, offsets, pooling), grad, weights, order)
+    embedding_of(handle).accumulate(Lookup(ids, table_ids, offsets, pooling), grad, weights, order)
     return grad.new_zeros((1,), dtype=torch.float32)
 
 
@@ -147,8 +143,8 @@ def _(grad: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shadow, ids, table_ids, offsets, ctx.pooling, weights, ctx.handle = inputs
-    if ctx.needs_input_grad[0] and ctx.handle in holders:
-        refuse_lookup(embedding_of(ctx.handle).name)
+    if ctx.needs_input_grad[0]:
+        embedding_of(ctx.handle).is_looked_up()
     ctx.order = next(_orders)
     # autograd refuses a saved tensor that changed since: the shadow changes with the rows, which weights need
     needed = shadow if ctx.needs_input_grad[5] else None
@@ -158,7 +154,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shadow, ids, table_ids, offsets, weights = ctx.saved_tensors
     of_rows = of_weights = None
-    if ctx.needs_input_grad[0] and is_reached(embedding_of(ctx.handle)):
+    if ctx.needs_input_grad[0] and embedding_of(ctx.handle).is_reached():
         of_rows = lookup_grad(grad, ids, table_ids, offsets, ctx.pooling, weights, ctx.order, ctx.handle)
     if ctx.needs_input_grad[5]:
         of_weights = lookup_weights_grad(grad, ids, table_ids, offsets, ctx.pooling, shadow, ctx.handle)

@@ -14,15 +14,13 @@ from torch import Tensor
 from ..interrupts import uninterrupted
 
 if TYPE_CHECKING:
-    from ..embedding import MultiTableMultiColumnEmbedding
     from ..inputs import Lookup
     from ..pinned import PinnedBatch
+    from ..saved_rows import SavedRows
     from ..table import OpenTable
 
 
-def prefetch(
-    embedding: MultiTableMultiColumnEmbedding, lookups: list[Lookup], like: PinnedBatch | None = None
-) -> PinnedBatch:
+def prefetch(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
     """As that of `step.py`, whose `gather` and `weights_grad` take what it returns."""
     return embedding.opened().table.record_pin(lookups, embedding.output_dtype, like)
 
@@ -32,13 +30,13 @@ def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]
     batch.record_update(grads, weights)
 
 
-def read(embedding: MultiTableMultiColumnEmbedding, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
     """As that of `step.py`."""
     table = embedding.opened().table
     return table.processor.gather(table.record_peek(lookup), 0, lookup, weights, embedding.output_dtype)
 
 
-def read_weights_grad(embedding: MultiTableMultiColumnEmbedding, lookup: Lookup, grad: Tensor) -> Tensor:
+def read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
     """As that of `step.py`."""
     table = embedding.opened().table
     return table.processor.weights_grad(table.record_peek(lookup), 0, lookup, grad)

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..embedding import MultiTableMultiColumnEmbedding
     from ..inputs import Lookup
-    from ..pinned import PinnedBatch
+    from .rows import Pinned, Rows
 
 
-def prefetch(
-    embedding: MultiTableMultiColumnEmbedding, lookups: list[Lookup], like: PinnedBatch | None = None
-) -> PinnedBatch:
+def prefetch(embedding: Rows, lookups: list[Lookup], like: Pinned | None = None) -> Pinned:
     """Deduplicate the ids of all lookups, bring their rows to the top tier and pin them.
 
     like: a batch that another embedding has of the same lookups: they were deduplicated there.
@@ -25,7 +22,7 @@ def prefetch(
     return embedding.pin(lookups, like)
 
 
-def gather(batch: PinnedBatch, index: int, weights: Tensor | None = None) -> Tensor:
+def gather(batch: Pinned, index: int, weights: Tensor | None = None) -> Tensor:
     """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,).
 
     weights: float32 of the shape of its ids.
@@ -33,12 +30,12 @@ def gather(batch: PinnedBatch, index: int, weights: Tensor | None = None) -> Ten
     return batch.gather(index, weights)
 
 
-def weights_grad(batch: PinnedBatch, index: int, grad: Tensor) -> Tensor:
+def weights_grad(batch: Pinned, index: int, grad: Tensor) -> Tensor:
     """The gradient of those weights, of their shape, for the gradient of what `gather` returned."""
     return batch.weights_grad(index, grad)
 
 
-def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+def update(batch: Pinned, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
     """Apply the embedding's optimizer to the rows of the batch.
 
     grads: for each lookup the gradient of what `gather` returned. weights: for each lookup, if any has them. Ends the
@@ -47,11 +44,11 @@ def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]
     batch.update(grads, weights)
 
 
-def read(embedding: MultiTableMultiColumnEmbedding, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+def read(embedding: Rows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
     """The rows of a lookup, or its pooled bags, lookup.shape + (dim,), inserting nothing."""
     return embedding.read(lookup, weights)
 
 
-def read_weights_grad(embedding: MultiTableMultiColumnEmbedding, lookup: Lookup, grad: Tensor) -> Tensor:
+def read_weights_grad(embedding: Rows, lookup: Lookup, grad: Tensor) -> Tensor:
     """The gradient of the weights of a lookup that was read, of their shape."""
     return embedding.read_weights_grad(lookup, grad)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .. import _core
 from ..errors import CapacityError
 from .contract import BUCKETS, Asked, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
-
-if TYPE_CHECKING:
-    from ..cache.cached import CachedStore
 
 
 def check_room(new: int, room: Room | None) -> None:
@@ -72,7 +69,7 @@ class FullTable(WithoutAnnouncements[_core.Batch]):
     def tracker(self) -> None:
         """`_core.ChangedRows` knows batches."""
 
-    def image(self, top: FullTable | CachedStore) -> _core.TableImage:
+    def image(self, top: Any) -> _core.TableImage:
         return _core.TableImage(self.native, self._layout, top.native)
 
     def close(self) -> None:

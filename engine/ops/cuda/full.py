@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ... import _core
 from ...store.contract import BUCKETS, Asked, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
 from .batch import Batch, keys_of, lines_among, one_row, rows_of
 from .faults import Faults
-from .image import TableImage
+from .image import Held, TableImage
 from .layout import Layout
 from .staging import Staging
 from .step import initialise_lines, initialise_missing
@@ -22,17 +21,6 @@ from .table import FullTable
 from .tracking import Marks
 
 SCAN_ROWS = 1 << 16  # rows a chunk
-
-
-@dataclass(frozen=True)
-class Held:
-    """Written rows [n], by bucket, and within one by (table, key). `bounds`: where each bucket begins, and the end."""
-
-    tables: Tables
-    keys: Keys
-    lines: Tensor
-    numbers: Tensor  # of the lines
-    bounds: NDArray[np.int64]  # [BUCKETS + 1]
 
 
 class FullStore(WithoutAnnouncements[Batch]):
@@ -99,7 +87,7 @@ class FullStore(WithoutAnnouncements[Batch]):
             return self._held()
 
     def image(self, top: Any) -> TableImage:
-        return TableImage(self, self._faults.word)
+        return TableImage(self.table, self.layout, self.held, self._faults.word)
 
     def tracker(self) -> Marks:
         return Marks(self.table)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,12 +14,22 @@ from torch import Tensor
 
 from ...store.contract import BUCKETS, Keys, Tables, row_dtype
 from .batch import Batch, rows_of
+from .layout import Layout
 from .staging import Staging
-
-if TYPE_CHECKING:
-    from .full import FullStore
+from .table import FullTable
 
 Kept = tuple[NDArray[np.int64], NDArray[np.uint8]]  # places [n], ascending, and lines [n, stored_bytes]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Written rows [n], by bucket, and within one by (table, key). `bounds`: where each bucket begins, and the end."""
+
+    tables: Tables
+    keys: Keys
+    lines: Tensor
+    numbers: Tensor  # of the lines
+    bounds: NDArray[np.int64]  # [BUCKETS + 1]
 
 
 class TableImage:
@@ -28,11 +39,12 @@ class TableImage:
     caches above bring down only what was written after it was kept.
     """
 
-    def __init__(self, store: FullStore, faults: Tensor) -> None:
-        self._table, self._layout, self._faults = store.table, store.layout, faults
+    def __init__(self, table: FullTable, layout: Layout, held: Callable[[], Held], faults: Tensor) -> None:
+        """held: what the table has when it is called."""
+        self._table, self._layout, self._faults = table, layout, faults
         device = self._layout.device.torch_device
         self._layout.device.wait()  # steps may be on another stream than this thread
-        self._held = store.held()
+        self._held = held()
         self._staging = Staging(self._layout)
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # by the number of a line + 1: the place in `_held` of a row that was neither read nor kept so far, or -1

@@ -1,0 +1,121 @@
+"""What a step needs of an embedding, whatever stands behind its rows: the ops and the graph ask for this alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ..inputs import Lookup
+    from ..optimizers import RowOptimizer
+    from ..options import StoreOptions
+    from ..spec import TableSpec
+
+
+class Pinned(Protocol):
+    """The unique rows of all lookups of a step, pinned in the top tier until `update` or `release`."""
+
+    core: Any  # the processor's batch
+    lookups: list[Lookup]
+    dtype: torch.dtype
+
+    def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
+        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
+
+        weights: float32 of the shape of its ids, or None.
+        """
+
+    def weights_grad(self, index: int, grad: Tensor) -> Tensor:
+        """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is as its result."""
+
+    def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
+        """The sum of the squares of the gradients of the rows, each summed over its occurrences, as `update` does."""
+
+    def update(
+        self,
+        grads: list[Tensor],
+        weights: list[Tensor | None] | None = None,
+        scale: float = 1.0,
+        clip_value: float | None = None,
+    ) -> None:
+        """Apply the optimizer and end the pin.
+
+        For each lookup: the gradient of its result, and the weights that it was pooled with. A row's summed gradient
+        is multiplied by `scale`, then each element clipped to [-clip_value, clip_value].
+        """
+
+    def record_update(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+        """`update`, for a device that records what it launches."""
+
+    def release(self) -> None:
+        """End the pin; the rows stay as they are."""
+
+
+class Rows(nn.Module):
+    """A module whose rows a step reads and trains."""
+
+    spec: TableSpec
+    store_options: StoreOptions
+    output_dtype: torch.dtype  # of what a lookup returns, and of its gradient
+    handle: int  # by which the ops find it
+    shadow: nn.Parameter  # [1] float32, by which optimizers and autograd know it
+    row_optimizer: RowOptimizer | None  # what the next update follows
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def dim(self) -> int:
+        """Floats of a row that a lookup returns."""
+        raise NotImplementedError
+
+    def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+        """What a lookup returns, for checked arguments: lookup.shape + (dim,), inserting nothing."""
+        raise NotImplementedError
+
+    def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
+        """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
+        raise NotImplementedError
+
+    def pin(self, lookups: list[Lookup], like: Any = None) -> Pinned:
+        """The rows of all lookups of a training step, pinned until they are updated.
+
+        like: a batch that another embedding has of the same lookups, which were deduplicated there. OptimizerError,
+        StoreError, CapacityError, InputError.
+        """
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Drop the pin that a failed step left."""
+        raise NotImplementedError
+
+    def announce(self, lookups: list[Lookup]) -> None:
+        """A coming step pins these checked lookups: their rows may be made ready. Steps are announced in order."""
+        raise NotImplementedError
+
+    def forget_announced(self) -> None:
+        """Forget what was announced, and end the thread that makes it ready."""
+        raise NotImplementedError
+
+    def is_reached(self) -> bool:
+        """Whether the backward pass under way reaches `shadow`. GraphError for what has no derivative."""
+        raise NotImplementedError
+
+    def is_looked_up(self) -> None:
+        """Told of a lookup that is to be trained. OptimizerError where that cannot be."""
+        raise NotImplementedError
+
+    def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
+        """Keep the gradient of what a lookup returned outside a graph, for a step. GraphError where none comes."""
+        raise NotImplementedError
+
+    def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
+        """Let the rows follow one of the optimizer's param groups. OptimizerError."""
+        raise NotImplementedError
+
+    def follow(self, rows_optimizer: RowOptimizer) -> None:
+        """Let the next updates be those of `rows_optimizer`. OptimizerError."""
+        raise NotImplementedError
