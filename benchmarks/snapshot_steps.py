@@ -66,9 +66,15 @@ def table(folder: Path, rows: int, **options: Any) -> Iterator[engine.MultiTable
     try:
         yield embedding
     finally:
-        shutil.rmtree(folder / "rows")
+        shutil.rmtree(folder / "rows", onerror=_unless_gone)
         with suppress(engine.StoreError):  # it says that the folder is gone
             embedding.close()
+
+
+def _unless_gone(function: Any, path: str, failure: Any) -> None:
+    """RocksDB removes files of its own meanwhile."""
+    if not isinstance(failure[1], FileNotFoundError):
+        raise failure[1]
 
 
 def step(embedding: engine.MultiTableEmbedding, ids: Tensor) -> None:
