@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tierbed.engine import MultiTableEmbedding, _core, make_device_mem_store_options
-from tierbed.engine.initializers import as_arrays, make_table_options, make_uniform_initializer
+from tierbed.engine.cache.cuda.cache import Cache
+from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.batch import Batch
-from tierbed.engine.ops.cuda.cache import Cache
-from tierbed.engine.ops.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.faults import Faults
-from tierbed.engine.ops.cuda.full import FullStore
 from tierbed.engine.ops.cuda.layout import InitialValues, Layout
-from tierbed.engine.ops.cuda.table import FullTable
+from tierbed.engine.optim.optimizers import row_optimizer
 from tierbed.engine.optim.rule import rule_named
-from tierbed.engine.optimizers import row_optimizer
+from tierbed.engine.spec.initializers import as_arrays, make_table_options, make_uniform_initializer
+from tierbed.engine.store.cuda.full import FullStore
+from tierbed.engine.store.cuda.table import FullTable
 from tierbed.graph import Graph
 
 TABLES, IDS, ROWS, DIM, ALPHA = 10, 104_857, 1 << 20, 128, 1.05

@@ -16,7 +16,7 @@ from tier_report import Figure, listed
 from tier_stores import Mismatch, top_tier, wait_until_idle
 from torch import Tensor
 
-from tierbed.engine.table import OpenTable
+from tierbed.engine.table.table import OpenTable
 
 SECTION = "pipeline"
 AHEAD = 8

@@ -24,7 +24,7 @@ from tierbed.engine import (
     make_table_options,
     make_uniform_initializer,
 )
-from tierbed.engine.table import OpenTable
+from tierbed.engine.table.table import OpenTable
 from tierbed.graph import Graph
 
 DIM = 16

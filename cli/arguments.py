@@ -14,7 +14,7 @@ from .output import IN_USE, fail
 
 if TYPE_CHECKING:  # commands import the engine when they run: --help and completion do not wait for torch
     from ..engine.store.folder import StoreFolder
-    from ..snapshots.reader import Snapshot
+    from ..snapshots.files.reader import Snapshot
 
 
 def names_in(store: Path, incomplete: str) -> list[str]:
@@ -53,7 +53,7 @@ Tables = Annotated[
 def told_in_use(store: Path, as_json: bool) -> Iterator[None]:
     """Around what takes a store folder. Ends with `IN_USE` where another process has it."""
     from ..engine.errors import StoreError
-    from ..snapshots.status import holder
+    from ..snapshots.store.status import holder
 
     try:
         yield
@@ -67,7 +67,7 @@ def told_in_use(store: Path, as_json: bool) -> Iterator[None]:
 def hold(store: Path, as_json: bool) -> Iterator[StoreFolder]:
     """The store folder, held by this process. Ends with `IN_USE` where another one has it."""
     from ..engine.store.folder import StoreFolder
-    from ..snapshots.status import existing_store
+    from ..snapshots.store.status import existing_store
 
     with told_in_use(store, as_json):
         folder = StoreFolder(existing_store(store))
@@ -82,7 +82,7 @@ def table_of(text: str) -> int | str:
 
 def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | None:
     """The ids of those of --table, None where it was not given. Wrong usage for one that there is not."""
-    from ..engine.tables import choices, names_in, table_number
+    from ..engine.spec.tables import choices, names_in, table_number
 
     names = names_in(snapshot.description)
     found = []
@@ -96,9 +96,9 @@ def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | No
 
 def open_snapshot(store: Path, name: str) -> Snapshot:
     """Raises SnapshotError, StoreError."""
-    from ..snapshots.format import check_name
-    from ..snapshots.reader import Snapshot
-    from ..snapshots.status import existing_store
+    from ..snapshots.files.format import check_name
+    from ..snapshots.files.reader import Snapshot
+    from ..snapshots.store.status import existing_store
 
     check_name(name)
     return Snapshot.open(existing_store(store) / "snapshots" / name)

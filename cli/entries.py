@@ -11,8 +11,8 @@ import typer
 from .output import PROBLEM, age, complain, print_json, size, span, text, when
 
 if TYPE_CHECKING:
-    from ..snapshots.format import Manifest
-    from ..snapshots.reader import Snapshot
+    from ..snapshots.files.format import Manifest
+    from ..snapshots.files.reader import Snapshot
 
 HEADER = ["name", "kind", "over", "rows", "size", "step", "age"]
 RIGHT = {3, 4, 5, 6}

@@ -102,7 +102,7 @@ def import_(
     """
     from ..engine.errors import StoreError
     from ..snapshots.exchange.importing import import_snapshot
-    from ..snapshots.status import existing_store
+    from ..snapshots.store.status import existing_store
 
     if not create:
         try:

@@ -18,8 +18,8 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     Example: tierbed snapshot merge store/users tuesday tuesday-full
     """
     from ..engine.errors import SnapshotError
-    from ..snapshots.format import check_name
-    from ..snapshots.writer import write_snapshot
+    from ..snapshots.files.format import check_name
+    from ..snapshots.files.writer import write_snapshot
 
     begin = time.monotonic()
     check_name(new)
@@ -49,9 +49,9 @@ def prune(
 
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
-    from ..snapshots.retention import all_in, plan_prune
-    from ..snapshots.retention import prune as prune_store
-    from ..snapshots.status import store_status
+    from ..snapshots.store.retention import all_in, plan_prune
+    from ..snapshots.store.retention import prune as prune_store
+    from ..snapshots.store.status import store_status
 
     if dry_run:
         plan = plan_prune(all_in(store / "snapshots"), keep_last, keep_every, store_status(store).base)

@@ -39,9 +39,9 @@ def save(
 
     Example: tierbed snapshot save store/users before-retraining
     """
-    from ..snapshots.asking import ask_save
-    from ..snapshots.live import save_live
-    from ..snapshots.status import existing_store, holder
+    from ..snapshots.asking.asking import ask_save
+    from ..snapshots.store.live import save_live
+    from ..snapshots.store.status import existing_store, holder
 
     begin = time.monotonic()
     manifest = None
@@ -79,8 +79,8 @@ def load(
 
     Example: tierbed snapshot load store/users before-retraining
     """
-    from ..snapshots.live import load_live
-    from ..snapshots.selection import Selection
+    from ..snapshots.store.live import load_live
+    from ..snapshots.store.selection import Selection
 
     begin = time.monotonic()
     with hold(store, as_json) as folder:
@@ -96,8 +96,8 @@ def list_(store: Store, as_json: Json = False) -> None:
 
     Example: tierbed snapshot list store/users
     """
-    from ..snapshots.reader import list_snapshots
-    from ..snapshots.status import existing_store
+    from ..snapshots.files.reader import list_snapshots
+    from ..snapshots.store.status import existing_store
 
     listing = list_snapshots(existing_store(store) / "snapshots")
     if as_json:
@@ -121,13 +121,13 @@ def inspect(
 
     Example: tierbed snapshot inspect store/users before-retraining --plot users.png
     """
-    from ..engine.tables import label_of, names_in
-    from ..snapshots.format import with_named_hyper
-    from ..snapshots.row import plain_row
-    from ..snapshots.summary import summarise
+    from ..engine.spec.tables import label_of, names_in
+    from ..snapshots.files.format import with_named_hyper
+    from ..snapshots.looking.row import plain_row
+    from ..snapshots.looking.summary import summarise
 
     if plot is not None:
-        from ..snapshots.plots import check_plot, draw
+        from ..snapshots.looking.plots import check_plot, draw
 
         check_plot(plot)
     snapshot = open_snapshot(store, name)

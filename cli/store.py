@@ -13,7 +13,7 @@ from .arguments import Json, Store, complete_names, hold, open_snapshot, table_o
 from .output import INTERRUPTED, NO_ROW, fail, print_fields, print_json, progress, size, span, tell_interrupted, text
 
 if TYPE_CHECKING:
-    from ..snapshots.status import Restart, StoreStatus
+    from ..snapshots.store.status import Restart, StoreStatus
 
 
 def stat(store: Store, as_json: Json = False) -> None:
@@ -21,7 +21,7 @@ def stat(store: Store, as_json: Json = False) -> None:
 
     Example: tierbed store stat store/users
     """
-    from ..snapshots.status import store_status
+    from ..snapshots.store.status import store_status
 
     status = store_status(store)
     if as_json:
@@ -57,7 +57,7 @@ def compact(
 
     Example: tierbed store compact store/users
     """
-    from ..snapshots.live import compact_live
+    from ..snapshots.store.live import compact_live
 
     begin = time.monotonic()
     try:
@@ -91,7 +91,7 @@ def get(
     Example: tierbed store get store/users 42 --table 1
     """
     from ..engine.errors import InputError
-    from ..snapshots.row import live_row, plain_row, snapshot_row
+    from ..snapshots.looking.row import live_row, plain_row, snapshot_row
 
     try:
         if snapshot is not None:

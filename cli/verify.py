@@ -12,7 +12,7 @@ from .output import print_json, progress, text
 
 if TYPE_CHECKING:
     from ..engine.errors import SnapshotError
-    from ..snapshots.reader import Snapshot
+    from ..snapshots.files.reader import Snapshot
 
 
 def verify(
@@ -27,8 +27,8 @@ def verify(
 
     Example: tierbed snapshot verify store/users
     """
-    from ..snapshots.reader import Listing, list_snapshots
-    from ..snapshots.status import existing_store
+    from ..snapshots.files.reader import Listing, list_snapshots
+    from ..snapshots.store.status import existing_store
 
     if names:
         listing = Listing([open_snapshot(store, name) for name in dict.fromkeys(names)], {})
@@ -45,7 +45,7 @@ def verify(
 
 
 def _damaged_of(snapshots: list[Snapshot]) -> dict[str, SnapshotError]:
-    from ..snapshots.soundness import chains_of, verify_all
+    from ..snapshots.files.soundness import chains_of, verify_all
 
     chains, damaged = chains_of(snapshots)
     links = {link.name: link for chain in chains.values() for link in chain}

@@ -16,8 +16,8 @@ from .output import aligned, print_json, text
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..snapshots.reader import Listing, Snapshot
-    from ..snapshots.status import StoreStatus
+    from ..snapshots.files.reader import Listing, Snapshot
+    from ..snapshots.store.status import StoreStatus
 
 
 class View(NamedTuple):
@@ -78,8 +78,8 @@ def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
 
 def look(store: Path) -> View:
     """Raises StoreError, SnapshotError."""
-    from ..snapshots.reader import list_snapshots
-    from ..snapshots.status import store_status
+    from ..snapshots.files.reader import list_snapshots
+    from ..snapshots.store.status import store_status
 
     listing: Listing = list_snapshots(store / "snapshots")
     snapshots = {s.name: s for s in listing.snapshots}

@@ -2,8 +2,6 @@
 
 from importlib.metadata import version as _version
 
-from .eager import EagerOptimizer
-from .embedding import MultiTableMultiColumnEmbedding
 from .errors import (
     CapacityError,
     ClosedError,
@@ -15,7 +13,13 @@ from .errors import (
     StoreError,
     TierbedError,
 )
-from .initializers import (
+from .modules.eager import EagerOptimizer
+from .modules.embedding import MultiTableMultiColumnEmbedding
+from .modules.multi_table import MultiTableEmbedding
+from .observe.metrics import MetricsCollector, prometheus_text, write_tensorboard
+from .observe.plan import Curve, Plan, plan
+from .optim.optimizers import RowOptimizer, row_optimizer
+from .spec.initializers import (
     make_column_options,
     make_constant_initializer,
     make_normal_initializer,
@@ -24,17 +28,13 @@ from .initializers import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
-from .multi_table import MultiTableEmbedding
-from .observe import MetricsCollector, prometheus_text, write_tensorboard
-from .optimizers import RowOptimizer, row_optimizer
-from .options import (
+from .spec.options import (
     load_store_options,
     make_cached_host_mem_store_options,
     make_cached_ssd_store_options,
     make_device_mem_store_options,
     make_host_mem_store_options,
 )
-from .plan import Curve, Plan, plan
 from .store.rocksdb import rocksdb_info
 
 __version__ = _version("tierbed")

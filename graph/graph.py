@@ -21,26 +21,26 @@ from torch.utils import _pytree as pytree
 
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.interrupts import uninterrupted
+from ..engine.modules.ranks import refuse_around
 from ..engine.numeric import whole
-from ..engine.ranks import refuse_around
-from . import checkpoint
-from .ahead import Announcer
-from .attempt import FailedForSizes
-from .built import Built
-from .compiled import CompiledStep, Forward, compile_for_many, compile_step
-from .drawing import draw
-from .extra_state import check_state, extra_state, load_extra_state, without_rows
-from .names import path_of
-from .optimizers import OptimizerSet
-from .pipeline import AHEAD, Run, forget_announced, iterate
-from .profile import Profile, Timer, profile
-from .progress import Bar, NoProgress
-from .signature import Structure, call_key, modes, without_sizes
-from .sizes import Sizes
-from .step_end import StepEnd, positive
-from .swap import one_trace
-from .trace import trace
-from .why import Compiles, facts
+from .passes.step_end import StepEnd, positive
+from .run.ahead import Announcer
+from .run.attempt import FailedForSizes
+from .run.compiled import CompiledStep, Forward, compile_for_many, compile_step
+from .run.pipeline import AHEAD, Run, forget_announced, iterate
+from .run.progress import Bar, NoProgress
+from .show.drawing import draw
+from .show.profile import Profile, Timer, profile
+from .show.why import Compiles, facts
+from .state import checkpoint
+from .state.extra_state import check_state, extra_state, load_extra_state, without_rows
+from .state.optimizers import OptimizerSet
+from .trace.built import Built
+from .trace.names import path_of
+from .trace.signature import Structure, call_key, modes, without_sizes
+from .trace.sizes import Sizes
+from .trace.swap import one_trace
+from .trace.trace import trace
 
 STEPS = 64
 

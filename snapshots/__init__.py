@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..engine.errors import SnapshotError
-from .format import Manifest, check_name
-from .reader import Listing, Snapshot, latest_snapshot, list_snapshots
-from .writer import write_incremental, write_snapshot
+from .files.format import Manifest, check_name
+from .files.reader import Listing, Snapshot, latest_snapshot, list_snapshots
+from .files.writer import write_incremental, write_snapshot
 
 __all__ = [
     "Listing",

@@ -98,7 +98,8 @@ def _poisoned(allocate: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Fresh memory holds NaN and nonsense, so that a result nobody wrote cannot pass for zeros."""
-    from tierbed.engine import _core, segments
+    from tierbed.engine import _core
+    from tierbed.engine.ops import segments
 
     def scratch(size: int) -> np.ndarray:
         memory = allocate_scratch(size)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tierbed import engine
 from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.inputs import Lookup
 from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad
+from tierbed.engine.spec.inputs import Lookup
 from tierbed.engine.store.contract import row_dtype
 
 DIM = 5

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tierbed.cli import main
 from tierbed.engine import MultiTableEmbedding, SnapshotError, _core
 from tierbed.engine.store.durable import seal, unseal
-from tierbed.snapshots.format import npy_header
+from tierbed.snapshots.files.format import npy_header
 
 MANIFEST = "manifest.msgpack"
 KINDS = ["full", "incremental", "checkpoint"]

@@ -11,9 +11,9 @@ from embeddings import DIM, TABLES
 from numpy.typing import NDArray
 from rows import SPECIAL_KEYS
 
-from tierbed.engine.initializers import as_arrays, make_table_options
 from tierbed.engine.ops import naive
-from tierbed.engine.optimizers import RowOptimizer
+from tierbed.engine.optim.optimizers import RowOptimizer
+from tierbed.engine.spec.initializers import as_arrays, make_table_options
 from tierbed.engine.store.contract import row_dtype
 
 Places = NDArray[np.int64]  # [n], rows of the universe

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tierbed.engine import _core
-from tierbed.engine.initializers import (
+from tierbed.engine.ops import naive
+from tierbed.engine.spec.initializers import (
     as_arrays,
     make_constant_initializer,
     make_normal_initializer,
@@ -18,7 +19,6 @@ from tierbed.engine.initializers import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
-from tierbed.engine.ops import naive
 
 SPECIAL_KEYS = [0, 1, 2, 3, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1, 2**32 - 1, 2**32]
 INITIALIZERS = [

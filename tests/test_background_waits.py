@@ -17,7 +17,8 @@ from images import change, in_memory, small_chunks, table_of
 from saves import Writer, no_thread_is_left, until, waits_of
 from stored import run_python
 
-from tierbed.engine import MultiTableEmbedding, StoreError, background
+from tierbed.engine import MultiTableEmbedding, StoreError
+from tierbed.engine.table import background
 
 __all__ = ["no_thread_is_left", "small_chunks"]
 pytestmark = pytest.mark.usefixtures("small_chunks")

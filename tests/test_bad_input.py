@@ -23,7 +23,7 @@ from tierbed.engine import (
     StoreError,
     TierbedError,
 )
-from tierbed.engine.inputs import Lookup
+from tierbed.engine.spec.inputs import Lookup
 
 GOOD = {
     "name": "rows",

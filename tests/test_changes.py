@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from rows import Table, any_key
 from stored import chunked
 
-from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError, _core, changes
+from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError, _core
 from tierbed.engine.ops import naive
 from tierbed.engine.store.contract import row_dtype
-from tierbed.snapshots.difference import Change, changes_between, difference
-from tierbed.snapshots.format import KEY
+from tierbed.engine.table import changes
+from tierbed.snapshots.files.difference import Change, changes_between, difference
+from tierbed.snapshots.files.format import KEY
 
 Row = tuple[int, int]  # table, key as 64 bits without sign
 Rows = NDArray[np.void]

@@ -14,7 +14,7 @@ from stored import chunked, description, joined, make_buckets, make_rows, run_py
 from tierbed.cli import main
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
-from tierbed.snapshots.summary import NORM_EDGES, summarise
+from tierbed.snapshots.looking.summary import NORM_EDGES, summarise
 
 COUNTS = {0: 20, 5: 1, 63: 9}
 MARKED = {"live": "rows", "rows": 30}
@@ -284,7 +284,7 @@ def test_load_killed_at_any_instant_leaves_rows_that_are_marked_as_what_they_are
     script = (
         "import os, random, signal, sys, time; from pathlib import Path\n"
         "from tierbed.engine.store.folder import StoreFolder\n"
-        "from tierbed.snapshots.live import load_live; from tierbed.snapshots import Snapshot\n"
+        "from tierbed.snapshots.store.live import load_live; from tierbed.snapshots import Snapshot\n"
         "path = Path(sys.argv[1])\n"
         "with StoreFolder(path) as store: load_live(store, Snapshot.open(store.snapshots / '2'))\n"
         "for round in range(15):\n"

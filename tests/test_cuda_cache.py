@@ -13,9 +13,9 @@ from cuda_tables import DeviceTable, array, on_devices
 from rows import Table
 
 from tierbed.engine._core import GROUP, WAY_BYTES, WAYS
+from tierbed.engine.cache.cuda.cache import POLICIES, Admission, Cache
 from tierbed.engine.ops.cuda import step
 from tierbed.engine.ops.cuda.batch import Batch
-from tierbed.engine.ops.cuda.cache import POLICIES, Admission, Cache
 from tierbed.engine.ops.cuda.device import Device
 
 BUCKETS, NOTHING, CLEAN, DIRTY = 64, 0, 1, 2

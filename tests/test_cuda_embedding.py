@@ -17,7 +17,7 @@ from torch import Tensor
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.graph import Graph
-from tierbed.snapshots.reader import Snapshot
+from tierbed.snapshots.files.reader import Snapshot
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "capacity": ("device", {"capacity": 1000}),

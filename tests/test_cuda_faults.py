@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tierbed.engine import CapacityError, InputError, MultiTableEmbedding, OptionError, StoreError
-from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops.cuda.device import Device, cuda_device
+from tierbed.engine.spec.inputs import Lookup
 
 CPU = torch.device("cpu")
 

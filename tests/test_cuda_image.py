@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from images import check_image, joined, small_chunks, table_of
 from test_changes import Calls, calls, check_noted
 
-from tierbed.engine.inputs import Lookup
-from tierbed.engine.ops.cuda import image, tracking
 from tierbed.engine.ops.cuda.device import Device
+from tierbed.engine.spec.inputs import Lookup
 from tierbed.engine.store.contract import Chunks, row_dtype
+from tierbed.engine.store.cuda import image, tracking
 from tierbed.engine.store.image import MemoryImage
 from tierbed.snapshots import Snapshot
 

@@ -18,9 +18,9 @@ from test_cuda_embedding import started
 from torch import Tensor
 
 from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
-from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.snapshots.reader import Snapshot
+from tierbed.engine.spec.inputs import Lookup
+from tierbed.snapshots.files.reader import Snapshot
 
 STEPS = 10
 BATCHES = [torch.randint(0, 300, (64,), generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]

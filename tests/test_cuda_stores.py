@@ -10,15 +10,15 @@ from cuda_tables import DeviceTable, contents_on_host, on_devices, tensor
 from rows import Table
 
 from tierbed.engine import _core
+from tierbed.engine.cache.cuda.cache import Cache
+from tierbed.engine.cache.cuda.cached import CachedStore
+from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.errors import CapacityError, InputError
 from tierbed.engine.ops.cuda import step as cuda
-from tierbed.engine.ops.cuda.cache import Cache
-from tierbed.engine.ops.cuda.cached import CachedStore
-from tierbed.engine.ops.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.ops.cuda.faults import Faults
-from tierbed.engine.ops.cuda.full import FullStore
 from tierbed.engine.store.contract import Chunks
+from tierbed.engine.store.cuda.full import FullStore
 from tierbed.engine.store.full import FullTable
 
 HYPER = [0.1, 0.01, 0.0, 1e-3, 0.0, 0.0]

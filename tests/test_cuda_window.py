@@ -12,14 +12,14 @@ from cuda_tables import DeviceTable, on_devices, on_one_device, tensor
 from rows import Table
 
 from tierbed.engine import InputError, StoreError
+from tierbed.engine.cache.cuda.cache import Cache
+from tierbed.engine.cache.cuda.cached import CachedStore
+from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.batch import Batch
-from tierbed.engine.ops.cuda.cache import Cache
-from tierbed.engine.ops.cuda.cached import CachedStore
-from tierbed.engine.ops.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.ops.cuda.faults import Faults
-from tierbed.engine.ops.cuda.full import FullStore
+from tierbed.engine.store.cuda.full import FullStore
 from tierbed.engine.store.full import FullTable
 
 

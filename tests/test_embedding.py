@@ -24,9 +24,9 @@ from tierbed.engine import (
     MultiTableMultiColumnEmbedding,
     OptimizerError,
 )
-from tierbed.engine.initializers import as_arrays, make_column_options, make_table_options
-from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops import naive
+from tierbed.engine.spec.initializers import as_arrays, make_column_options, make_table_options
+from tierbed.engine.spec.inputs import Lookup
 
 
 @pytest.mark.parametrize("columns", [[3], [1, 4, 2], [5, 5]])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierbed.engine import CapacityError, ClosedError, InputError, StoreError
-from tierbed.engine.inputs import Lookup
+from tierbed.engine.spec.inputs import Lookup
 
 stores = pytest.mark.parametrize("store", STORES)
 some_rows = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([*range(60), -1, 2**63 - 1, -(2**63)])), max_size=40)

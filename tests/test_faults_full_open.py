@@ -14,7 +14,7 @@ from test_snapshots_full_disk import command
 
 from tierbed.engine import MultiTableEmbedding, StoreError
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.status import holder
+from tierbed.snapshots.store.status import holder
 
 __all__ = ["disk_path"]
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tierbed.engine import CapacityError, MultiTableEmbedding
 from tierbed.graph import Graph
-from tierbed.graph.sizes import OWN
+from tierbed.graph.trace.sizes import OWN
 
 FIRST_OF_MANY = OWN + 1
 _failing: set[int] = set()  # the calls, from 1, that fail

@@ -219,7 +219,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
     graph = rating("device", None)
     steps(graph, IDS[:1])
-    monkeypatch.setattr("tierbed.graph.checkpoint.save_file", fail)
+    monkeypatch.setattr("tierbed.graph.state.checkpoint.save_file", fail)
     with pytest.raises(SnapshotError, match=r"was not written: no space left"):
         graph.save(tmp_path / "checkpoint")
     assert list(tmp_path.iterdir()) == []

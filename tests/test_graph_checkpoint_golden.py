@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tierbed.graph import Graph
-from tierbed.graph.checkpoint import FORMAT
+from tierbed.graph.state.checkpoint import FORMAT
 
 GOLDEN = Path(__file__).parent / "golden"
 FORMATS = range(1, FORMAT + 1)

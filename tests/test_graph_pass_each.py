@@ -11,13 +11,13 @@ from graphs import embedding
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops import step
-from tierbed.graph import passes
-from tierbed.graph.ahead import cut_lookups
-from tierbed.graph.dense import dense_step
-from tierbed.graph.sharing import share_batches
-from tierbed.graph.step_end import StepEnd, accumulate, end_step, schedule
+from tierbed.engine.spec.inputs import Lookup
+from tierbed.graph.passes import common as passes
+from tierbed.graph.passes.dense import dense_step
+from tierbed.graph.passes.sharing import share_batches
+from tierbed.graph.passes.step_end import StepEnd, accumulate, end_step, schedule
+from tierbed.graph.run.ahead import cut_lookups
 
 aten = torch.ops.aten
 ROWS = embedding()

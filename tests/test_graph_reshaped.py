@@ -10,7 +10,7 @@ import torch
 from graphs import compiled_steps, graph_of
 from torch import Tensor, nn
 
-from tierbed.graph.sizes import OWN
+from tierbed.graph.trace.sizes import OWN
 
 Build = Callable[[Any, Tensor], Tensor]
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from tierbed.engine import CapacityError, GraphError, MultiTableEmbedding, OptimizerError
-from tierbed.engine.inputs import Lookup
+from tierbed.engine.spec.inputs import Lookup
 from tierbed.graph import Graph
 
 STEPS = 8

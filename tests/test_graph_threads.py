@@ -15,7 +15,7 @@ from graphs import embedding, graph_of
 from torch import Tensor
 
 from tierbed.engine import EagerOptimizer, GraphError, MultiTableEmbedding
-from tierbed.engine.training_step import training_step
+from tierbed.engine.modules.training_step import training_step
 from tierbed.graph import Graph
 
 IDS = torch.tensor([1, 2, 2])

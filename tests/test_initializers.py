@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierbed.engine.errors import OptionError
-from tierbed.engine.initializers import (
+from tierbed.engine.ops.naive import initial_value
+from tierbed.engine.spec.initializers import (
     as_arrays,
     initializer_from_dict,
     make_column_options,
@@ -22,7 +23,6 @@ from tierbed.engine.initializers import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
-from tierbed.engine.ops.naive import initial_value
 
 MAKERS = [
     make_uniform_initializer,

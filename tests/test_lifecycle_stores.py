@@ -15,7 +15,7 @@ from lifecycles import Model, NoRoomError, written
 from torch import Tensor
 
 from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError
-from tierbed.engine.inputs import Lookup
+from tierbed.engine.spec.inputs import Lookup
 
 POLICIES: dict[str, dict[str, Any]] = {
     "lru": {"eviction": "lru", "capacity": 150},

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from stored import files
 
 from tierbed.engine import CapacityError
-from tierbed.engine.inputs import Lookup
+from tierbed.engine.spec.inputs import Lookup
 
 BUDGETS = [ONE_SET_MB, 3 * ONE_SET_MB, 1.0]  # a set or two, a few, and one that holds every row
 

@@ -28,7 +28,7 @@ from tierbed.engine import (
     prometheus_text,
     write_tensorboard,
 )
-from tierbed.engine.observe import METRICS, TABLE_METRICS
+from tierbed.engine.observe.metrics import METRICS, TABLE_METRICS
 
 DOCUMENTED = Path(__file__).parents[1] / "docs" / "metrics.md"
 

@@ -22,7 +22,7 @@ from lifecycles import Model, Row
 
 from tierbed.engine import MultiTableEmbedding, _core, make_table_options
 from tierbed.engine.store.durable import read_record, seal, unseal
-from tierbed.engine.table_counts import FIELD
+from tierbed.engine.store.table_counts import FIELD
 
 every_store = pytest.mark.parametrize(
     "store",

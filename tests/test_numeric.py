@@ -16,10 +16,10 @@ from graphs import Rating, graph_of, mlp
 
 from tierbed import engine
 from tierbed.engine.errors import OptionError, TierbedError
-from tierbed.engine.inputs import check_row
-from tierbed.engine.multi_table import MultiTableEmbedding
-from tierbed.engine.plan import plan
-from tierbed.snapshots.retention import plan_prune
+from tierbed.engine.modules.multi_table import MultiTableEmbedding
+from tierbed.engine.observe.plan import plan
+from tierbed.engine.spec.inputs import check_row
+from tierbed.snapshots.store.retention import plan_prune
 
 
 def ssd(**given: Any) -> Any:

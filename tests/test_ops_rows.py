@@ -11,9 +11,9 @@ from test_graph_checkpoint import rating
 from torch import Tensor, nn
 
 from tierbed.engine import GraphError
-from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops import lookup as ops
 from tierbed.engine.ops.rows import Rows
+from tierbed.engine.spec.inputs import Lookup
 from tierbed.graph import Graph
 
 

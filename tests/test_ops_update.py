@@ -10,7 +10,7 @@ from rows import SPECIAL_KEYS, Table, same_bits
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
 from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
-from tierbed.engine.optimizers import RowOptimizer, row_optimizer
+from tierbed.engine.optim.optimizers import RowOptimizer, row_optimizer
 
 SGD = "sgd", [1.0, 0.0, 0.0, 0.0, 0.0]  # with a learning rate of 1
 MAKERS = {

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.errors import OptimizerError
-from tierbed.engine.inputs import Lookup
 from tierbed.engine.optim import CatchUpAdam
 from tierbed.engine.optim.catch_up_adam import ALL, terms
+from tierbed.engine.spec.inputs import Lookup
 
 ROWS = 24
 IDS = torch.arange(ROWS)

@@ -13,7 +13,7 @@ from graphs import DIM, Rating, dense_copy, embedding, id_batches, mlp, train
 
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
-from tierbed.engine.optimizers import row_optimizer
+from tierbed.engine.optim.optimizers import row_optimizer
 
 IDS = torch.arange(50)
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.ops import naive
-from tierbed.engine.ops.arithmetic import power
 from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
-from tierbed.engine.optimizers import row_optimizer
+from tierbed.engine.optim.arithmetic import power
+from tierbed.engine.optim.optimizers import row_optimizer
 
 CASES = [
     (RowWiseAdagrad, {"lr": 0.1}),

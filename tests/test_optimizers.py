@@ -17,8 +17,8 @@ from tierbed.engine import _core
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.ops import naive
 from tierbed.engine.optim import CatchUpAdam
+from tierbed.engine.optim.optimizers import RowOptimizer, row_optimizer
 from tierbed.engine.optim.rule import all_rules
-from tierbed.engine.optimizers import RowOptimizer, row_optimizer
 
 CASES = [
     (torch.optim.SGD, {"lr": 0.1}),

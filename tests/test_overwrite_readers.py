@@ -10,8 +10,8 @@ from embeddings import make, options, train
 from stored import chunked, description, make_buckets, save
 
 from tierbed.snapshots import Snapshot, write_snapshot
-from tierbed.snapshots.soundness import chains_of, verify_all
-from tierbed.snapshots.unread import UnreadError
+from tierbed.snapshots.files.soundness import chains_of, verify_all
+from tierbed.snapshots.files.unread import UnreadError
 
 REPLACED = r"x' was replaced by another while it was read: read it again"
 

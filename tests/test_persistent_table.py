@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rows import any_key
 
 from tierbed.engine.errors import ClosedError, InputError, OptionError, SnapshotError, StoreError
-from tierbed.engine.initializers import make_constant_initializer
+from tierbed.engine.spec.initializers import make_constant_initializer
 from tierbed.engine.store.contract import row_dtype
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot
@@ -22,7 +22,7 @@ from tierbed.snapshots.exchange import sorting
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.persistent_table import make_persistent_table_reader, make_persistent_table_writer
 from tierbed.snapshots.exchange.sorting import RowSorter
-from tierbed.snapshots.live import load_live
+from tierbed.snapshots.store.live import load_live
 
 KINDS = (torch.int64, torch.float32)
 

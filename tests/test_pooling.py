@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from tierbed import engine
 from tierbed.engine import GraphError, InputError, MultiTableEmbedding, OptionError
-from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops import lookup as ops
+from tierbed.engine.spec.inputs import Lookup
 
 OP_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 JAGGED = torch.tensor([0, 3, 3, 4, 8, 10])

@@ -15,7 +15,7 @@ from rows import Table, same_bits
 
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
-from tierbed.engine.optimizers import row_optimizer
+from tierbed.engine.optim.optimizers import row_optimizer
 
 DIMS = [1, 3, 10, 17, 64, 128, 300]
 PADDING = 3

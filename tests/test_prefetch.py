@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tierbed.engine import InputError, MultiTableEmbedding, OptimizerError, StoreError
-from tierbed.engine.inputs import Lookup
-from tierbed.engine.prefetch import QUEUE, WINDOW, Prefetcher
+from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.table.prefetch import QUEUE, WINDOW, Prefetcher
 
 STEPS = 12
 BATCHES = [torch.randint(0, 300, (64,), generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]

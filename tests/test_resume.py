@@ -21,7 +21,7 @@ from tierbed.engine import (
     StoreError,
     TierbedError,
 )
-from tierbed.engine.inputs import Lookup
+from tierbed.engine.spec.inputs import Lookup
 from tierbed.engine.store import rocksdb
 from tierbed.engine.store.folder import StoreFolder
 

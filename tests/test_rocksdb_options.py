@@ -13,7 +13,7 @@ from embeddings import DIM, attach, contents, make, options, train
 from rows import Table
 
 from tierbed.engine import ClosedError, OptionError, StoreError, make_cached_ssd_store_options, rocksdb_info
-from tierbed.engine.options import store_options_from_dict
+from tierbed.engine.spec.options import store_options_from_dict
 from tierbed.engine.store.rocksdb import RocksDB
 
 

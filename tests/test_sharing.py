@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
-from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.pinned import PinnedBatch
+from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.table.pinned import PinnedBatch
 
 CPU = torch.device("cpu")
 PADDING = 3

@@ -21,11 +21,11 @@ from killed import remarks
 from stored import description, files, flip_bit, joined, make_rows
 
 from tierbed.engine import SnapshotError, StoreError, _core
-from tierbed.engine.scanned import line_addresses
 from tierbed.engine.store.rocksdb import RocksDB, options_text
+from tierbed.engine.table.scanned import line_addresses
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
-from tierbed.snapshots.checkpoint import write_checkpoint
-from tierbed.snapshots.rocksdb_files import checkpoint_chunks
+from tierbed.snapshots.files.checkpoint import write_checkpoint
+from tierbed.snapshots.files.rocksdb_files import checkpoint_chunks
 
 __all__ = ["disk_path"]
 

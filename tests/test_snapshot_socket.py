@@ -24,10 +24,11 @@ from forked import CONTEXT, in_process
 from killed import embedding_at, holds, rows_after, step, steps
 
 from tierbed.engine import InputError, MultiTableEmbedding, SnapshotError, StoreError
-from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.snapshots import Snapshot, channel, serving
-from tierbed.snapshots.asking import ask_save, ask_status
+from tierbed.engine.spec.inputs import Lookup
+from tierbed.snapshots import Snapshot
+from tierbed.snapshots.asking import channel, serving
+from tierbed.snapshots.asking.asking import ask_save, ask_status
 
 ask = ThreadPoolExecutor(4)
 

@@ -14,8 +14,8 @@ from stored import Chunk, chunked, description, flip_bit, joined, least_keys, ma
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.store.contract import row_dtype
 from tierbed.snapshots import Snapshot, check_name, latest_snapshot, list_snapshots, write_snapshot
-from tierbed.snapshots.format import npy_header
-from tierbed.snapshots.writer import clear_leftovers
+from tierbed.snapshots.files.format import npy_header
+from tierbed.snapshots.files.writer import clear_leftovers
 
 MANIFEST = "manifest.msgpack"
 

@@ -14,7 +14,7 @@ from embeddings import contents, make, options, train
 
 from tierbed.cli import main
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.unread import UnreadError
+from tierbed.snapshots.files.unread import UnreadError
 
 
 @pytest.fixture

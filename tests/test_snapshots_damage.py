@@ -14,7 +14,7 @@ from tierbed.engine.errors import SnapshotError
 from tierbed.engine.store.contract import row_dtype
 from tierbed.engine.store.durable import seal, unseal
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.format import npy_header
+from tierbed.snapshots.files.format import npy_header
 
 MANIFEST = "manifest.msgpack"
 

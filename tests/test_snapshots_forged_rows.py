@@ -27,7 +27,7 @@ from stored import key_in
 
 from tierbed.engine import MultiTableEmbedding, _core
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.format import KEY
+from tierbed.snapshots.files.format import KEY
 
 pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 

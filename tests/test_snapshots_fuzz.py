@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tierbed.engine import SnapshotError, TierbedError
 from tierbed.engine.store.durable import MAX_SEALED, seal, unseal
 from tierbed.snapshots import Manifest, Snapshot, list_snapshots
-from tierbed.snapshots.format import HEADER_BYTES, npy_header
+from tierbed.snapshots.files.format import HEADER_BYTES, npy_header
 
 MANIFEST = "manifest.msgpack"
 MB = 1 << 20

@@ -12,7 +12,7 @@ from table_names import opened
 
 from tierbed.engine import StoreError
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.format import FORMAT
+from tierbed.snapshots.files.format import FORMAT
 
 GOLDEN = Path(__file__).parent / "golden"
 FORMATS = range(2, FORMAT + 1)

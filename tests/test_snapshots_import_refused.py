@@ -16,7 +16,7 @@ from exchange import FILES, VALUES, columns_of, write_columns
 from stored import description
 
 from tierbed.engine.errors import InputError, OptionError, SnapshotError, StoreError
-from tierbed.engine.initializers import make_constant_initializer
+from tierbed.engine.spec.initializers import make_constant_initializer
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.export import export_snapshot

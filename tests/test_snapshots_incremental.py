@@ -16,10 +16,10 @@ from stored import Chunk, description, flip_bit, key_in
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.store.contract import row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
-from tierbed.snapshots.aligned import aligned, among, sort_keys
-from tierbed.snapshots.format import KEY
-from tierbed.snapshots.reader import LONGEST_CHAIN
-from tierbed.snapshots.soundness import chains_of, verify_all
+from tierbed.snapshots.files.aligned import aligned, among, sort_keys
+from tierbed.snapshots.files.format import KEY
+from tierbed.snapshots.files.reader import LONGEST_CHAIN
+from tierbed.snapshots.files.soundness import chains_of, verify_all
 
 Row = tuple[int, int, int]  # bucket, table, key; in the order of snapshots
 Table = dict[Row, float]

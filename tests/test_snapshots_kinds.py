@@ -15,8 +15,10 @@ from stored import save
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.errors import CapacityError, InputError, OptimizerError, OptionError, SnapshotError
 from tierbed.engine.store.folder import StoreFolder
-from tierbed.snapshots import Snapshot, reader, saving
-from tierbed.snapshots.status import store_status
+from tierbed.snapshots import Snapshot
+from tierbed.snapshots.files import reader
+from tierbed.snapshots.store import saving
+from tierbed.snapshots.store.status import store_status
 
 
 def kinds_of(store: str) -> list[str]:

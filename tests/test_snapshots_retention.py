@@ -14,8 +14,8 @@ from stored import description, flip_bit, make_rows
 from tierbed.engine.errors import OptionError, SnapshotError
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
-from tierbed.snapshots.format import KEY
-from tierbed.snapshots.retention import plan_prune, prune
+from tierbed.snapshots.files.format import KEY
+from tierbed.snapshots.store.retention import plan_prune, prune
 
 
 def fill(folder: Path, parents: list[int | None]) -> list[Snapshot]:

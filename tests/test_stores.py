@@ -13,8 +13,8 @@ from rows import same_bits
 
 from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError
 from tierbed.engine._core import WAYS
-from tierbed.engine.inputs import Lookup
 from tierbed.engine.ops import naive
+from tierbed.engine.spec.inputs import Lookup
 from tierbed.engine.store import rocksdb
 
 KEYS = [0, 1, 2, 3, 10, 11, -1, -2, -(2**63), -(2**63) + 1, 2**63 - 1, 2**63 - 2, 2**32, 2**32 - 1, -(2**31)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import _core
 from ..errors import OptionError, StoreError
-from ..options import CachedHostMemOptions
+from ..spec.options import CachedHostMemOptions
 from ..store.contract import Asked, Chunks, Found, Keys, Lines, Room, Tables, Tier
 from ..store.full import check_room
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ClosedError, GraphError
-from ..inputs import Lookup
+from ..spec.inputs import Lookup
 from .rows import Rows
 
 _orders = itertools.count()

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..optim.arithmetic import log_unit, row_sum
 from ..optim.kernel import CLIPS
 from ..optim.rule import Rule, rule_named
-from .arithmetic import log_unit, row_sum
 
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from ..inputs import Lookup
-    from ..optimizers import RowOptimizer
-    from ..options import StoreOptions
-    from ..spec import TableSpec
+    from ..optim.optimizers import RowOptimizer
+    from ..spec.inputs import Lookup
+    from ..spec.options import StoreOptions
+    from ..spec.table_spec import TableSpec
 
 
 class Pinned(Protocol):

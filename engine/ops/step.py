@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..inputs import Lookup
+    from ..spec.inputs import Lookup
     from .rows import Pinned, Rows
 
 

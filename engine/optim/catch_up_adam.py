@@ -26,9 +26,9 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ..errors import OptimizerError
-from ..ops.arithmetic import power_by_squaring
 from .adam import hyper as adam_hyper
 from .adam import moments
+from .arithmetic import power_by_squaring
 from .kernel import CatchUp, Kernel
 from .own import SMALLEST, number
 from .rule import Group, Row, Rule, decayed

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..ops.arithmetic import power
+from .arithmetic import power
 from .kernel import Kernel
 from .own import SMALLEST, OwnOptimizer, choice, number
 from .rule import Group, Row, Rule, decayed

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..ops.arithmetic import row_sum
+from .arithmetic import row_sum
 from .kernel import Kernel
 from .own import OwnOptimizer, choice, number
 from .rule import Group, Row, Rule, decayed

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from ...engine.errors import InputError, OptimizerError, OptionError
-from ...engine.initializers import make_normal_initializer
-from ...engine.optimizers import RowOptimizer
-from ...engine.row_state import RowState
-from ...engine.spec import table_spec
+from ...engine.optim.optimizers import RowOptimizer
+from ...engine.spec.initializers import make_normal_initializer
+from ...engine.spec.row_state import RowState
+from ...engine.spec.table_spec import table_spec
 from ...engine.store.folder import StoreFolder
-from ..format import check_description
-from ..live import described
-from ..reader import Snapshot, list_snapshots
-from ..selection import Selection
+from ..files.format import check_description
+from ..files.reader import Snapshot, list_snapshots
+from ..store.live import described
+from ..store.selection import Selection
 
 
 def description_for(

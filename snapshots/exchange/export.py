@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.errors import InputError, SnapshotError
+from ...engine.spec.tables import Names, choices, names_in, table_number
 from ...engine.store.contract import Chunks
 from ...engine.store.durable import TEMPORARY, UnsyncedError, fsync_file, make_folder, put_in_place
-from ...engine.tables import Names, choices, names_in, table_number
-from ..reader import Snapshot
-from ..selection import LoadReport, Selection
-from ..writer import Progress, write_snapshot
+from ..files.reader import Snapshot
+from ..files.writer import Progress, write_snapshot
+from ..store.selection import LoadReport, Selection
 from .aside import ColumnsAside
 from .columns import Columns
 from .npz import write_npz

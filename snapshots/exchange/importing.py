@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ...engine.errors import InputError
 from ...engine.store.folder import StoreFolder
-from ..format import Manifest, check_name
-from ..writer import Progress, check_free, write_snapshot
+from ..files.format import Manifest, check_name
+from ..files.writer import Progress, check_free, write_snapshot
 from .columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state
 from .sorting import RowSorter

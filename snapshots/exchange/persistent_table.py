@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from ...engine.errors import ClosedError, InputError
-from ...engine.scanned import settled
-from ...engine.spec import KEY_TYPES, check_dtype, check_key_type
+from ...engine.spec.table_spec import KEY_TYPES, check_dtype, check_key_type
 from ...engine.store.folder import StoreFolder
-from ..format import check_name
-from ..reader import Snapshot
-from ..status import existing_store
-from ..writer import check_free, write_snapshot
+from ...engine.table.scanned import settled
+from ..files.format import check_name
+from ..files.reader import Snapshot
+from ..files.writer import check_free, write_snapshot
+from ..store.status import existing_store
 from .columns import KEY, TABLE, VALUES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state
 from .sorting import RowSorter

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...engine.errors import InputError, SnapshotError, TierbedError
-from ..reader import Snapshot
+from ..files.reader import Snapshot
 from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
 from .descriptions import checked_description
 from .named_arrays import ArrayColumn, Column, NamedArrays, TensorColumn

@@ -13,7 +13,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_graph_checkpoint_golden import Golden, batch, held
 
-from tierbed.graph.checkpoint import FORMAT
+from tierbed.graph.state.checkpoint import FORMAT
 
 
 def write(folder: Path) -> None:

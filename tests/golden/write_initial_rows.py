@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tierbed.engine.initializers import (
+from tierbed.engine.ops.naive import initial_rows
+from tierbed.engine.spec.initializers import (
     as_arrays,
     make_constant_initializer,
     make_normal_initializer,
@@ -17,7 +18,6 @@ from tierbed.engine.initializers import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
-from tierbed.engine.ops.naive import initial_rows
 
 TABLES = [
     make_table_options([make_uniform_initializer(-0.05, 0.05), make_normal_initializer(0.0, 1.0)]),

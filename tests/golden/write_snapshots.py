@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from embeddings import contents, make, options, train
 from table_names import opened
 
-from tierbed.snapshots.format import FORMAT
+from tierbed.snapshots.files.format import FORMAT
 
 NAMES = ("user", None, "Straße 7")
 

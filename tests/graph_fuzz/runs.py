@@ -118,7 +118,7 @@ def run_graph(program: Program, store: str, path: Path) -> Result:
     name = f"fuzzed{next(_names)}"
     with (
         MultiTableEmbedding(name, WIDTH, torch.float32, torch.int64, tables, kept) as rows,
-        patch("tierbed.graph.sizes.OWN", program.own),
+        patch("tierbed.graph.trace.sizes.OWN", program.own),
         _loud() as told,
     ):
         graph = Fuzzed(program, rows)

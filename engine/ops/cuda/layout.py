@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...initializers import InitialValues
+from ...spec.initializers import InitialValues
 from .device import Device
 from .program import Program
 

@@ -1,0 +1,221 @@
+"""A cache in device memory in front of a tier of the host, such as RocksDB; lines pass page-locked memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...ops.cuda.batch import Batch, keys_of, lines_among, rows_of
+from ...ops.cuda.device import launch
+from ...ops.cuda.faults import Faults
+from ...ops.cuda.layout import Layout
+from ...ops.cuda.staging import Staging
+from ...ops.cuda.step import copy_present, count_new, initialise_lines
+from ...store.contract import Asked, Chunks, Found, Keys, Lines, Room, Tables, Tier
+from ...store.cuda.full import SCAN_ROWS
+from ...store.cuda.tracking import WrittenBelow
+from ...store.full import check_room
+from .cache import Admission, Cache
+from .window import Window
+
+
+class CachedStore:
+    """A write-back cache in device memory in front of a tier of the host. Rows of announced batches come up ahead."""
+
+    def __init__(self, layout: Layout, below: Tier, cache: Cache, faults: Faults) -> None:
+        self._layout, self._below, self._faults = layout, below, faults
+        self._cache = cache
+        self._window = Window(layout.device, cache)
+        self._program = layout.program("cache.cu")
+        self._down, self._up = Staging(layout), Staging(layout)  # of victims, and of rows to fetch
+        self._overflows: tuple[Tensor, int] | None = None  # of the pinned batch: flags [size], and how many
+        self._reads = torch.zeros_like(cache.asked)  # that `peek` served
+        self._moved = {"bytes_in": 0, "bytes_out": 0}
+        self._written: WrittenBelow | None = None
+
+    def announce(self, batch: Batch) -> None:
+        self._window.announce(batch)
+
+    def prefetch(self, batch: Batch) -> bool:
+        return self._window.bring_up(batch, lambda over: self._bring_up(batch, over, None, ahead=True))
+
+    def cancel(self) -> None:
+        self._window.cancel()
+
+    def pin(self, batch: Batch, room: Room | None) -> None:
+        """As `engine/cache/cached.py`. Waits for the device once and raises its faults at once, unless rows are up."""
+        if not self._window.pin(batch, lambda over: self._bring_up(batch, over, room, ahead=False)):
+            return
+        self._faults.post(batch)
+        try:
+            if room is not None:
+                check_room(int(count_new(self._layout, batch.lines, batch.count)), room)
+        except BaseException:
+            self._window.unpin(batch)
+            raise
+
+    def unpin(self, batch: Batch, dirty: bool) -> None:
+        if self._overflows is None:
+            self._window.unpin(batch)
+            return
+        with self._window.turn():
+            self._window.unpin(batch)
+            (flags, count), self._overflows = self._overflows, None
+            if dirty:
+                ranks = flags.cumsum(0, dtype=torch.int32)
+                self._down.reserve(count)  # nothing is under way: `pin` waited after it was last filled
+                self._down.identify(batch, flags, ranks)
+                self._down.bring(batch.lines, flags, ranks)
+                ranks.cpu()  # waits
+                self._write_below(count)
+
+    def peek(self, batch: Batch) -> None:
+        with self._window.turn():
+            absent = self._cache.find(batch)
+            ranks = absent.cumsum(0, dtype=torch.int32)
+            while True:
+                self._up.identify(batch, absent, ranks)
+                numbers = [absent.sum(), batch.count[0], self._faults.word[0]]
+                missing, unique, fault = torch.stack([number.to(torch.int64) for number in numbers]).tolist()  # waits
+                if not self._up.reserve(missing):
+                    break
+            if error := self._faults.take(fault):
+                raise error
+            places = 2 * batch.tables[:unique].to(torch.int64) + absent[:unique]
+            self._reads += torch.bincount(places, minlength=self._reads.numel()).view_as(self._reads)
+            copy_present(batch, self._layout)
+            self._place(batch, ranks, missing)
+            self._up.fill(batch, absent, ranks, self._read_below(missing, touch=False))
+
+    def erase(self, tables: Tables, keys: Keys) -> None:
+        with self._window.turn():
+            batch = rows_of(self._layout.device, tables, keys, self._faults.word)
+            batch.lines = lines_among(self._window.up, batch, self._faults.word)
+            kept = batch.lines != 0
+            initialise_lines(batch, self._layout, kept)
+            self._cache.erase(batch, kept)
+            self._below.erase(tables, keys)
+
+    def scan(self) -> Chunks:
+        self.flush()
+        yield from self._below.scan()
+
+    def flush(self) -> None:
+        self._bring_down()
+        self._below.flush()
+
+    def tracker(self) -> WrittenBelow:
+        self._bring_down()  # what changed until now
+        self._written = WrittenBelow(self._bring_down)
+        return self._written
+
+    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+        with self._window.turn():
+            self._bring_down()
+            return self._below.read(tables, keys, lines, touch)
+
+    def close(self) -> None:
+        self._window.cancel()
+        self._below.close()
+
+    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+        with self._window.turn():
+            here = self._cache.where(table, key, self._down, self._faults.word, self._window.over)
+            return here + self._below.where(table, key)
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        with self._window.turn():
+            device = self._cache.metrics()
+            device["hits"], device["misses"] = self.asked().sum(0).tolist()
+            return {"device": {**device, **self._moved}, **self._below.metrics()}
+
+    def asked(self) -> Asked:
+        with self._window.turn():
+            asked: Asked = (self._cache.asked + self._reads).cpu().numpy()
+            return asked
+
+    def _bring_up(self, batch: Batch, over: int, room: Room | None, ahead: bool) -> Admission | None:
+        """Let a batch have its rows up, where batches up to `over` are over. Waits for the device once.
+
+        `ahead` of its step: None, and nothing has changed, where a set has no room for a row of it, or it has a fault.
+        Rows that no set has room for are in memory of a batch until it ends, so nothing is read below meanwhile.
+        """
+        if ahead and self._overflows is not None:
+            return None
+        admission = self._cache.admit(batch, over)
+        victims, absent, overflows = (batch.empty(torch.int32) for _ in range(3))
+        struct, n = admission.by_value(), np.uint64(batch.size)
+        device = self._layout.device
+        launch(device, self._program, "sort_out", batch.size, 1, struct, batch.count, n, victims, absent, overflows)
+        victim_ranks, ranks = victims.cumsum(0, dtype=torch.int32), absent.cumsum(0, dtype=torch.int32)
+        batch.lines.copy_(admission.lines)
+        unwritten = count_new(self._layout, torch.where(admission.hit != 0, batch.lines, 0), batch.count)
+        while True:
+            room_down = np.uint64(self._down.room)
+            launch(
+                device, self._program, "list_victims", batch.size, 1, struct, victims, victim_ranks, n, room_down,
+                self._down.tables, self._down.keys,
+            )  # fmt: skip
+            self._down.bring(batch.lines, victims, victim_ranks)
+            self._up.identify(batch, absent, ranks)
+            numbers = [victims.sum(), absent.sum(), overflows.sum(), unwritten[0], batch.faults[0]]
+            down, up, over_count, new, fault = torch.stack([number.to(torch.int64) for number in numbers]).tolist()
+            if not self._down.reserve(down) | self._up.reserve(up):
+                break
+        try:
+            if ahead and (over_count or fault):
+                self._cache.cancel(admission, restore=True)
+                return None
+            if error := self._faults.take(fault):
+                raise error
+            self._write_below(down)
+        except BaseException:
+            self._cache.cancel(admission, restore=True)
+            raise
+        try:
+            self._place(batch, overflows.cumsum(0, dtype=torch.int32), over_count)
+            found = self._read_below(up, touch=True)
+            check_room(new - int(found.sum()), room)
+            self._up.fill(batch, absent, ranks, found)
+            self._cache.fetched(admission)
+        except BaseException:
+            self._cache.cancel(admission, restore=False)
+            raise
+        self._overflows = (overflows, over_count) if over_count else None
+        return admission
+
+    def _bring_down(self) -> None:
+        with self._window.turn():
+            for slots in self._cache.dirty().split(SCAN_ROWS):
+                hashes, tables, lines = self._cache.rows(slots)
+                self._down.reserve(len(lines))
+                all_of = torch.ones_like(lines, dtype=torch.int32)
+                self._down.bring(lines, all_of, all_of.cumsum(0, dtype=torch.int32))
+                self._down.tables[: len(lines)] = tables
+                self._down.keys[: len(lines)] = keys_of(self._layout.device, hashes, tables)
+                all_of.cpu()  # waits
+                self._write_below(len(lines))
+                self._cache.written(slots)
+
+    def _read_below(self, count: int, touch: bool) -> Found:
+        found = self._below.read(*self._up.rows(count), touch)
+        self._moved["bytes_in"] += int(found.sum()) * self._layout.stored_bytes
+        return found
+
+    def _write_below(self, count: int) -> None:
+        tables, keys, lines = self._down.rows(count)
+        self._below.write(tables, keys, lines)
+        if self._written is not None:
+            self._written.add(tables, keys)
+        self._moved["bytes_out"] += count * self._layout.stored_bytes
+
+    def _place(self, batch: Batch, ranks: Tensor, count: int) -> None:
+        """Give rows without a line one in memory of the batch."""
+        if not count:
+            return
+        memory = torch.empty(count * self._layout.line_bytes, dtype=torch.uint8, device=ranks.device)
+        address, program = np.uint64(batch.own(memory)), self._layout.program("lines.cu")
+        launch(self._layout.device, program, "place_lines", batch.size, 1, ranks, batch.count, address, batch.lines)

@@ -1,0 +1,157 @@
+"""A cache in device memory in front of a full table whose lines are in memory of the host: kernels alone move rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..._core import GROUP
+from ...ops.cuda.batch import Batch, lines_among, rows_of
+from ...ops.cuda.device import Argument, launch
+from ...ops.cuda.faults import NO_ROOM, Faults
+from ...ops.cuda.layout import Layout
+from ...ops.cuda.step import copy_present, initialise_lines, initialise_missing, lanes_for
+from ...store.contract import Asked, Chunks, Found, Keys, Lines, Room, Tables
+from ...store.cuda.full import FullStore
+from ...store.cuda.tracking import Marks
+from .cache import Admission, Cache
+from .window import Window
+
+
+class CachedTable:
+    """As `CachedStore`, without the host in the path: steps wait for the device where the table below does, to grow.
+
+    Each row of a step has a line below from its first pin on. Rows that no set has room for are used there.
+    """
+
+    def __init__(self, layout: Layout, below: FullStore, cache: Cache, faults: Faults) -> None:
+        self._layout, self._below, self._faults = layout, below, faults
+        self._cache = cache
+        self._window = Window(layout.device, cache)
+        below.table.alone = self._window.turn
+        self._program = layout.program("cached_table.cu")
+        self._lanes = lanes_for((layout.dim + 3) // 4)  # that copy a line
+        # rows that the table below had and had not, rows that went down, lookups that the cache served
+        self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
+        self._asked = torch.zeros_like(cache.asked)  # hits of lookups that only read, and all misses
+        self._new: dict[Batch, Tensor] = {}  # of announced batches: flags [size], rows that got their line below ahead
+
+    def announce(self, batch: Batch) -> None:
+        self._window.announce(batch)
+
+    def prefetch(self, batch: Batch) -> bool:
+        return self._window.bring_up(batch, lambda over: self._bring_up(batch, over, ahead=True))
+
+    def cancel(self) -> None:
+        self._window.cancel()
+        while self._new:
+            batch, new = self._new.popitem()
+            with self._window.turn():
+                self._below.table.erase(batch, torch.where(new, batch.lines, 0))
+
+    def pin(self, batch: Batch, room: Room | None) -> None:
+        """Rows that do not fit into the table below set a fault, as in `FullStore`."""
+        self._window.pin(batch, lambda over: self._bring_up(batch, over, ahead=False))
+        self._new.pop(batch, None)
+        self._faults.post(batch)
+
+    def unpin(self, batch: Batch, dirty: bool) -> None:
+        self._window.unpin(batch)
+
+    def peek(self, batch: Batch) -> None:
+        with self._window.turn():
+            absent = batch.empty(torch.int32)
+            self._run(
+                "locate_rows", batch.size, GROUP, self._cache.by_value(), *self._below.table.index(), batch.hashes,
+                batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent, self._counts, self._asked,
+            )  # fmt: skip
+            copy_present(batch, self._layout)
+            initialise_missing(batch, self._layout, absent.cumsum(0, dtype=torch.int32))
+            self._faults.post(batch)
+
+    def erase(self, tables: Tables, keys: Keys) -> None:
+        with self._window.turn():
+            batch = rows_of(self._layout.device, tables, keys, self._faults.word)
+            batch.lines = lines_among(self._window.up, batch, self._faults.word)
+            kept = batch.lines != 0
+            initialise_lines(batch, self._layout, kept)
+            self._cache.erase(batch, kept)
+            self._below.table.find(batch)
+            initialise_lines(batch, self._layout, kept)  # below, a row that is up says how often it was written
+            self._below.table.erase(batch, torch.where(kept, 0, batch.lines))
+
+    def scan(self) -> Chunks:
+        self.flush()
+        yield from self._below.scan()
+
+    def flush(self) -> None:
+        with self._window.turn():
+            cache, index = self._cache.by_value(), self._below.table.index()
+            self._run("flush_rows", self._cache.capacity, self._lanes, cache, *index, self._counts)
+
+    def tracker(self) -> Marks:
+        return self._below.tracker()
+
+    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+        with self._window.turn():
+            self.flush()
+            return self._below.read(tables, keys, lines, touch)
+
+    def close(self) -> None:
+        self._window.cancel()
+        self._new.clear()
+        self._below.close()
+
+    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+        with self._window.turn():
+            here = self._cache.where(table, key, self._below.staging, self._faults.word, self._window.over)
+            return here + self._below.where(table, key)
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        with self._window.turn():
+            return self._metrics()
+
+    def asked(self) -> Asked:
+        with self._window.turn():
+            counts = self._asked.clone()
+            counts[:, 0] += self._cache.asked[:, 0]
+            asked: Asked = counts.cpu().numpy()
+            return asked
+
+    def _metrics(self) -> dict[str, dict[str, float]]:
+        found, new, written, _ = self._counts.tolist()
+        device, line = self._cache.metrics(), self._layout.stored_bytes
+        device["hits"], device["misses"] = self.asked().sum(0).tolist()
+        device.update(bytes_in=found * line, bytes_out=written * line)
+        moved = {"hits": found, "misses": new, "bytes_in": written * line, "bytes_out": found * line}
+        return {"device": device, "host": {**self._below.metrics()["host"], **moved}}
+
+    def _bring_up(self, batch: Batch, over: int, ahead: bool) -> Admission | None:
+        """Let a batch have its rows up, where batches up to `over` are over.
+
+        `ahead` of its step, where this waits for the device: None where rows do not fit below, or a set has no room.
+        """
+        table = self._below.table
+        ranks = table.find(batch)
+        if ahead:
+            new = batch.lines == 0
+            self._new[batch] = self._new[batch] | new if batch in self._new else new
+        table.insert_missing(batch, ranks, record_only=True)
+        admission = self._cache.admit(batch, over)
+        if ahead and not admission.fits():
+            self._cache.cancel(admission, restore=True)
+            batch.faults &= ~NO_ROOM  # there may be room when it has its step
+            return None
+        cache, struct = self._cache.by_value(), admission.by_value()
+        self._run("bring_down", batch.size, self._lanes, *table.index(), struct, batch.count, self._counts)
+        self._run(
+            "bring_up", batch.size, self._lanes, cache, struct, batch.hashes, batch.tables, batch.count, batch.lines,
+            table.nowhere, self._layout.initial, self._counts, self._asked,
+        )  # fmt: skip
+        return admission
+
+    def _run(self, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
+        launch(self._layout.device, self._program, kernel, items, lanes, *arguments)

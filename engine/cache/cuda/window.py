@@ -1,0 +1,135 @@
+"""Batches that a cache on a device brings up ahead of their steps: in another thread, on a stream of its own.
+
+Steps and whatever else uses the cache come one at a time, as a table has a lock; that thread uses sets and staging
+memory only between them. The lines of a batch that is up are pinned, so a step works on them beside all this.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Condition
+
+from ...errors import StoreError
+from ...interrupts import uninterrupted
+from ...ops.cuda.batch import Batch
+from ...ops.cuda.device import Device, Mark
+from .cache import Admission, Cache
+
+
+class _Coming:
+    """An announced batch."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.mark: Mark = None
+        self.admission: Admission | None = None  # set last: its rows are up
+
+
+class Window:
+    """The batch of a step, and those that were announced, in the order of their steps."""
+
+    def __init__(self, device: Device, cache: Cache) -> None:
+        self._device, self._cache = device, cache
+        self._pinned: Admission | None = None
+        self._coming: deque[_Coming] = deque()
+        self._changed = Condition()
+        self._wanted = 0  # a step waits for its turn
+        # what steps have launched that comes before what is brought up ahead, and the last batch that it ends
+        self._of_steps: tuple[Mark, int] = (device.mark(), cache.now)
+        self._beside = device.mark()  # what was launched ahead of steps
+
+    @property
+    def over(self) -> int:
+        """The number of the last batch that pins nothing any more."""
+        first = self._pinned or (self._coming[0].admission if self._coming else None)
+        return self._cache.now if first is None else (first.number - 1) % (1 << 32)
+
+    @property
+    def up(self) -> list[Batch]:
+        """The batches that have their rows up."""
+        ahead = [coming.batch for coming in tuple(self._coming) if coming.admission is not None]
+        return ahead if self._pinned is None else [self._pinned.batch, *ahead]
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around what steps, and all that is not done ahead of them, do with the cache; may be nested."""
+        with uninterrupted():
+            self._wanted += 1
+            with self._changed:
+                self._wanted -= 1
+                try:
+                    self._device.follow(self._beside)
+                    try:
+                        yield
+                    finally:
+                        self._of_steps = self._device.mark(), self.over
+                finally:
+                    self._changed.notify_all()
+
+    def announce(self, batch: Batch) -> None:
+        self._coming.append(_Coming(batch))
+
+    def bring_up(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
+        """Let `admit(over)` bring the rows of an announced batch up, ahead of its step; None says that it could not.
+
+        Returns False for that, and True where nobody waits for the batch any more.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._wanted)
+            waiting = [one for one in tuple(self._coming) if one.admission is None]
+            if not any(one.batch is batch for one in waiting):
+                return True
+            coming = waiting[0]
+            if coming.batch is not batch:  # its step has begun, and brings its rows up
+                return False
+            mark, over = self._of_steps
+            self._device.follow(mark)
+            try:
+                admission = admit(over)
+            finally:
+                coming.mark = self._beside = self._device.mark()
+            coming.admission = admission
+            return admission is not None
+
+    def pin(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
+        """Pin a batch. Returns whether its rows were up; else `admit(over)` brought them up, which does or raises."""
+        if self._take(batch):
+            return True
+        with self.turn():
+            if self._take(batch):  # they came up meanwhile
+                return True
+            if self._coming:
+                self._coming.popleft()
+            batch.faults |= batch.wrong
+            self._pinned = admit(self.over)
+            return False
+
+    def unpin(self, batch: Batch) -> None:
+        if self._pinned is None or self._pinned.batch is not batch:
+            raise StoreError("unpin of a batch that is not pinned")
+        self._pinned = None
+
+    def cancel(self) -> None:
+        """Forget what was announced. Rows that are up for it stay, as any that no batch pins."""
+        if self._coming:
+            with self.turn():
+                self._coming.clear()
+
+    def _take(self, batch: Batch) -> bool:
+        """Pin a batch whose rows are up; needs no turn."""
+        if self._pinned is not None:
+            raise StoreError("a batch is still pinned; one step at a time")
+        if not self._coming:
+            return False
+        first = self._coming[0]
+        if first.batch is not batch:
+            raise StoreError("another batch was announced; cancel it")
+        if first.admission is None:
+            return False
+        self._coming.popleft()
+        self._device.follow(first.mark)
+        self._pinned = first.admission
+        self._of_steps = self._device.mark(), self.over
+        return True

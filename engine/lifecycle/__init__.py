@@ -1,0 +1,1 @@
+"""Which rows are kept: admission, eviction and expiry."""

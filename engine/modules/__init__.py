@@ -1,0 +1,1 @@
+"""The embedding modules that users make, and how their rows train."""

@@ -1,0 +1,144 @@
+"""Training in a plain PyTorch loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.autograd.graph import increment_version
+
+from ..errors import GraphError, OptimizerError
+from ..interrupts import uninterrupted
+from ..ops.rows import Rows
+from .ranks import refuse_eager_ranks
+from .shadow_grad import ShadowGrad, holders
+from .training_step import training_step
+
+
+class EagerOptimizer(torch.optim.Optimizer):
+    """An ordinary torch optimizer, whose `step()` updates the rows of embeddings as well, outside a `Graph`.
+
+        optimizer = EagerOptimizer(torch.optim.Adam(model.parameters()), model)
+        for batch in loader:
+            loss(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Learning rate schedulers may be made over it, or over the wrapped one, `optimizer.optimizer`: the param groups are
+    the same.
+
+    optimizer: holds the parameters of all embeddings under `module` that are trained, and any others. Rows follow its
+    param groups; docs/optimizers.md says which kinds can.
+
+    From here until this object is gone, backward() through a lookup keeps its gradient for `step()`. Raises
+    OptimizerError for what is no torch optimizer, one that rows cannot follow, an embedding that it does not hold, one
+    that another EagerOptimizer has, and a module that ranks share.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        # not super().__init__: groups, state, defaults and hooks are those of the wrapped one
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OptimizerError(
+                f"optimizer={type(optimizer).__name__}: give a torch.optim optimizer, such as torch.optim.SGD"
+            )
+        self.optimizer = optimizer
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        modules = (m for m in module.modules() if isinstance(m, Rows))
+        embeddings = [m for m in modules if m.shadow.requires_grad]
+        if embeddings:
+            refuse_eager_ranks(module)
+        for embedding in embeddings:
+            if id(embedding.shadow) not in groups:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} does not hold embedding {embedding.name!r}; give it the embedding's "
+                    "parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module without it"
+                )
+            if embedding.handle in holders:
+                raise OptimizerError(
+                    f"another EagerOptimizer has embedding {embedding.name!r}; drop that one first, by del"
+                )
+        self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
+        holders.update((embedding.handle, self) for embedding in embeddings)
+
+    def __getattr__(self, name: str) -> Any:
+        """What it has not itself, such as param groups and hooks, is that of the wrapped optimizer."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OptimizerError(
+            "an EagerOptimizer cannot be copied or pickled, as its embeddings cannot; make another over their model, "
+            "and carry its state over by state_dict()"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Of the wrapped optimizer, for dense parameters: embeddings are those that it held when this was made."""
+        self.optimizer.add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all rows that backward() reached since `zero_grad()`, each once, then step the wrapped optimizer.
+
+        closure: called first, as torch's optimizers do: it runs forward() and backward(), and what it returns is
+        returned.
+
+        Embeddings that it did not reach stay as they are, their step counts too. Raises StoreError, CapacityError and
+        InputError before any row changed where rows cannot be brought up, GraphError in `build` of a graph and while
+        another thread trains the rows.
+        """
+        if detect_fake_mode() is not None:
+            raise GraphError(
+                "build calls step() of an EagerOptimizer; leave it out, and give the wrapped optimizer to add_optimizer"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        shadows = [embedding.shadow for embedding, _ in self._rows]
+        grads = [shadow.grad for shadow in shadows]
+        with uninterrupted():
+            self._step_rows()
+            for shadow in shadows:
+                shadow.grad = None
+            self.optimizer.step()  # where it raises, rows have moved, and their gradients are gone
+            for shadow, grad in zip(shadows, grads, strict=True):
+                shadow.grad = grad
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; those of rows whatever `set_to_none` is."""
+        for embedding, _ in self._rows:
+            embedding.shadow.grad = None
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's. The state of rows is in the embedding's store and its snapshots."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def _step_rows(self) -> None:
+        reached = [(e, rows, e.shadow.grad.rows) for e, rows in self._rows if isinstance(e.shadow.grad, ShadowGrad)]
+        with training_step([embedding for embedding, *_ in reached], "an EagerOptimizer"):
+            pinned = []
+            try:
+                for embedding, rows, gradients in reached:
+                    if embedding.row_optimizer is not rows:
+                        embedding.follow(rows)  # a graph trained it since
+                    batch = gradients.pin()
+                    if batch is not None:
+                        pinned.append((gradients, batch))
+                for gradients, batch in pinned:
+                    gradients.update(batch)
+                    # a backward() that needs the rows as they were says so
+                    increment_version(gradients.embedding.shadow)
+            except BaseException:
+                for embedding, *_ in reached:
+                    embedding.release()
+                raise

@@ -1,0 +1,377 @@
+"""The embedding modules: what users make, look up and save."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from threading import Lock
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+
+from ...snapshots.store.selection import LoadReport, Selection, Where
+from ..errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
+from ..ops import lookup as ops
+from ..ops.segments import segment
+from ..optim.optimizers import RowOptimizer, row_optimizer
+from ..persist.opened import TableHandle
+from ..spec.initializers import make_normal_initializer
+from ..spec.inputs import Lookup, check_lookup, check_output_dtype, check_row, check_weights, keys_from, rows_from
+from ..spec.options import store_options_from_dict
+from ..spec.row_state import RowState
+from ..spec.table_spec import check_dtype, table_spec
+from ..spec.tables import numbered
+from ..table.pinned import PinnedBatch
+from ..table.table import OpenTable
+from .ranks import refuse_lookup
+from .saved_rows import SavedRows
+from .shadow_grad import accumulate, holders, is_reached
+
+_NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
+
+
+class MultiTableMultiColumnEmbedding(SavedRows):
+    """Hashed tables that share a row layout: several columns of their own widths, laid side by side in each row.
+
+    name: names the folder under `persistent_path`.
+    embedding_dim: the width of a row, or a list of widths, one a column.
+    dtype: torch.float32. key_type: torch.int32, int64 or uint64, the dtype of ids; every value is a legal id.
+    tables: one `make_table_options(...)` a table, with a name or by its place; None is one table with
+    `default_initializer` (normal(0, 0.05)).
+    store_options: from a `make_*_store_options`, or the dict that it prints.
+    padding_idx: an id that is no row: zeros, no gradient.
+    seed: initial rows are a pure function of (seed, table, key, column). Give each embedding its own: two that differ
+    in name alone begin with equal rows.
+    output_dtype: what a lookup returns, and its gradient has: torch.float32, float16 or bfloat16. Rows stay float32.
+
+    A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use, on the
+    device that the module is on, and follows it when it is moved. Raises OptionError.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        embedding_dim: int | Sequence[int],
+        dtype: torch.dtype,
+        key_type: torch.dtype,
+        tables: Sequence[Mapping[str, Any]] | None,
+        store_options: Mapping[str, Any],
+        default_initializer: Mapping[str, Any] | None = None,
+        padding_idx: int | None = None,
+        seed: int = 0,
+        output_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        check_dtype(dtype)
+        if tables is None:
+            tables = [default_initializer if default_initializer is not None else make_normal_initializer(0.0, 0.05)]
+        elif default_initializer is not None:
+            raise OptionError("default_initializer is for tables=None alone; leave it out, or give each table its own")
+        if not isinstance(tables, (list, tuple)) or not tables:
+            raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
+        self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed)
+        self.spec.layout(RowState())  # reports a table whose columns do not fit now, not at the first use
+        self.output_dtype = check_output_dtype(output_dtype)
+        self.store_options = store_options_from_dict(store_options)
+        self.row_optimizer: RowOptimizer | None = None
+        # what an optimizer holds and autograd follows; the rows themselves are no parameter
+        self.shadow = nn.Parameter(torch.zeros(1, dtype=torch.float32))
+        self.handle = ops.register(self)
+        self._held: TableHandle | None = None
+        self._opening = Lock()
+        self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def dim(self) -> int:
+        """Floats of a row that a lookup returns, all columns together."""
+        return self.spec.dim
+
+    def forward(
+        self,
+        ids: Tensor,
+        table_ids: Tensor | int | str | Sequence[Any] | None = None,
+        offsets: Tensor | None = None,
+        pooling: str | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Rows of ids, ids.shape + (dim,), or bags of them pooled, shape of the bags + (dim,), of `output_dtype`.
+
+        ids: `key_type`, any shape. Unknown ids have their initial rows; only training inserts them.
+        pooling: "sum" or "mean" of the rows of a bag, those of padding_idx left out; a bag of none is zeros. The bags
+        are the last dimension of ids [..., L]; or with offsets, int64 or int32 [bags + 1] from 0 to n and ascending,
+        bag b is ids[offsets[b]:offsets[b + 1]] of ids [n].
+        weights: float32 of the shape of ids, for pooling: sum(w * row), for a mean divided by the ids but padding.
+        table_ids: integers or, but for tensors, names of tables that broadcast to ids.shape, or to the shape of the
+        bags; without them and with several tables, the last dimension of that shape is the tables, in order.
+
+        Outside a `Graph` it reads, and an `EagerOptimizer` trains what it read. Raises InputError, StoreError.
+        """
+        ops.refuse_export(self.name)
+        lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
+        check_weights(self.spec, lookup, weights)
+        if self.shadow.device != ids.device:
+            raise InputError(
+                f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {self.shadow.device}; give "
+                f"ids.to({str(self.shadow.device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
+            )
+        output: Tensor = ops.lookup(self.shadow, *lookup, weights, self.handle)
+        return output
+
+    def prefetch(
+        self,
+        ids: Tensor,
+        table_ids: Tensor | int | str | Sequence[Any] | None = None,
+        offsets: Tensor | None = None,
+        pooling: str | None = None,
+    ) -> None:
+        """Announce the lookup of a coming training step, so that a thread makes its rows ready while others run.
+
+        Announce steps in their order, each before it runs, any number of them ahead; the arguments are those of its
+        lookup. Rows never depend on it: a step that was not announced, or looks up other ids, takes the plain way. A
+        cache over a slower tier keeps the rows that the announced steps need soonest. On CUDA it uses a second stream.
+        Raises InputError, OptimizerError, StoreError.
+        """
+        lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
+        self.announce([lookup])
+
+    def size(self) -> int:
+        """How many rows there are: written by an optimizer, by `put`, or from a snapshot, and not gone since.
+
+        Raises what an earlier step did wrong and the device found late. InputError, CapacityError.
+        """
+        table = self._table()
+        with table.lock:
+            table.check()
+            return table.rows
+
+    def get(self, keys: Any, table_ids: Any = None) -> Tensor:
+        """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
+        return self._table().get(self._lookup(keys, table_ids))
+
+    def put(self, keys: Any, rows: Any, table_ids: Any = None) -> None:
+        """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last stands.
+
+        Optimizer state stays as it is.
+        """
+        wanted = self._lookup(keys, table_ids)
+        values = rows_from(self.spec, rows, wanted.ids.shape)
+        if self.spec.padding_idx is not None and (wanted.ids == self.spec.padding_idx).any():
+            raise InputError(
+                f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row"
+            )
+        self._table().put(wanted, values)
+
+    def delete(self, ids: Any, table_ids: Any = None) -> int:
+        """Forget rows, optimizer state included, in every tier; ids as in `get`. Returns how many had been written.
+
+        A deleted id is like one that was never seen: it has its initial row, and begins anew when it is trained or put.
+        """
+        return self._table().delete(self._lookup(ids, table_ids))
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Every written row, in chunks ordered by bucket, table and key.
+
+        A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
+        """
+        for _, rows in self._table().settled():
+            keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
+            values = rows["values"][:, : self.dim].copy()
+            tables = torch.from_numpy(rows["table"].astype(np.int64))
+            yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Every written row as (table id, key, row [dim]), in the order of `chunks`."""
+        for tables, keys, rows in self.chunks():
+            yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
+
+    def load_snapshot(
+        self,
+        snapshot_name: str,
+        tables: Collection[int | str] | None = None,
+        where: Where | None = None,
+        strict: bool = True,
+        weights_only: bool = False,
+    ) -> LoadReport:
+        """Replace all rows by a snapshot's, or by a selection of them, checked first. Returns what was loaded.
+
+        tables: those table ids, or names, alone. where: a function of (table_ids [n], keys [n]), arrays, that gives
+        bool [n], the rows to take. weights_only: without the state of the optimizer, which may be another and begins
+        anew.
+        strict: whether all must fit; else tables that the embedding has not, or under another name, and another
+        optimizer's state are left out, as the report's `remarks` say.
+
+        Raises, and the rows stay, SnapshotError where it is missing, damaged or of another table; StoreError where its
+        tables have other names; OptimizerError where its state is another optimizer's; InputError for a selection that
+        cannot be.
+        """
+        for argument, value in (("strict", strict), ("weights_only", weights_only)):
+            if not isinstance(value, bool):
+                raise InputError(f"{argument}={value!r}: give True or False")
+        selection = Selection(tables, where, not weights_only)
+        return self.opened().load_snapshot(snapshot_name, selection, strict)
+
+    def compact(self) -> None:
+        """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError where it has none."""
+        table = self._table()
+        if self.store_options.store != "cached_ssd":
+            raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
+        table.compact()
+
+    def metrics(self) -> dict[str, dict[str, Any]]:
+        """Numbers of the whole (`table`), of each tier from the top, of each table: docs/metrics.md explains them."""
+        return self._table().metrics()
+
+    def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
+        """Where one row is now, for people. Nothing changes by it. `table` may be left out where there is one.
+
+        `stored`: whether the row was written (else it has its initial value, and no tier need have it); `why` it is not
+        stored, as far as is known, or None; `updates`, and the `last_step` that wrote it; `tiers`: those that have it,
+        the top first, each with its place, and in a cache whether it is `dirty` (the tier below has an older row) and
+        `pinned` (a step or a prefetch holds it there). Raises InputError.
+        """
+        key, at = check_row(self.spec, key, table)
+        tiers, why = self._table().where(self._lookup([key], at))
+        row = {**numbered(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
+        newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
+        return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Bring every row down and close the store; the next run resumes from it.
+
+        May be called again. Using the embedding raises ClosedError.
+        """
+        self._closed = True
+        if self._held is not None:
+            self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise StoreError(
+            f"embedding {self.name!r} cannot be copied or pickled: its rows live in a store; create another under its "
+            "own name, and carry rows over by save_snapshot or put"
+        )
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        columns = list(spec.columns)
+        tables = list(spec.labels) if any(spec.table_names) else spec.num_tables
+        return f"{spec.name!r}, columns={columns}, tables={tables}, store={self.store_options.store}"
+
+    def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
+        """Let the rows follow one of the optimizer's param groups, as `Graph.add_optimizer` asks. OptimizerError."""
+        rows_optimizer = row_optimizer(optimizer, group)
+        self.follow(rows_optimizer)
+        return rows_optimizer
+
+    def follow(self, rows_optimizer: RowOptimizer) -> None:
+        """Let the next updates be those of `rows_optimizer`; several graphs take turns by it. Raises OptimizerError."""
+        if self._held is not None:
+            self._held.follow(rows_optimizer)
+        self.row_optimizer = rows_optimizer
+
+    def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+        """What a lookup returns, for checked arguments."""
+        return self._table().read(lookup, weights, self.output_dtype)
+
+    def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
+        """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
+        return self._table().read_weights_grad(lookup, grad)
+
+    def is_reached(self) -> bool:
+        """As `Rows`."""
+        return is_reached(self)
+
+    def is_looked_up(self) -> None:
+        """As `Rows`: OptimizerError where an EagerOptimizer trains it and ranks share the training."""
+        if self.handle in holders:
+            refuse_lookup(self.name)
+
+    def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
+        """As `Rows`: for the step of its EagerOptimizer."""
+        accumulate(self, lookup, grad, weights, order)
+
+    def pin(self, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
+        """As `Rows`."""
+        return self._trained().pin(lookups, self.output_dtype, like)
+
+    def announce(self, lookups: list[Lookup]) -> None:
+        """`prefetch` of a step with several lookups, checked, in the order in which the step pins them.
+
+        Raises InputError for values on the CPU that are out of range.
+        """
+        table = self._trained()
+        for lookup in lookups:
+            if lookup.ids.device.type == "cpu":
+                segment(self.spec, lookup)
+        table.announce(lookups)
+
+    def forget_announced(self) -> None:
+        """Forget what was announced, and end the thread that makes it ready."""
+        if self._held is not None:
+            self._held.forget_announced()
+
+    def release(self) -> None:
+        """Drop the pin that a failed step left."""
+        if self._held is not None:
+            self._held.release()
+
+    def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
+        ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
+        lookup = check_lookup(self.spec, ids, table_ids)
+        here = None if lookup.table_ids is None else lookup.table_ids.to(self.shadow.device)
+        return Lookup(lookup.ids.to(self.shadow.device), here)
+
+    def _trained(self) -> OpenTable:
+        table = self._table()
+        if table.optimizer is None and self._refused is not None:
+            raise self._refused
+        return table
+
+    def _table(self) -> OpenTable:
+        handle = self.opened()
+        if self._awaited is not None:
+            self._compare_awaited()
+        return handle.table
+
+    def opened(self) -> TableHandle:
+        """The table, opened where it is not yet, for checkpoints of a graph."""
+        if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
+            raise GraphError(
+                f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
+                "values; look rows up by calling the embedding, and use get, put, size and metrics outside the graph"
+            )
+        device = self.shadow.device
+        with self._opening:
+            if self._held is None:
+                if self._closed:
+                    raise ClosedError(f"embedding {self.name!r} was closed; create it again")
+                try:
+                    self._held = TableHandle(self.spec, self.store_options, self.row_optimizer, device)
+                except OptimizerError as error:
+                    self._refused = error  # its rows can still be read
+                    self._held = TableHandle(self.spec, self.store_options, None, device)
+                weakref.finalize(self, self._held.finish)
+            elif self._held.device != device:
+                self._held.move(device)
+            return self._held

@@ -1,0 +1,71 @@
+"""What a step calls, in place of functions of `step.py`, while a device records it: what launches, and no more.
+
+What the host does at each step, it does around each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..interrupts import uninterrupted
+
+if TYPE_CHECKING:
+    from ..spec.inputs import Lookup
+    from ..table.pinned import PinnedBatch
+    from ..table.table import OpenTable
+    from .saved_rows import SavedRows
+
+
+def prefetch(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
+    """As that of `step.py`, whose `gather` and `weights_grad` take what it returns."""
+    return embedding.opened().table.record_pin(lookups, embedding.output_dtype, like)
+
+
+def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+    """As that of `step.py`."""
+    batch.record_update(grads, weights)
+
+
+def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+    """As that of `step.py`."""
+    table = embedding.opened().table
+    return table.processor.gather(table.record_peek(lookup), 0, lookup, weights, embedding.output_dtype)
+
+
+def read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
+    """As that of `step.py`."""
+    table = embedding.opened().table
+    return table.processor.weights_grad(table.record_peek(lookup), 0, lookup, grad)
+
+
+@contextmanager
+def locked(tables: Sequence[OpenTable]) -> Iterator[None]:
+    """Nobody else uses these tables."""
+    with ExitStack() as stack:
+        for table in sorted(tables, key=id):  # in one order: another graph may want the same
+            stack.enter_context(table.lock)
+        with uninterrupted():
+            yield
+
+
+@contextmanager
+def replayed(trained: Sequence[OpenTable], read: Sequence[OpenTable], clip_value: float | None) -> Iterator[None]:
+    """Around one replay, with the tables `locked`: what the host does in a step that trains and reads these tables.
+
+    Raises what the step would, before the replay.
+    """
+    for table in read:
+        table.begin_replay(False, None)
+    begun = [(table, table.begin_replay(True, clip_value)) for table in trained]
+    try:
+        yield
+    except BaseException as error:
+        for table in trained:
+            table.failure = error  # some of its lines may be written
+        raise
+    for table, (step, hyper) in begun:
+        table.updated(step, hyper)

@@ -1,0 +1,117 @@
+"""The gradients of an embedding's lookups, kept until its rows take them in one step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..ops.rows import Pinned, Rows
+from ..spec.inputs import Lookup
+
+
+@dataclass
+class _Kept:
+    lookup: Lookup  # a copy, as the weights
+    weights: Tensor | None
+    given: tuple[Tensor | None, ...]  # what the caller holds, whose identity the key is made of
+    order: int
+    grad: Tensor
+    version: int | None  # that the gradient had
+
+    def is_of(self, given: tuple[Tensor | None, ...]) -> bool:
+        copies = (*self.lookup[:3], self.weights)
+        pairs = zip(given, copies, strict=True)
+        return all(now is None or (then is not None and torch.equal(now, then)) for now, then in pairs)
+
+    def unchanged(self, name: str) -> Tensor:
+        if _version(self.grad) != self.version:
+            raise InputError(
+                f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
+                "backward() a copy, grad.clone()"
+            )
+        return self.grad
+
+
+class RowGradients:
+    """Of one embedding. Gradients of several lookups, and of several passes over a model, add up until `clear`."""
+
+    def __init__(self, embedding: Rows) -> None:
+        self._embedding = weakref.ref(embedding)  # which may hold this
+        self._kept: dict[Hashable, _Kept] = {}
+
+    @property
+    def embedding(self) -> Rows:
+        """Whoever calls methods here holds it."""
+        embedding = self._embedding()
+        assert embedding is not None
+        return embedding
+
+    def add(self, lookup: Lookup, grad: Tensor, weights: Tensor | None = None, order: int = 0) -> None:
+        """Keep the gradient of what a lookup returned, lookup.shape + (dim,), of the output dtype.
+
+        weights: those that it was pooled with, float32 of the shape of its ids. order: the step takes lookups in this
+        order, equal ones as they came; sums over the occurrences of an id follow it.
+
+        The lookup and the weights are copied. The gradient is not: InputError in the step if it was changed in place.
+        Gradients of the very same tensors are summed here, as a graph sums them.
+        """
+        given = (*lookup[:3], weights)
+        key = (lookup.pooling, *map(_identity, given))
+        kept = self._kept.get(key)
+        if kept is not None and not kept.is_of(given):  # written to by NumPy, of which no version tells
+            key, kept = (key, len(self._kept)), None
+        if kept is not None:
+            grad = kept.unchanged(self.embedding.name) + grad
+            kept.grad, kept.version, kept.order = grad, _version(grad), min(kept.order, order)
+            return
+        ids, table_ids, offsets, weights = (None if part is None else part.detach().clone() for part in given)
+        assert ids is not None
+        copy = Lookup(ids, table_ids, offsets, lookup.pooling)
+        self._kept[key] = _Kept(copy, weights, given, order, grad, _version(grad))
+
+    def pin(self) -> Pinned | None:
+        """Bring up and pin the rows of all lookups, each once; None where there is none.
+
+        Raises what `embedding.pin` raises, and InputError; then nothing is pinned.
+        """
+        kept, embedding = self._in_order(), self.embedding
+        for one in kept:
+            one.unchanged(embedding.name)
+            if one.lookup.ids.device != embedding.shadow.device:
+                raise InputError(
+                    f"gradients of embedding {embedding.name!r} are on {one.lookup.ids.device} and the embedding on "
+                    f"{embedding.shadow.device}; call zero_grad() after moving a module"
+                )
+        return embedding.pin([one.lookup for one in kept]) if kept else None
+
+    def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Of the lookups that `pin` gives, in their order: gradients and weights."""
+        kept = self._in_order()
+        return [one.grad for one in kept], [one.weights for one in kept]
+
+    def update(self, batch: Pinned) -> None:
+        """Apply the embedding's optimizer once, with the sum of all gradients. `batch` is what `pin` gave; ends it."""
+        batch.update(*self.grads())
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._kept.clear()
+
+    def _in_order(self) -> list[_Kept]:
+        return sorted(self._kept.values(), key=lambda kept: kept.order)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _identity(tensor: Tensor | None) -> Hashable:
+    """Equal for one tensor that was not written to in between."""
+    if tensor is None:
+        return None
+    return id(tensor), object() if tensor.is_inference() else tensor._version

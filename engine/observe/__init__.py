@@ -1,0 +1,1 @@
+"""Looking at a table: metrics, and what a cache of another size would do."""

@@ -1,0 +1,227 @@
+"""What a cache of each size would hit, from a sample of the ids that will be looked up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import _core
+from .._core import WAY_BYTES, WAYS
+from ..errors import InputError, OptionError
+from ..numeric import real, whole, whole_option
+from ..ops.naive import MASK64
+from ..store.contract import BUCKETS
+from .stack_distance import Model, Sample
+
+MB = 1 << 20
+RECORD_BYTES = 8  # updates and last step, in a row's line
+BESIDE_BYTES = WAY_BYTES + 1  # what a cache keeps for each line, with its tag
+LEAST = WAYS * BUCKETS  # lines: smaller caches take rows of a batch in another order, which no prediction is made for
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the rows seen: the sizes that a plan prints
+
+
+class Curve(NamedTuple):
+    """A miss-ratio curve: arrays [n], by ascending size."""
+
+    rows: NDArray[np.int64]  # lines of the cache
+    budget_mb: NDArray[np.float64]  # MiB that they take, as `cache_budget_mb`
+    miss_ratio: NDArray[np.float64]  # rows missed / rows needed, each row once a batch
+
+
+class Plan:
+    """Predicted hit rates of an LRU cache over all tables of an embedding. `plan` makes it; it prints as a table.
+
+    A hit is counted as the engine's metrics do: each distinct row of a batch once. `dim`, `state`: floats of a row and
+    of its optimizer state. `line_bytes`: of both with the record; a cache takes `BESIDE_BYTES` more for it. `seen`:
+    distinct rows of the trace by table, and `uses`: how often `batches` of it needed them, those after the warmup; both
+    exact at `rate` 1, else estimated from that share of the rows.
+    """
+
+    def __init__(self, sample: Sample, dim: int, state: int, tables: int, warmup: int) -> None:
+        self.dim, self.state = dim, state
+        self.line_bytes = -(-((dim + state) * 4 + RECORD_BYTES) // 16) * 16
+        self.rate = sample.rate
+        self.batches = max(len(sample.batch_rows) - warmup, 0)
+        uses = sample.uses()
+        counted = uses.batch >= warmup
+        if not counted.any():
+            raise InputError(f"trace: no rows in {self.batches} batches after warmup={warmup}; give more batches")
+        self._tables = uses.table
+        self._model = Model(uses, sample)
+        self._counted = counted
+        _, first = np.unique(uses.row, return_index=True)
+        self.seen = _estimates(uses.table[first], tables, self.rate)
+        self.uses = _estimates(uses.table[counted], tables, self.rate)
+
+    def rows(self, budget_mb: float) -> int:
+        """Lines of a cache of `cache_budget_mb=budget_mb`. Raises OptionError for fewer than LEAST."""
+        budget = real(budget_mb)
+        if budget is None or not self.bytes(LEAST) / MB <= budget < 1 << 40:
+            raise OptionError(f"budget_mb={budget_mb!r}: give a number of MiB from {self.bytes(LEAST) / MB:.3f} on")
+        return int(budget * MB) // self.bytes(WAYS) * WAYS
+
+    def bytes(self, rows: int) -> int:
+        """That a cache of so many lines takes."""
+        return rows * (self.line_bytes + BESIDE_BYTES)
+
+    def hit_rate(self, *, budget_mb: float | None = None, rows: int | None = None, table: int | None = None) -> float:
+        """The predicted share of needed rows that a cache of that budget, or of so many lines, has.
+
+        With `table`, of that table's rows, in the cache that all tables share. Raises OptionError.
+        """
+        if (budget_mb is None) == (rows is None):
+            raise OptionError(f"budget_mb={budget_mb!r}, rows={rows!r}: give one of them")
+        if budget_mb is not None:
+            rows = self.rows(budget_mb)
+        lines = whole(rows, least=LEAST)
+        if lines is None:
+            raise OptionError(f"rows={rows!r}: give a whole number of lines, {LEAST} or more")
+        return self._mean(lines, self._of_table(table))
+
+    def curve(self, table: int | None = None, points: int = 32) -> Curve:
+        """The miss ratio from small caches to one for every row that was seen, sizes in equal ratios.
+
+        With `table`, of that table's rows, in the cache that all tables share. Raises OptionError.
+        """
+        if whole(points, least=2) is None:
+            raise OptionError(f"points={points!r}: give a whole number, 2 or more")
+        of = self._of_table(table)
+        most = max(2 * int(self.seen.sum()), 2 * LEAST)
+        rows = np.unique(np.geomspace(LEAST, most, points).astype(np.int64))
+        missed = np.array([1 - self._mean(int(size), of) for size in rows])
+        return Curve(rows, np.array([self.bytes(int(size)) / MB for size in rows]), missed)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the curves of all tables together and, where there are several, of each. Needs `tierbed[plot]`.
+
+        The file's ending says its format, as matplotlib takes it. Raises OptionError where matplotlib is missing.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise OptionError("plot needs matplotlib: pip install 'tierbed[plot]'") from error
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
+        if len(self.seen) > 1:
+            for table in np.flatnonzero(self.uses):
+                curve = self.curve(int(table))
+                axes.plot(curve.budget_mb, curve.miss_ratio, linewidth=1, alpha=0.6, label=f"table {table}")
+        curve = self.curve()
+        axes.plot(curve.budget_mb, curve.miss_ratio, color="black", label="all tables")
+        axes.set(xscale="log", xlabel="cache_budget_mb", ylabel="miss ratio", ylim=(0, 1.02))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small", ncols=1 + len(self.seen) // 12)
+        figure.savefig(path)
+
+    def __repr__(self) -> str:
+        seen = int(self.seen.sum())
+        sampled = "" if self.rate == 1 else f", sampled 1/{round(1 / self.rate)}"
+        lines = [
+            f"{self.batches} batches need {int(self.uses.sum())} rows, {seen} different ones in all{sampled}",
+            f"{self.bytes(1)} bytes a cached row: {self.dim} floats and {self.state} of optimizer state",
+        ]
+        if seen < LEAST:
+            return "\n".join([*lines, f"caches of fewer than {LEAST} rows are not predicted: one of {LEAST} holds all"])
+        lines.append(f"{'cache_budget_mb':>16}{'rows':>12}{'of all':>8}{'hit rate':>10}")
+        for share in SHARES:
+            rows = round(share * seen)
+            if rows < LEAST:
+                continue
+            lines.append(f"{self.bytes(rows) / MB:16.2f}{rows:12d}{share:8.0%}{self.hit_rate(rows=rows):10.1%}")
+        return "\n".join(lines)
+
+    def _of_table(self, table: int | None) -> NDArray[np.bool_]:
+        if table is None:
+            return self._counted
+        if whole(table, 0, len(self.seen) - 1) is None:
+            raise OptionError(f"table={table!r}: tables run from 0 to {len(self.seen) - 1}")
+        if not self.uses[table]:
+            raise OptionError(f"table={table}: the trace has no ids of it; give a longer one, or more samples")
+        return self._counted & (self._tables == table)
+
+    def _mean(self, rows: int, of: NDArray[np.bool_]) -> float:
+        return float(self._model.chances(rows)[of].mean())
+
+
+def plan(
+    trace: Iterable[Any],
+    dim: int,
+    state: int,
+    *,
+    tables: int = 1,
+    padding_idx: int | None = None,
+    warmup: int = 0,
+    samples: int = 1 << 18,
+) -> Plan:
+    """Predict what caches of each size would hit for batches like those of `trace`.
+
+    trace: a batch for each training step: ids, or (ids, table_ids), tensors or arrays of integers as lookups take
+    them: table_ids broadcast to ids; without them and with several tables, the last dimension of ids is the tables.
+    dim, state: floats of a row, and of its optimizer state: 0 for SGD, dim for SGD with momentum and for Adagrad,
+    2 * dim for Adam, AdamW and CatchUpAdam, 1 for RowWiseAdagrad.
+    warmup: batches at the start that fill the cache and are not counted.
+    samples: the most uses of rows that are kept; where a trace has more, a share of its rows is followed, and memory
+    stays bounded.
+
+    Raises OptionError for arguments and InputError for batches that cannot be.
+    """
+    dim, tables = _count("dim", dim, 1), _count("tables", tables, 1)
+    state, warmup = _count("state", state, 0), _count("warmup", warmup, 0)
+    samples = _count("samples", samples, 1024)
+    padding = None
+    if padding_idx is not None:
+        padding = whole_option("padding_idx", padding_idx, "a whole number, or None") & MASK64
+    sample = Sample(samples)
+    for number, item in enumerate(trace):
+        keys, table_ids = _ids(item, tables, f"batch {number} of trace")
+        sample.add(_core.Batch([(keys, table_ids, None)], tables, padding))
+    return Plan(sample, dim, state, tables, warmup)
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    return whole_option(name, value, f"a whole number >= {least}", least)
+
+
+def _estimates(tables: NDArray[np.int64], count: int, rate: float) -> NDArray[np.int64]:
+    return np.asarray(np.round(np.bincount(tables, minlength=count) / rate), np.int64)
+
+
+def _ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArray[np.uint32] | None]:
+    """Keys [n], and table ids [n] where they are given."""
+    ids, table_ids = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
+    keys = _integers(ids, f"{where}: ids")
+    if table_ids is None:
+        if tables > 1 and (keys.ndim < 2 or keys.shape[-1] != tables):
+            raise InputError(
+                f"{where}: ids of shape {keys.shape} are not (..., {tables}), a column for each table; give that, or "
+                "(ids, table_ids)"
+            )
+        return _keys(keys), None
+    of = _integers(table_ids, f"{where}: table_ids")
+    try:
+        of = np.broadcast_to(of, keys.shape)
+    except ValueError:
+        raise InputError(
+            f"{where}: table_ids of shape {of.shape} do not broadcast to that of ids, {keys.shape}; give one an id"
+        ) from None
+    if of.size and (of.min() < 0 or of.max() >= tables):
+        raise InputError(f"{where}: table ids from {of.min()} to {of.max()}; they run from 0 to {tables - 1}")
+    return _keys(keys), np.ascontiguousarray(of.reshape(-1), np.uint32)
+
+
+def _integers(values: Any, where: str) -> NDArray[Any]:
+    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.dtype.kind not in "iu":
+        raise InputError(f"{where} are of {array.dtype}; give a tensor or an array of integers")
+    return array
+
+
+def _keys(ids: NDArray[Any]) -> NDArray[np.uint64]:
+    """The 64 bits that name a row: signed ids are sign-extended, as in lookups."""
+    wide = ids.astype(np.uint64 if ids.dtype.kind == "u" else np.int64, copy=False)
+    return np.ascontiguousarray(wide.reshape(-1)).view(np.uint64)

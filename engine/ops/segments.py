@@ -1,0 +1,105 @@
+"""Lookups as the native core sees them: segments of a batch, flat arrays in and out.
+
+Here are the checks of values, which a trace cannot make.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import _core
+from ..errors import InputError
+from ..spec.inputs import Lookup
+from ..spec.table_spec import TableSpec
+
+LARGE = 1 << 20  # bytes: the system clears such memory page by page whenever it is allocated anew
+
+# keys [n]; table ids of the bags, or None; None for no bags, their length, or offsets [bags + 1]
+Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
+
+
+def segment(spec: TableSpec, lookup: Lookup) -> Segment:
+    """A segment of `_core.Batch`. Raises InputError for offsets and table ids that are out of range."""
+    tables = None if lookup.table_ids is None else _tables(spec, lookup.table_ids)
+    return _keys(lookup.ids), tables, _bags(spec, lookup)
+
+
+def rows_of(spec: TableSpec, lookup: Lookup) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+    """The unique rows of a lookup without bags, on any device: tables [n] and keys [n]. Raises InputError."""
+    tables = None if lookup.table_ids is None else lookup.table_ids.cpu()
+    on_host = Lookup(lookup.ids.cpu(), tables)
+    batch = _core.Batch([segment(spec, on_host)], spec.num_tables, spec.padding_key)
+    return batch.tables.copy(), batch.keys.copy()
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor whose memory, where it is large, serves a later one again."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < LARGE:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(_core.scratch(size)).view(dtype).view(shape)
+
+
+def array_of(tensor: Tensor) -> NDArray[Any]:
+    """Rows of an output dtype as the core takes them: [n, dim], 16-bit floats as uint16. A contiguous one is shared."""
+    if tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.requires_grad:
+        return tensor.numpy().reshape(-1, tensor.shape[-1])
+    rows = tensor.detach().contiguous()
+    rows = rows.view(-1, rows.shape[-1])
+    return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
+
+
+def flat(weights: Tensor) -> NDArray[np.float32]:
+    """One number an id: [n]. A contiguous tensor is shared."""
+    return weights.detach().contiguous().view(-1).numpy()
+
+
+def _keys(ids: Tensor) -> NDArray[np.uint64]:
+    """Ids as the 64 bits that identify a row; int32 is sign-extended, so -1 is the same row in either type."""
+    if ids.dtype == torch.int64 and ids.is_contiguous():
+        return ids.numpy().reshape(-1).view(np.uint64)
+    flat = ids.detach().reshape(-1)
+    if flat.dtype == torch.int32:
+        flat = flat.to(torch.int64)
+    return flat.contiguous().numpy().view(np.uint64)
+
+
+def _tables(spec: TableSpec, table_ids: Tensor) -> NDArray[np.uint32]:
+    flat = table_ids.detach().reshape(-1).to(torch.int64)
+    outside = (flat < 0) | (flat >= spec.num_tables)
+    if outside.any():
+        position = int(outside.nonzero()[0])
+        raise InputError(
+            f"table_ids of embedding {spec.name!r}: table id {int(flat[position])} at position {position}; "
+            f"they run from 0 to {spec.num_tables - 1}"
+        )
+    return flat.to(torch.int32).numpy().view(np.uint32)
+
+
+def _bags(spec: TableSpec, lookup: Lookup) -> int | NDArray[np.int64] | None:
+    if lookup.pooling is None:
+        return None
+    if lookup.offsets is not None:
+        return _offsets(spec, lookup.offsets, lookup.ids.shape[0])
+    # bags of no ids are counted by their offsets
+    return lookup.ids.shape[-1] or np.zeros(lookup.ids.shape[:-1].numel() + 1, np.int64)
+
+
+def _offsets(spec: TableSpec, offsets: Tensor, ids: int) -> NDArray[np.int64]:
+    flat = offsets.detach().to(torch.int64).contiguous().numpy()
+    where = f"offsets of embedding {spec.name!r}"
+    if flat[0] != 0 or flat[-1] != ids:
+        raise InputError(
+            f"{where}: they run from {flat[0]} to {flat[-1]}; give bags + 1 of them, from 0 to the number of ids, {ids}"
+        )
+    down = np.flatnonzero(flat[1:] < flat[:-1])
+    if len(down):
+        at = int(down[0])
+        raise InputError(f"{where}: {flat[at]} at position {at} is followed by {flat[at + 1]}; give them ascending")
+    return flat

@@ -1,0 +1,1 @@
+"""What a store folder keeps between runs: opening, recovery after a kill, saving and loading."""

@@ -1,0 +1,128 @@
+"""Whether stored rows fit a table, and the optimizer that is to train them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from ...snapshots.store.selection import Selection
+from ..errors import InputError, OptimizerError, SnapshotError, StoreError
+from ..optim.optimizers import RowOptimizer
+from ..spec.table_spec import KEY_TYPES, TableSpec
+from ..spec.tables import Names, choices, labels_of, misplaced, names_in, table_number
+
+log = logging.getLogger("tierbed")
+
+
+def check_stored(
+    spec: TableSpec,
+    stored: dict[str, Any],
+    optimizer: RowOptimizer | None,
+    error: type[Exception],
+    what: str,
+    wanted: Collection[int] | None = None,
+) -> None:
+    """Raises where the stored rows, or those of the tables `wanted`, cannot be rows of the embedding.
+
+    `error` where their columns, keys or number of tables differ, StoreError for names of tables or their order,
+    OptimizerError where they lack the state of the optimizer to train them.
+    """
+    for field, argument, mine in (
+        ("columns", "embedding_dim", list(spec.columns)),
+        ("key_type", "key_type", KEY_TYPES[spec.key_type]),
+        ("dtype", "dtype", "float32"),
+    ):
+        if stored[field] != mine:
+            raise error(
+                f"{what} holds rows of {argument} {stored[field]}, not {mine}; give that {argument}, or another "
+                f"name or persistent_path"
+            )
+    _check_names(spec, stored, what, wanted)
+    there, begun = stored["tables"], spec.plain_tables()
+    if wanted is not None:  # those above are not asked for
+        there = there[: max(wanted, default=-1) + 1]
+    if len(there) > len(begun):
+        raise error(f"{what} holds {len(there)} tables, not {len(begun)}; give all of them, in their order")
+    if (stored["seed"], there) != (spec.seed, begun[: len(there)]):
+        log.warning(
+            "%s began its rows with another seed or other initializers: rows not yet stored begin differently", what
+        )
+    if optimizer is None or stored.get("rows") == 0 or (stored["optimizer"] is None and not stored["states"]):
+        return
+    if (stored["optimizer"], stored["states"]) != (optimizer.rule, list(optimizer.states)):
+        raise OptimizerError(
+            f"{what} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, not of "
+            f"{optimizer.rule}; train with that optimizer, or take another name or persistent_path"
+        )
+
+
+def _check_names(spec: TableSpec, stored: dict[str, Any], what: str, wanted: Collection[int] | None) -> None:
+    """Raises StoreError where a stored table would become another one."""
+    names = names_in(stored)
+    others = [table for table in misplaced(names, spec.table_names) if wanted is None or table in wanted]
+    if others and stored.get("rows") != 0:
+        raise StoreError(
+            f"{what} holds tables {list(labels_of(names))}, and the embedding has {list(spec.labels)}: rows go by "
+            "position, and would become those of another table; list the tables in the stored order by the stored "
+            "names, new ones at the end, or rename the stored ones (docs/embedding.md#names-of-tables)"
+        )
+
+
+def fitting(
+    spec: TableSpec,
+    stored: dict[str, Any],
+    optimizer: RowOptimizer | None,
+    selection: Selection,
+    strict: bool,
+    what: str,
+) -> tuple[Selection, list[str]]:
+    """What of a snapshot fits the table, and remarks on what is left out, which where it is `strict` is padding alone.
+
+    Raises InputError for a selection of tables that are not there, and what `check_stored` does where it cannot be
+    loaded so.
+    """
+    remarks: list[str] = []
+    names, given = names_in(stored), selection.tables
+    if given is not None and (isinstance(given, str) or not isinstance(given, Collection) or not len(given)):
+        raise InputError(f"tables={given!r}: give a list of table ids or names, or None for all")
+    if selection.where is not None and not callable(selection.where):
+        raise InputError(f"where={selection.where!r}: give a function of (table_ids, keys), NumPy arrays, or None")
+    tables = None
+    if given is not None:
+        tables = [_selected(spec, names, table, f"tables={given!r}: {what}") for table in given]
+    others = {*misplaced(names, spec.table_names), *range(spec.num_tables, len(names))}
+    if others and not strict:
+        remarks.append(_left_out(spec, names, others, what))
+        tables = [table for table in (range(len(names)) if tables is None else tables) if table not in others]
+    selection = dataclasses.replace(selection, tables=tables)
+    try:
+        check_stored(spec, selection.description(stored), optimizer, SnapshotError, what, tables)
+    except OptimizerError as error:
+        if strict:
+            raise OptimizerError(f"{error}; or load it with weights_only=True") from error
+        remarks.append(f"the optimizer's state is begun anew: {error}")
+        selection = dataclasses.replace(selection, state=False)
+    if spec.padding_idx not in (None, stored["padding_idx"]):
+        remarks.append(f"padding_idx={spec.padding_idx} was none when {what} was saved: rows of that id are left out")
+        selection = dataclasses.replace(selection, padding=spec.padding_key)
+    return selection, remarks
+
+
+def _left_out(spec: TableSpec, names: Names, others: Collection[int], what: str) -> str:
+    """The remark on tables of a snapshot that the embedding has not."""
+    if not any(names):
+        return f"{what} has {len(names)} tables, and the embedding {spec.num_tables}: the others are left out"
+    labels = labels_of(names)
+    left = [labels[table] for table in sorted(others)]
+    return f"{what} has tables {list(labels)}, and the embedding {list(spec.labels)}: {left} are left out"
+
+
+def _selected(spec: TableSpec, names: Names, given: Any, where: str) -> int:
+    """A table of a snapshot, by its number, its stored name, or the embedding's where it is stored without one."""
+    for known in (names, spec.table_names[: len(names)]):
+        number = table_number(given, known)
+        if number is not None:
+            return number
+    raise InputError(f"{where} has tables {choices(names)}; {given!r} is none")

@@ -1,0 +1,291 @@
+"""An embedding's hold on its open table: from the first use to `close`, or the end of the embedding or the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...snapshots.asking.serving import StoreServer, start_server
+from ...snapshots.files.format import Manifest
+from ...snapshots.files.reader import Snapshot
+from ...snapshots.store.selection import LoadReport, Selection
+from ..errors import ClosedError, OptimizerError, StoreError
+from ..interrupts import uninterrupted
+from ..optim.optimizers import RowOptimizer
+from ..spec.options import StoreOptions
+from ..spec.table_spec import TableSpec
+from ..store.durable import remedy_for
+from ..table.background import BackgroundSave
+from ..table.table import OpenTable
+from .recovery import TableHome
+from .saves import HomeSnapshots, SavedAs
+
+log = logging.getLogger("tierbed")
+
+_by_folder: weakref.WeakValueDictionary[str, TableHandle] = weakref.WeakValueDictionary()
+
+
+class TableHandle:
+    """Opens the table. A process holds a folder once: opening it again, as notebooks do, closes the older handle.
+
+    Raises StoreError, OptionError, OptimizerError.
+    """
+
+    def __init__(
+        self, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None, device: torch.device
+    ) -> None:
+        self._name = spec.name
+        self.device = device
+        self._process = os.getpid()
+        self._table: OpenTable | None = None
+        self._closed_at = 0  # the step
+        self._server: StoreServer | None = None
+        folder = None
+        if options.persistent_path is not None:
+            folder = os.path.realpath(os.path.join(options.persistent_path, spec.name))
+            older = _by_folder.get(folder)
+            if older is not None:
+                older.close()
+        self._home = TableHome(spec, options, device)
+        self._snapshots = HomeSnapshots(self._home)
+        try:
+            self._table = self._home.open(optimizer)
+        except BaseException:
+            self._home.release()
+            raise
+        if folder is not None:
+            _by_folder[folder] = self
+        self._serve()
+
+    @property
+    def table(self) -> OpenTable:
+        """Raises ClosedError after `close`, StoreError in a forked process, which shares the folder with its parent."""
+        if self._table is None:
+            raise ClosedError(
+                f"embedding {self._name!r} was closed, or another embedding opened its folder; create it again"
+            )
+        if self._process != os.getpid() and (self._home.folder is not None or self._table.has_thread):
+            raise StoreError(
+                f"embedding {self._name!r} was opened by process {self._process}, which holds its folder or its "
+                "threads; use it there"
+            )
+        return self._table
+
+    def follow(self, optimizer: RowOptimizer) -> None:
+        """Train the rows by `optimizer` from here on; opens the table again where lines need room for its state.
+
+        Raises OptimizerError where the rows carry the state of another.
+        """
+        table = self.table
+        held, wanted = table.state, optimizer.row_state(table.spec.dim)
+        known = held.names == wanted.names and held.rule in (None, wanted.rule)
+        as_before = table.optimizer is None or table.optimizer.initial == optimizer.initial
+        stateless = held.rule is None and not held.names  # rows that were put
+        if table.rows and not stateless and not (known and as_before):
+            raise OptimizerError(
+                f"embedding {self._name!r} has rows of optimizer {held.rule} with state {list(held.names)} that "
+                f"begins as {list(held.initial)}, not of {wanted.rule} with {list(wanted.names)} from "
+                f"{list(wanted.initial)}; keep to one optimizer, or take another name"
+            )
+        if known and (held.widths, held.initial) == (wanted.widths, wanted.initial):
+            table.optimizer, table.state = optimizer, wanted
+            return
+        self._home.check_row(optimizer)
+        self._replace(table, lambda: self._home.reopen(table, optimizer))
+
+    def move(self, device: torch.device) -> None:
+        """Open the table again on another device, with the rows that it has. InputError, OptionError, StoreError."""
+        table = self.table
+        self._replace(table, lambda: self._home.move(table, device))
+        self.device = device
+
+    def forget_announced(self) -> None:
+        """Forget what was announced, and end the thread that makes it ready, if the table is open."""
+        if self._table is not None:
+            self._table.rest()
+
+    def release(self) -> None:
+        """Drop the pin that a failed step left, if the table is open."""
+        if self._table is not None:
+            self._table.release()
+
+    def check_save(self, name: str, kind: str, overwrite: bool) -> None:
+        self._snapshots.check_save(self.table, name, kind, overwrite)
+
+    def save_snapshot(self, name: str, kind: str, overwrite: bool) -> Manifest:
+        return self._snapshots.save(self.table, name, kind, overwrite=overwrite)
+
+    def save_in_background(self, name: str, kind: str, overwrite: bool) -> BackgroundSave:
+        return self._snapshots.save_in_background(self.table, name, kind, overwrite)
+
+    def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
+        before = self.table
+        reports: list[LoadReport] = []
+
+        def load() -> OpenTable:
+            table, report = self._snapshots.load(before, name, selection, strict)
+            reports.append(report)
+            return table
+
+        self._replace(before, load)
+        return reports[0]
+
+    def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
+        return self._snapshots.prune(self.table, keep_last, keep_every)
+
+    def save_rows(self, place: Path) -> None:
+        self._snapshots.save_rows(self.table, place)
+
+    def check_rows(self, place: Path, state: bool = True) -> None:
+        self._snapshots.check_rows(self.table, place, state)
+
+    def discard_rows(self, name: str) -> None:
+        self._snapshots.discard_rows(name)
+
+    def load_rows(self, place: Path, state: bool = True) -> None:
+        before = self.table
+        self._replace(before, lambda: self._snapshots.load_rows(before, place, state))
+
+    def drop_rows(self, saved: Snapshot) -> None:
+        self._snapshots.drop_rows(self.table, saved)
+
+    @property
+    def base(self) -> str | None:
+        return self._snapshots.base
+
+    def named(self) -> SavedAs:
+        """The step of the rows, now or when they were closed, and the last snapshot where it is of that step.
+
+        Raises what an earlier step did wrong and the device found late.
+        """
+        if self._table is None:
+            return self._snapshots.of_step(self._closed_at)
+        with self._table.lock:
+            self._table.check()
+            return self._snapshots.of_step(self._table.step)
+
+    def compare(self, awaited: SavedAs) -> None:
+        """Warn where the rows are not those that a state_dict named."""
+        mine = self.named()
+        if mine.may_be(awaited):
+            return
+        remedy = "save a snapshot before each state_dict that is kept, or use graph.save and graph.load"
+        held = self._snapshots.read(awaited.snapshot) if awaited.snapshot else None
+        if held is not None and held.may_be(awaited):
+            remedy = f"load_snapshot({awaited.snapshot!r}) brings back its rows"
+        log.warning(
+            "embedding %r has rows of step %d%s, and the state is of step %d%s; a state_dict holds no rows: %s",
+            self._name,
+            mine.step,
+            f", snapshot {mine.snapshot!r}" if mine.snapshot else "",
+            awaited.step,
+            f", snapshot {awaited.snapshot!r}" if awaited.snapshot else "",
+            remedy,
+        )
+
+    def save_between_steps(
+        self,
+        name: str,
+        kind: str,
+        progress: Callable[[int], None],
+        give_up: Callable[[], bool],
+        overwrite: bool = False,
+    ) -> Manifest | None:
+        """As `Served`."""
+        while True:
+            table = self.table
+            with table.boundary.visit(table, give_up) as entered:
+                if not entered:
+                    return None
+                if table.stack is not None:
+                    progress(0)
+                    return self._snapshots.save(table, name, kind, progress, overwrite)
+            sleep(0.05)  # another takes its place
+
+    def status(self) -> dict[str, Any]:
+        """As `Served`."""
+        table = self.table
+        return {"name": self._name, "step": table.step, "rows": table.rows}
+
+    def close(self) -> None:
+        """Bring the rows down and let the folder go. Where that fails, everything stays open, to be closed again,
+        unless the folder was removed or replaced, or a write failed in the middle for lack of memory: then nothing is
+        written and all is let go.
+
+        May be called again; does nothing in a forked process. Raises, after that, what an earlier call did wrong.
+        """
+        try:
+            self._close()
+        except OSError as error:  # of what torch, too, needs of the system
+            if self._table is None:
+                raise
+            remedy = remedy_for(error, "mend what is wrong")
+            raise StoreError(
+                f"embedding {self._name!r} could not be closed: {error}: {remedy}, then close it again"
+            ) from error
+
+    def _close(self) -> None:
+        if self._table is not None and self._process == os.getpid():
+            with _disable_current_modes():  # garbage may be collected during a trace, which would record this
+                unsaved = self._table.finish_saving()
+                self._stop_serving()
+                late = self._table.late_error(wait=True) or unsaved  # concerns no row: they are kept first
+                try:
+                    self._home.close(self._table)
+                except BaseException:
+                    if self._table.stack is None:  # closed without its rows, which are lost
+                        self._let_go()
+                    else:
+                        self._serve()
+                    raise
+            self._let_go()
+            if late is not None:
+                raise late
+
+    def finish(self) -> None:
+        """`close` at the end of the embedding or the process: nobody could catch what it raises, so that is logged."""
+        try:
+            self.close()
+        except Exception as error:
+            if self._table is None:  # closed: the error is one of an earlier call
+                log.error("embedding %r: %s", self._name, error)
+                return
+            self._stop_serving()
+            kept = self._home.after_failed_close(self._table)
+            log.error("embedding %r could not be closed: %s; %s", self._name, error, kept)
+
+    def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
+        before.finish_saving()  # what went wrong with it was logged
+        try:
+            self._table = build()
+        except BaseException:
+            if before.stack is None:  # failed while the new one took its place
+                self._stop_serving()
+                self._let_go()
+            raise
+
+    def _serve(self) -> None:
+        """Answer other processes that ask for snapshots, while the folder is held."""
+        if self._home.folder is not None:
+            with uninterrupted():
+                self._server = start_server(self._home.folder.path, self)
+
+    def _stop_serving(self) -> None:
+        if self._server is not None:
+            with uninterrupted():
+                self._server.close()
+                self._server = None
+
+    def _let_go(self) -> None:
+        if self._table is not None:
+            self._closed_at = self._table.step
+        self._table = None
+        self._home.release()

@@ -1,0 +1,388 @@
+"""Where a table's rows live between runs: opens, closes, saves and restores the table of one store folder.
+
+The live rows are scratch while a table is written: the mark goes before the first write and comes back with a clean
+close. What is found without a mark is never served; the last snapshot is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...snapshots.files.format import check_description
+from ...snapshots.files.reader import Snapshot
+from ...snapshots.files.unread import cause_of
+from ...snapshots.files.writer import write_snapshot
+from ...snapshots.store.live import live_rows
+from ...snapshots.store.saving import base_of
+from ...snapshots.store.selection import ALL, LoadReport, Selection
+from ..errors import SnapshotError, StoreError, TierbedError
+from ..interrupts import uninterrupted
+from ..lifecycle.lifecycle import Lifecycle
+from ..optim.optimizers import RowOptimizer
+from ..processors.processor import processor_of
+from ..spec.options import CachedSsdOptions, StoreOptions
+from ..spec.row_state import RowState
+from ..spec.table_spec import TableSpec
+from ..store.contract import Chunks, Table
+from ..store.durable import remove_folder
+from ..store.folder import StoreFolder
+from ..store.rocksdb import RocksDB
+from ..store.table_counts import FIELD, counted_chunks, counts_in
+from ..table.scanned import checked_rows, load_rows
+from ..table.stack import build_stack
+from ..table.table import OpenTable
+from .compatible import check_stored
+
+log = logging.getLogger("tierbed")
+
+
+class TableHome:
+    """The store folder of an embedding, held while this object lives, or nothing where the options name no path."""
+
+    def __init__(self, spec: TableSpec, options: StoreOptions, device: torch.device) -> None:
+        self.spec = spec
+        self.options = options
+        self._processor = processor_of(device, options)
+        path = options.persistent_path
+        self.folder = None if path is None else StoreFolder(Path(path) / spec.name, f"embedding {spec.name!r}")
+        self._on_disk = isinstance(options, CachedSsdOptions)
+        self._fresh = options.open == "fresh"
+        self._scratch = False  # whether the live rows in the folder differ from the table's
+        self._unmarked = False  # whether it is known that they carry no mark
+
+    def open(self, optimizer: RowOptimizer | None) -> OpenTable:
+        """The table with the rows that the folder says are good. Raises StoreError, OptionError, OptimizerError."""
+        if self.folder is None:
+            return self._build(optimizer, None, None)
+        try:
+            return self._open(optimizer, self.folder)
+        except TierbedError as error:
+            if not _lacks_space(error):
+                raise
+            raise StoreError(_no_space_to_open(self.folder, error)) from error
+
+    def _open(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
+        mark = None if self._fresh else folder.read_mark()
+        if mark is not None:
+            return self._resume(optimizer, mark, folder)
+        if folder.begun and not self._fresh:
+            return self._recover(optimizer, folder)
+        return self._start_empty(optimizer, folder)
+
+    def close(self, table: OpenTable) -> None:
+        """Bring written rows down and mark the folder clean, so that the next run resumes from them.
+
+        Where that fails, as on a full disk, the table stays open, to be closed again. One whose write failed is
+        closed without a mark: the next run goes back to the last snapshot. So is one whose folder was removed or
+        replaced, and then StoreError is raised.
+        """
+        with table.lock:
+            table.rest()  # first: what follows may fail, and at the end of the process no thread may be left
+            if self.folder is not None and self._scratch and not table.is_lost:
+                try:
+                    self.folder.check()
+                except StoreError:
+                    table.close()
+                    raise
+                try:
+                    self._keep(table, self.folder)
+                except BaseException:
+                    if table.is_lost:
+                        table.close()
+                    raise
+                self._scratch = False
+            table.close()
+
+    def _keep(self, table: OpenTable, folder: StoreFolder) -> None:
+        """Make the table's rows the live rows, durably, and mark them."""
+        if self._on_disk:
+            table.flush()
+        else:
+            folder.clear_incoming()
+            write_snapshot(folder.incoming, table.describe(), table.scan())
+        self._unmarked = False  # nor is it known where what follows fails
+        if self._on_disk:
+            folder.set_mark(self._mark_of(table))
+        else:
+            folder.replace_live(folder.incoming, self._mark_of(table))
+
+    def after_failed_close(self, table: OpenTable) -> str:
+        """What the next run finds where this one ends now, for the log."""
+        if self.folder is None or not self._scratch:
+            return "no stored row is lost by it"
+        try:
+            snapshot = base_of(self.folder)
+        except TierbedError as error:
+            return f"the last snapshot, which the next run needs, cannot be read: {error}"
+        if snapshot is None:
+            return "the next run starts empty: it has no snapshot of its own"
+        kept = snapshot.description["step"]
+        return f"the next run restores its last snapshot {snapshot.name!r}, of step {kept}; {_lost(kept, table.step)}"
+
+    def release(self) -> None:
+        """Let the folder go as it is."""
+        if self.folder is not None:
+            self.folder.release()
+
+    def check_row(self, optimizer: RowOptimizer) -> None:
+        """Raises OptionError where the options name another row size than the optimizer needs."""
+        self.options.check_row(self.spec.dim, self.spec.dim + optimizer.row_state(self.spec.dim).width)
+
+    def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
+        """The same rows with room for the optimizer's state, and on the device that is wanted now."""
+        table.check()
+        if self.folder is not None:
+            self.close(table)
+            return self.open(optimizer)
+        wider = self._build(optimizer, {**table.describe(), "rows": table.rows, "shards": None}, None)
+        self._fill(wider, table.describe(), table.scan())
+        table.close()
+        return wider
+
+    def move(self, table: OpenTable, device: torch.device) -> OpenTable:
+        """The same rows on another device. Raises InputError, OptionError, StoreError."""
+        before, self._processor = self._processor, processor_of(device, self.options)
+        try:
+            return self.reopen(table, table.optimizer)
+        except BaseException:
+            self._processor = before
+            raise
+
+    def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
+        new = not folder.begun
+        if folder.read_mark() is not None:
+            self._build(optimizer, None, folder.incoming).close()  # options that cannot work must not cost good rows
+            folder.clear_incoming()
+        folder.discard_live()
+        try:
+            table = self._build(optimizer, None, folder.live)
+        except BaseException:
+            if new:
+                folder.forget()
+            raise
+        folder.set_base("")
+        folder.note_step(0)
+        self._fresh, self._scratch, self._unmarked = False, True, True
+        return table
+
+    def _resume(self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder) -> OpenTable:
+        where = f"store folder {str(folder.path)!r}"
+        try:
+            check_description(mark)
+        except ValueError as error:
+            raise StoreError(f"{where} was written by another version of tierbed: its mark has {error}") from error
+        check_stored(self.spec, mark, optimizer, StoreError, where)
+        same_lines = optimizer is None or list(optimizer.row_state(self.spec.dim).widths) == mark["state_widths"]
+        try:
+            if self._on_disk and mark["live"] == "rocksdb" and same_lines:
+                return self._build(optimizer, mark, folder.live)
+            return self._restore(optimizer, mark, live_rows(folder, mark), same_rows=True)
+        except (SnapshotError, StoreError) as error:
+            if cause_of(error) is not None:
+                raise
+            raise StoreError(
+                f"the live rows of {where} are marked clean and cannot be read: {error}. Go back to a snapshot with "
+                '`tierbed snapshot load`, or start over with open="fresh"'
+            ) from error
+
+    def _recover(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
+        """The last run did not close: its live rows are of different steps."""
+        was_open = folder.was_open
+        if self.options.open == "error" and was_open:
+            raise StoreError(
+                f"store folder {str(folder.path)!r} was not closed by its last run, so its live rows cannot be used; "
+                'open="resume" restores the last snapshot or starts empty'
+            )
+        snapshot, reached = base_of(folder), folder.noted_step
+        if snapshot is None:
+            found = "started empty: it has no snapshot of its own"
+            table = self._start_empty(optimizer, folder)
+        else:
+            found = f"restored its last snapshot {snapshot.name!r}, of step {snapshot.description['step']}"
+            check_stored(self.spec, snapshot.description, optimizer, StoreError, f"store folder {str(folder.path)!r}")
+            folder.discard_live()  # makes room: no run uses these rows again
+            table, _ = self.load(optimizer, snapshot, None)
+        if not was_open:
+            log.info("embedding %r: store folder %s is new; %s", self.spec.name, folder.path, found)
+            return table
+        log.warning(
+            "embedding %r: store folder %s was not closed by its last run; %s; %s",
+            self.spec.name,
+            folder.path,
+            found,
+            _lost(table.step, reached),
+        )
+        return table
+
+    def load(
+        self, optimizer: RowOptimizer | None, snapshot: Snapshot, running: OpenTable | None, selection: Selection = ALL
+    ) -> tuple[OpenTable, LoadReport]:
+        """The table with a snapshot's rows, or a selection of them; closes `running` when they are verified.
+
+        Rows go back to the snapshot after a kill, but not to a selection, which is kept by the next save or close.
+        """
+        report = LoadReport()
+        described = {**snapshot.description, "rows": snapshot.manifest.rows}
+        if selection.has_every_row:
+            report.rows = snapshot.manifest.rows
+        else:
+            for _ in selection.chunks(snapshot.chunks(), described, report):  # counted first: `capacity` must know
+                pass
+        stored = {**selection.description(described), "rows": report.rows}
+        selected = selection.rows_of(snapshot, LoadReport())
+        with contextlib.nullcontext() if running is None else running.lock:
+            base = snapshot.name if selection.is_whole else None
+            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, base)
+            if self.folder is not None and self._scratch:
+                self.folder.note_step(table.step)
+        return table, report
+
+    def _restore(
+        self,
+        optimizer: RowOptimizer | None,
+        stored: dict[str, Any],
+        source: contextlib.AbstractContextManager[Chunks],
+        running: OpenTable | None = None,
+        base: str | None = None,
+        same_rows: bool = False,
+    ) -> OpenTable:
+        """A table with the rows of `source`, built aside; closes `running` when all are read.
+
+        With `same_rows` they are the live rows, only kept in another way. They go back to the snapshot `base` after a
+        kill, where it is given.
+        """
+        folder = self.folder
+        place = folder.incoming if folder is not None and self._on_disk else None
+        if folder is not None:
+            folder.clear_incoming()
+        table = self._build(optimizer, {**stored, "shards": None}, place)
+        try:
+            with source as chunks:
+                count = self._fill(table, stored, chunks)
+            if count != stored["rows"]:
+                raise StoreError(f"embedding {self.spec.name!r}: {count} rows were found, not {stored['rows']}")
+            if self._on_disk:
+                table.flush()
+        except BaseException:
+            _drop(table, place)
+            raise
+        with uninterrupted():
+            try:
+                if not same_rows:
+                    self._begin_writing()
+                if folder is not None and base is not None:
+                    folder.set_base(base)
+            except BaseException:
+                _drop(table, place)
+                raise
+            if running is not None:
+                running.close()
+            if place is None or folder is None:
+                return table
+            mark = self._mark_of(table)
+            table.close()
+            folder.replace_live(place, mark)
+            self._scratch = False
+            return self._build(optimizer, mark, folder.live)
+
+    def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
+        """Load scanned rows, with room for the optimizer's state where they were put without one. Returns how many."""
+        assert table.stack is not None
+        if table.state.names and not stored["states"]:
+            chunks = table.state.added_to(chunks)
+        checked = checked_rows(chunks, self.spec.num_tables)
+        remembered = table.lifecycle.remember(checked)
+        table.stored = load_rows(table.stack, remembered, table.layout.width, self.spec.num_tables)
+        return int(table.stored.sum())
+
+    def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
+        """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
+        state = RowState() if stored is None else RowState.described(stored)
+        if optimizer is not None:
+            self.check_row(optimizer)
+            state = optimizer.row_state(self.spec.dim)
+        rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
+        lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
+        processor = self._processor(self.spec, state, lifecycle.capacity)
+        stack = build_stack(self.options, processor, place, shards)
+        write_at = partial(self._write_at, stack.bottom)
+        table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.io_threads)
+        table.optimizer = optimizer
+        if stored is not None:
+            table.stored_rows, table.step = rows, stored["step"]
+            table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []
+        if stored is not None and shards is not None:  # rows are there, in RocksDB
+            table.stored = counts_in(stored, self.spec.num_tables)
+            if lifecycle.remembers:
+                try:
+                    remembered = lifecycle.remember(checked_rows(table.scan(), self.spec.num_tables))
+                    table.stored = counted_chunks(remembered, self.spec.num_tables)
+                except BaseException:
+                    table.close()
+                    raise
+        return table
+
+    def _write_at(self, bottom: RocksDB | Table, step: int) -> None:
+        """Before each write."""
+        if isinstance(bottom, RocksDB):
+            bottom.make_writable()  # first: live rows that cannot be written keep their mark
+        self._begin_writing()
+        if self.folder is not None:
+            self.folder.note_step(step)
+
+    def _begin_writing(self) -> None:
+        """Before the first write: from here on the live rows in the folder are not the table's."""
+        if self.folder is None or (self._scratch and self._unmarked):
+            return
+        with uninterrupted():
+            self.folder.clear_mark()
+            self._scratch = self._unmarked = True
+        if not self._on_disk:
+            self.folder.discard_live()  # makes room: rows in memory are written anew at the close
+
+    def _mark_of(self, table: OpenTable) -> dict[str, Any]:
+        assert table.stack is not None
+        bottom = table.stack.bottom
+        live = {"live": "rocksdb", "shards": bottom.shards} if isinstance(bottom, RocksDB) else {"live": "rows"}
+        counts = table.known_table_rows
+        known = {} if counts is None else {FIELD: counts.tolist()}
+        return {**table.describe(), **live, "rows": table.rows, **known}
+
+
+def _drop(table: OpenTable, place: Path | None) -> None:
+    """Undo a table that was built aside in `place`."""
+    table.close()
+    if place is not None:
+        with contextlib.suppress(OSError):  # what went wrong first is told, and the next open removes it
+            remove_folder(place)
+
+
+def _lacks_space(error: TierbedError) -> bool:
+    cause = cause_of(error)
+    return cause is not None and cause.errno == errno.ENOSPC
+
+
+def _no_space_to_open(folder: StoreFolder, error: TierbedError) -> str:
+    cause = str(error).partition("; free space")[0]  # RocksDB's own advice is for a store that is open
+    base = folder.base
+    spared = f" but {base!r}, the one to go back to" if base else ""
+    return (
+        f"{cause}. Free space on the disk and open the embedding again; snapshots in {str(folder.snapshots)!r} that "
+        f"are no longer needed may be deleted{spared}"
+    )
+
+
+def _lost(kept: int, reached: int | None) -> str:
+    """What an unclean end cost, for the log: steps after `kept`, up to `reached` where that is known."""
+    if reached is None or reached < kept:
+        return "what was written since is lost"
+    if reached == kept:
+        return "no later step; rows put or deleted since are lost"
+    return f"what was written since, steps {kept + 1} to {reached}, is lost"

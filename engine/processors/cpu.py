@@ -1,0 +1,126 @@
+"""Tables on the CPU: the native core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import _core
+from ..cache.cached import CachedStore
+from ..ops.segments import array_of, empty, flat, segment
+from ..spec.inputs import OUTPUT_DTYPES, Gradients, Lookup
+from ..spec.options import CachedHostMemOptions
+from ..store.contract import Tier
+from ..store.full import FullTable
+from ..store.table_counts import Counts
+
+if TYPE_CHECKING:
+    from ..spec.row_state import RowState
+    from ..spec.table_spec import TableSpec
+    from .processor import Recorder
+
+
+class CpuProcessor:
+    """As `Processor`. It finds nothing late: what it is asked for is done when the call returns."""
+
+    checks_late = False
+    recorder: Recorder | None = None
+
+    def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
+        self.device = torch.device("cpu")
+        self.layout = spec.layout(state)
+        self._written = np.zeros(spec.num_tables, np.uint64)
+        self._spec = spec
+        self._hyper: Sequence[float] = ()
+        self._step, self._scale = 0, 1.0
+
+    @property
+    def written(self) -> Counts:
+        return self._written.astype(np.int64)
+
+    def late(self, wait: bool) -> None:
+        return None
+
+    def full_table(self, tier: str) -> FullTable:
+        return FullTable(self.layout, tier)
+
+    def cache(self, below: Tier, options: CachedHostMemOptions) -> CachedStore:
+        option = f"embedding {self._spec.name!r}: cache_budget_mb"
+        return CachedStore(self.layout, below, options, options.cache_budget_mb, "device", option)
+
+    def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedStore, FullTable]:
+        host = FullTable(self.layout, "host")
+        return self.cache(host, options), host
+
+    def batch(self, lookups: Sequence[Lookup], like: _core.Batch | None = None, ahead: bool = False) -> _core.Batch:
+        _core.set_threads(torch.get_num_threads())
+        if like is not None:
+            return like.sibling()
+        segments = [segment(self._spec, lookup) for lookup in lookups]
+        return _core.Batch(segments, self._spec.num_tables, self._spec.padding_key)
+
+    def beside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> None:
+        return None
+
+    def follow(self, mark: None) -> None:
+        """What is asked for is done when the call returns."""
+
+    def wait(self) -> None:
+        """It is."""
+
+    def hand_over(self, batch: _core.Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
+        """They are equal, and memory is free when nobody has it any more."""
+
+    def count_written(self, batch: _core.Batch) -> Counts:
+        return _core.count_written(batch, self.layout).astype(np.int64)
+
+    def gather(
+        self, batch: _core.Batch, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        out = empty((*lookup.shape, self.layout.dim), dtype)
+        mean, scales = lookup.pooling == "mean", None if weights is None else flat(weights)
+        _core.gather(batch, self.layout, index, array_of(out), mean, scales, OUTPUT_DTYPES[dtype])
+        return out
+
+    def weights_grad(self, batch: _core.Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
+        out = torch.empty(lookup.ids.shape, dtype=torch.float32)
+        mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
+        _core.weights_grad(batch, self.layout, index, array_of(grad), flat(out), mean, dtype)
+        return out
+
+    def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
+        self._hyper, self._step, self._scale = hyper, step, scale
+
+    def update(self, batch: _core.Batch, gradients: Gradients, rule: str) -> None:
+        given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
+        hyper, step, scale = self._hyper, self._step, self._scale
+        _core.update(batch, self.layout, *given, rule, hyper, step, dtype, scale, self._written)
+
+    def square_gradients(self, batch: _core.Batch, gradients: Gradients, rule: str) -> Tensor:
+        given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
+        return torch.from_numpy(_core.square_gradients(batch, self.layout, *given, dtype))
+
+    def assign(self, batch: _core.Batch, values: NDArray[np.float32], step: int) -> None:
+        _core.assign(batch, self.layout, values, step, self._written)
+
+    def settle(self, batch: _core.Batch, rule: str) -> None:
+        _core.settle(batch, self.layout, rule, self._hyper, self._step)
+
+    def catch_up(self, batch: _core.Batch, rule: str) -> None:
+        _core.catch_up(self.layout, batch.lines, rule, self._hyper, self._step)
+
+
+def _arrays(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
+    """As the core takes them: gradients, whether bags are means, weights."""
+    means = [lookup.pooling == "mean" for lookup in gradients.lookups]
+    weights = [None if given is None else flat(given) for given in gradients.weights]
+    return [array_of(grad) for grad in gradients.grads], means, weights

@@ -1,0 +1,199 @@
+"""Tables on an NVIDIA GPU, as `engine/ops/processor.py` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import _core
+from ..cache.cached import MB, wrong_budget
+from ..cache.cuda.cache import Cache
+from ..cache.cuda.cached import CachedStore
+from ..cache.cuda.cached_table import CachedTable
+from ..errors import OptionError
+from ..ops.cuda import step as kernels
+from ..ops.cuda.batch import Batch, Segment
+from ..ops.cuda.device import Device, Mark
+from ..ops.cuda.faults import CHANGED, Faults
+from ..ops.cuda.layout import Layout
+from ..spec.inputs import Gradients, Lookup
+from ..spec.options import CachedHostMemOptions, StoreOptions
+from ..store.contract import Tier
+from ..store.cuda.full import FullStore
+from ..store.table_counts import Counts
+from .processor import Factory, Late, Recorder
+
+if TYPE_CHECKING:
+    from ..spec.row_state import RowState
+    from ..spec.table_spec import TableSpec
+
+
+def on_device(device: Device, options: StoreOptions) -> Factory:
+    """Raises OptionError for what a table on a GPU lacks."""
+    for name, off in (("eviction", "none"), ("admission", None), ("ttl_steps", None)):
+        value = getattr(options, name)
+        if value != off:
+            raise OptionError(
+                f"{name}={value!r}: tables on a GPU keep every row until it is deleted; leave {name} out, or keep the "
+                "embedding on the CPU"
+            )
+    return lambda spec, state, capacity: CudaProcessor(device, spec, state, capacity)
+
+
+class CudaProcessor:
+    """Finds bad table ids and offsets, and rows beyond a fixed capacity, late: a call returns before the device ran."""
+
+    checks_late = True
+
+    def __init__(self, device: Device, spec: TableSpec, state: RowState, capacity: int | None) -> None:
+        self.device = device.torch_device
+        self.layout = spec.layout(state)
+        self._spec, self._capacity, self._on = spec, capacity, device
+        self.recorder: Recorder | None = device
+        self._layout = Layout(device, spec.initial_values(state))
+        self._faults = Faults(device, spec.name, spec.num_tables, capacity)
+        self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
+        self._taken = torch.zeros(1, dtype=torch.int64, device=self.device)  # updates
+        self._numbers = kernels.new_numbers(self.device)
+
+    @property
+    def written(self) -> Counts:
+        counts: Counts = self._written.cpu().numpy()
+        return counts
+
+    def late(self, wait: bool) -> Late | None:
+        error = self._faults.take(self._faults.seen(wait))
+        return None if error is None else Late(error, int(self._taken))
+
+    def full_table(self, tier: str) -> FullStore:
+        try:
+            return FullStore(self._layout, self.layout, self._capacity, self._faults, tier)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise OptionError(
+                f"capacity={self._capacity} is more than {self.device if tier == 'device' else 'the host'} has memory "
+                f"for, with rows of {self._layout.line_bytes} bytes: {error}; give another capacity, or None for a "
+                "table that grows"
+            ) from None
+
+    def cache(self, below: Tier, options: CachedHostMemOptions) -> CachedStore:
+        return CachedStore(self._layout, below, self._cache(options), self._faults)
+
+    def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, FullStore]:
+        host = self.full_table("host")
+        return CachedTable(self._layout, host, self._cache(options), self._faults), host
+
+    def batch(self, lookups: Sequence[Lookup], like: Batch | None = None, ahead: bool = False) -> Batch:
+        """One that is made ahead has its occurrences grouped by row already."""
+        _core.set_threads(torch.get_num_threads())  # tiers below a cache are of the host
+        if like is not None:
+            return like.sibling(self._faults.word)
+        segments = [_segment(lookup) for lookup in lookups]
+        faults = torch.zeros_like(self._faults.word) if ahead else self._faults.word
+        batch = Batch(self._on, segments, self._spec.num_tables, self._spec.padding_key, faults)
+        if ahead:
+            for part in (part for lookup in lookups for part in lookup[:3]):
+                if part is not None:
+                    self._on.keep(part)
+            _ = batch.groups  # made here, not in the step
+        return batch
+
+    def beside(self) -> AbstractContextManager[object]:
+        return self._on.beside()
+
+    def mark(self) -> Mark:
+        return self._on.mark()
+
+    def follow(self, mark: Mark) -> None:
+        self._on.follow(mark)
+
+    def wait(self) -> None:
+        self._on.wait()
+
+    def hand_over(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
+        batch.keep()  # its faults may be in use, where its rows are coming up
+        differ = [
+            (was != now).any()
+            for pair in zip(announced, lookups, strict=True)
+            for was, now in zip(pair[0][:3], pair[1][:3], strict=True)
+            if was is not None and now is not None
+        ]
+        batch.wrong |= torch.stack(differ).any().to(torch.int32) * CHANGED
+
+    def count_written(self, batch: Batch) -> Counts:
+        counts: Counts = kernels.count_written(self._layout, batch).cpu().numpy()
+        return counts
+
+    def gather(self, batch: Batch, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        out = torch.empty((*lookup.shape, self._layout.dim), dtype=dtype, device=self.device)
+        kernels.gather(batch, self._layout, index, out, lookup.pooling == "mean", _contiguous(weights))
+        return out
+
+    def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
+        out = torch.empty(lookup.ids.shape, dtype=torch.float32, device=self.device)
+        kernels.weights_grad(batch, self._layout, index, grad.contiguous(), out, lookup.pooling == "mean")
+        return out
+
+    def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
+        self._rule(rule).write_numbers(hyper, step, scale, self._numbers)
+
+    def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
+        tensors = self._tensors(gradients)
+        self._rule(rule).update(batch, *tensors, self._numbers, self._written, self._faults.word)
+        self._taken += self._faults.word == 0
+
+    def square_gradients(self, batch: Batch, gradients: Gradients, rule: str) -> Tensor:
+        return self._rule(rule).square(batch, *self._tensors(gradients))
+
+    def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
+        """As kernels take them: gradients, whether bags are means, weights."""
+        rows = [grad.detach().reshape(-1, self._layout.dim).contiguous() for grad in gradients.grads]
+        means = [lookup.pooling == "mean" for lookup in gradients.lookups]
+        return rows, means, [_contiguous(given) for given in gradients.weights]
+
+    def assign(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:
+        there = torch.from_numpy(values).to(self.device)
+        kernels.assign(batch, self._layout, there, step, self._written, self._faults.word)
+
+    def settle(self, batch: Batch, rule: str) -> None:
+        self._rule(rule).settle(batch, self._numbers)
+
+    def catch_up(self, batch: Batch, rule: str) -> None:
+        self._rule(rule).catch_up(batch, self._numbers)
+
+    def _cache(self, options: CachedHostMemOptions) -> Cache:
+        budget_mb = options.cache_budget_mb
+        try:
+            return Cache(self._layout, int(budget_mb * MB), options.cache_policy)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            raise wrong_budget("cache_budget_mb", budget_mb, self._layout.line_bytes, error) from None
+
+    def _rule(self, rule: str) -> kernels.RuleKernels:
+        return kernels.RuleKernels(self._layout, rule)
+
+
+def _segment(lookup: Lookup) -> Segment:
+    """On the device alone: no value is read here."""
+    ids = lookup.ids.detach().reshape(-1).contiguous()
+    keys = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
+    tables = None
+    if lookup.table_ids is not None:
+        tables = lookup.table_ids.detach().reshape(-1).to(torch.int64).contiguous()
+    bags: int | Tensor | None = None
+    if lookup.offsets is not None:
+        bags = lookup.offsets.detach().to(torch.int64).contiguous()
+    elif lookup.pooling is not None:
+        # bags of no ids are counted by their offsets
+        bags = lookup.ids.shape[-1] or torch.zeros(
+            lookup.ids.shape[:-1].numel() + 1, dtype=torch.int64, device=ids.device
+        )
+    return keys, tables, bags
+
+
+def _contiguous(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.detach().contiguous()

@@ -1,0 +1,310 @@
+"""How new rows begin: initializers, and the table options that carry them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import OptionError
+from ..ops.naive import CONSTANT, NORMAL, UNIFORM, normal_quantile
+from .plain import PlainDict
+from .tables import check_table_name
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+MIN_MASS = 1e-6  # of the distribution, that a truncation must leave
+REACH = 7.0  # no normal draw lies this many standard deviations from the mean
+
+Entry = tuple[int, tuple[float, float], tuple[float, float]]  # kind, parameters, quantiles
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Initializer(PlainDict):
+    """A distribution of initial values, held and computed as float32."""
+
+    type: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        for item in fields(self)[1:]:
+            value = getattr(self, item.name)
+            try:
+                number = float(value)
+                finite = math.isfinite(number) and abs(number) <= FLOAT32_MAX
+            except (TypeError, ValueError, OverflowError):
+                finite = False
+            if not finite:
+                raise OptionError(f"{self.type} initializer: {item.name}={value!r}; give a finite float32 number")
+            object.__setattr__(self, item.name, number)
+
+    def entry(self) -> Entry:
+        """What `_core.Layout` takes for one column group of one table."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class UniformInitializer(Initializer):
+    """Uniform over [low, high]."""
+
+    type: str = field(default="uniform", init=False)
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low > self.high:
+            raise OptionError(f"uniform initializer: low={self.low} > high={self.high}; give low <= high")
+        if self.high - self.low > FLOAT32_MAX:
+            raise OptionError(
+                f"uniform initializer: low={self.low}, high={self.high}: high - low overflows float32; narrow the range"
+            )
+
+    def entry(self) -> Entry:
+        return UNIFORM, (self.low, self.high), (0.0, 1.0)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ConstantInitializer(Initializer):
+    """The same value everywhere."""
+
+    type: str = field(default="constant", init=False)
+    value: float
+
+    def entry(self) -> Entry:
+        return CONSTANT, (self.value, 0.0), (0.0, 1.0)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class NormalInitializer(Initializer):
+    """Normal with mean and standard deviation; `std=0` gives the mean."""
+
+    type: str = field(default="normal", init=False)
+    mean: float
+    std: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.std < 0:
+            raise OptionError(f"{self.type} initializer: std={self.std} < 0; give std >= 0")
+        if abs(self.mean) + REACH * self.std > FLOAT32_MAX:
+            raise OptionError(
+                f"{self.type} initializer: mean={self.mean}, std={self.std}: values overflow float32; give smaller ones"
+            )
+
+    def entry(self) -> Entry:
+        return NORMAL, (self.mean, self.std), (0.0, 1.0)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class TruncNormalInitializer(NormalInitializer):
+    """Normal, conditioned on the absolute bounds [a, b] (not multiples of `std`), drawn by inversion: no resampling.
+
+    Bounds and parameters are rounded to float32, and so is each value: it lies in [float32(a), float32(b)].
+    """
+
+    type: str = field(default="trunc_normal", init=False)
+    a: float
+    b: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.a >= self.b:
+            raise OptionError(f"trunc_normal initializer: a={self.a} >= b={self.b}; give a < b")
+        q0, q1 = _truncation(self.mean, self.std, self.a, self.b)
+        if q1 - q0 < MIN_MASS:
+            raise OptionError(
+                f"trunc_normal initializer: [a={self.a}, b={self.b}] holds less than {MIN_MASS} of the normal"
+                f" distribution with mean={self.mean}, std={self.std} (all in float32); widen or move the interval"
+            )
+
+    def entry(self) -> Entry:
+        return NORMAL, (self.mean, self.std), _truncation(self.mean, self.std, self.a, self.b)
+
+
+@lru_cache(maxsize=1024)
+def _truncation(mean: float, std: float, a: float, b: float) -> tuple[float, float]:
+    """(q0, q1), the extreme p whose values lie in [a, b], computed as a row's are before the last rounding."""
+    mean, std, a, b = (float(np.float32(number)) for number in (mean, std, a, b))
+    if std == 0.0:
+        return (0.0, 1.0) if a <= mean <= b else (0.0, 0.0)
+    return (
+        _bisect(lambda p: mean + std * normal_quantile(p) >= a)[1],
+        _bisect(lambda p: mean + std * normal_quantile(p) > b)[0],
+    )
+
+
+def _bisect(reached: Callable[[float], bool]) -> tuple[float, float]:
+    """Neighbours in (0, 1): the last p before a threshold and the first that reached it, to 2^-100 near 0."""
+    low, high = 0.0, 1.0
+    for _ in range(100):
+        middle = low + (high - low) / 2
+        if not low < middle < high:
+            break
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return low, high
+
+
+def make_uniform_initializer(low: float = 0.0, high: float = 1.0) -> UniformInitializer:
+    """Uniform over [low, high]. Raises OptionError for low > high or what float32 cannot hold."""
+    return UniformInitializer(low, high)
+
+
+def make_normal_initializer(mean: float = 0.0, std: float = 1.0) -> NormalInitializer:
+    """Normal. Raises OptionError for std < 0 or what float32 cannot hold."""
+    return NormalInitializer(mean, std)
+
+
+def make_constant_initializer(value: float) -> ConstantInitializer:
+    """`value` everywhere. Raises OptionError for what float32 cannot hold."""
+    return ConstantInitializer(value)
+
+
+def make_trunc_normal_initializer(
+    mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
+) -> TruncNormalInitializer:
+    """Normal within the absolute bounds [a, b], as `torch.nn.init.trunc_normal_`.
+
+    Raises OptionError for std < 0, a >= b, bounds that hold less than 1e-6 of the distribution, or what float32 cannot
+    hold.
+    """
+    return TruncNormalInitializer(mean, std, a, b)
+
+
+_MAKERS: dict[str, Callable[..., Initializer]] = {
+    "uniform": make_uniform_initializer,
+    "normal": make_normal_initializer,
+    "constant": make_constant_initializer,
+    "trunc_normal": make_trunc_normal_initializer,
+}
+
+
+def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
+    """An initializer from what it prints as, e.g. {"type": "uniform", "low": -0.1}; defaults as in the makers.
+
+    Raises OptionError for anything else.
+    """
+    if isinstance(options, Initializer):
+        return options
+    if not isinstance(options, Mapping):
+        raise OptionError(f"initializer {options!r}: make one by make_uniform_initializer or its like")
+    given = dict(options)
+    kind = given.pop("type", None)
+    if kind not in _MAKERS:
+        raise OptionError(f"initializer type {kind!r} is unknown; use one of {', '.join(_MAKERS)}")
+    try:
+        return _MAKERS[kind](**given)
+    except TypeError as error:
+        raise OptionError(
+            f"{kind} initializer: {given} are not its arguments ({error}); see make_{kind}_initializer"
+        ) from None
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ColumnOptions(PlainDict):
+    """One column group of a table."""
+
+    initializer: Initializer
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class NamedOptions(PlainDict):
+    """Of one table. `name` is an item where the table has one."""
+
+    name: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", check_table_name(self.name))
+
+    def __iter__(self) -> Iterator[str]:
+        return (item for item in super().__iter__() if item != "name" or self.name is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class TableOptions(NamedOptions):
+    """One table, whose initializer serves all columns."""
+
+    initializer: Initializer
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class MultiColumnTableOptions(NamedOptions):
+    """One table with an initializer for each column group."""
+
+    columns: tuple[ColumnOptions, ...]
+
+
+AnyTableOptions = TableOptions | MultiColumnTableOptions
+
+
+def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
+    """Options of one column group. `initializer`: an initializer, a dict that describes one, or column options.
+
+    Raises OptionError for anything else.
+    """
+    if isinstance(initializer, Mapping) and set(initializer) == {"initializer"}:
+        initializer = initializer["initializer"]
+    return ColumnOptions(initializer_from_dict(initializer))
+
+
+def make_table_options(
+    param: Mapping[str, Any] | Sequence[Mapping[str, Any]], name: str | None = None
+) -> AnyTableOptions:
+    """Options of one table. `param`: an initializer, a list of column options, or table options; or dicts of the kind.
+
+    name: by which the table is known beside its number; None keeps the one that `param` has, if any. Raises OptionError
+    for anything else.
+    """
+    if isinstance(param, Mapping) and set(param) - {"name"} in ({"initializer"}, {"columns"}):
+        name = param.get("name") if name is None else name
+        param = param["columns"] if "columns" in param else param["initializer"]
+    if isinstance(param, Mapping):
+        return TableOptions(make_column_options(param).initializer, name=name)
+    if not isinstance(param, (list, tuple)) or not param:
+        raise OptionError(f"table options {param!r}: give an initializer or a list of column options")
+    return MultiColumnTableOptions(tuple(make_column_options(column) for column in param), name=name)
+
+
+make_table = make_table_options
+
+
+class InitialValues(NamedTuple):
+    """How new rows begin, as `_core.Layout` takes it."""
+
+    states: Sequence[float]
+    state_widths: Sequence[int]
+    seed: int
+    columns: Sequence[int]
+    kinds: Sequence[int]
+    parameters: NDArray[np.float32]
+    quantiles: NDArray[np.float64]
+
+
+def as_arrays(
+    tables: Sequence[AnyTableOptions], columns: Sequence[int]
+) -> tuple[list[int], NDArray[np.float32], NDArray[np.float64]]:
+    """(kinds, parameters [n, 2], quantiles [n, 2]) as `_core.Layout` takes them, n = len(tables) * len(columns).
+
+    `columns` are the widths of the column groups. Raises OptionError where a table lists another number of them.
+    """
+    entries: list[Entry] = []
+    for index, table in enumerate(tables):
+        if isinstance(table, TableOptions):
+            entries += [table.initializer.entry()] * len(columns)
+        elif len(table.columns) == len(columns):
+            entries += [column.initializer.entry() for column in table.columns]
+        else:
+            raise OptionError(
+                f"tables[{index}] has {len(table.columns)} column options, but embedding_dim={list(columns)} has"
+                f" {len(columns)} columns; give one for each, or a single initializer"
+            )
+    kinds = [kind for kind, _, _ in entries]
+    parameters = np.array([pair for _, pair, _ in entries], np.float32).reshape(-1, 2)
+    quantiles = np.array([pair for _, _, pair in entries], np.float64).reshape(-1, 2)
+    return kinds, parameters, quantiles

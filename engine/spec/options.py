@@ -1,0 +1,394 @@
+"""Where rows live: the store options, from makers or from a TOML file for each deployment."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import OptionError
+from ..numeric import budget_option, real, whole, whole_option
+from ..store.contract import BUCKETS
+from ..store.rocksdb import CACHE_MB, READ_MODES, options_text, require_rocksdb
+from .plain import PlainDict
+
+CACHE_POLICIES = ("lru", "lfu")
+IO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # the other cores are for the dense part of a step
+OPEN_MODES = ("resume", "fresh", "error")
+EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
+MOST_SIGHTS = 255  # that a count of them can tell
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class StoreOptions(PlainDict):
+    """What every store has.
+
+    persistent_path: the folder that holds a folder for each embedding, by name; None keeps nothing on disk.
+    capacity: the most rows that may have been written, over all tables; None is no limit.
+    size_factor, storage_dim: row size in multiples of the dim, or in floats, optimizer state included. The engine knows
+    it; what is given is checked.
+    physical_block_size: bytes that the disk reads at once.
+    open: what to do with a folder whose last run did not close: "resume" restores the last snapshot, or starts empty
+    where there is none; "error" raises. "fresh" starts empty in any case; snapshots are kept.
+    eviction: which rows make room for new ones at `capacity`: "none" (an error), "lru", "lfu", "ttl", "distance_lfu".
+    admission: which new rows training keeps: None all, a whole number n those that n training steps looked up, a
+    probability p each with p at every step.
+    ttl_steps: rows not written for more steps than that are dropped; with eviction "ttl", where room is needed. None:
+    never. docs/lifecycle.md says how each of the three works.
+    """
+
+    io_threads = IO_THREADS  # an option of cached_ssd alone; prefetch works with as many on every store
+    store: str = field(init=False)
+    persistent_path: str | os.PathLike[str] | None = None
+    capacity: int | None = None
+    size_factor: int | None = None
+    storage_dim: int | None = None
+    physical_block_size: int = 4096
+    open: str = "resume"
+    eviction: str = field(default="none", kw_only=True)
+    admission: float | None = field(default=None, kw_only=True)
+    ttl_steps: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.persistent_path is not None:
+            if not isinstance(self.persistent_path, (str, os.PathLike)) or not os.fspath(self.persistent_path):
+                raise OptionError(
+                    f"persistent_path={self.persistent_path!r}: give one folder as a str or Path, or None"
+                )
+            self._set("persistent_path", os.fspath(self.persistent_path))
+        if whole(self.storage_dim) == -1:  # OneFlow's word for "not given"
+            self._set("storage_dim", None)
+        for name in ("capacity", "size_factor", "storage_dim", "ttl_steps"):
+            value = getattr(self, name)
+            if value is not None:
+                wanted = "a whole number > 0 and < 2**63, or None"
+                self._set(name, whole_option(name, value, wanted, 1, (1 << 63) - 1))
+        size = whole(self.physical_block_size, 512, 1 << 20)
+        if size is None or size & (size - 1):
+            raise OptionError(
+                f"physical_block_size={self.physical_block_size!r}: give a power of two from 512 to 1048576 bytes, as "
+                "the disk's block"
+            )
+        self._set("physical_block_size", size)
+        if self.open not in OPEN_MODES:
+            raise OptionError(f"open={self.open!r}: give one of {', '.join(map(repr, OPEN_MODES))}")
+        self._check_lifecycle()
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_lifecycle(self) -> None:
+        if self.eviction not in EVICTIONS:
+            raise OptionError(f"eviction={self.eviction!r}: give one of {', '.join(map(repr, EVICTIONS))}")
+        if self.eviction != "none" and self.capacity is None:
+            raise OptionError(
+                f"eviction={self.eviction!r} makes room at the capacity, and capacity=None has none; give a capacity"
+            )
+        if self.eviction == "ttl" and self.ttl_steps is None:
+            raise OptionError("eviction='ttl' evicts rows older than ttl_steps, and ttl_steps=None; give ttl_steps")
+        if self.ttl_steps is not None and self.ttl_steps >= 1 << 32:
+            raise OptionError(
+                f"ttl_steps={self.ttl_steps}: steps are counted in 32 bits; give less than 2**32, or None"
+            )
+        rule = real(self.admission)
+        if rule is not None:
+            self._set("admission", rule)
+        if self.admission is not None and (rule is None or not (0 < rule < 1 or whole(rule, 2, MOST_SIGHTS))):
+            raise OptionError(
+                f"admission={self.admission!r}: give the steps that must look a row up, from 2 to {MOST_SIGHTS}, or a "
+                "probability > 0 and < 1, or None to keep every row"
+            )
+
+    def check_row(self, dim: int, width: int) -> None:
+        """Raises OptionError where a given row size is not what the optimizer needs: `width` floats for `dim`."""
+        if self.storage_dim is not None and self.storage_dim != width:
+            raise OptionError(
+                f"storage_dim={self.storage_dim}: with this optimizer a row takes {width} floats; leave storage_dim out"
+            )
+        if self.storage_dim is None and self.size_factor is not None and self.size_factor * dim != width:
+            raise OptionError(
+                f"size_factor={self.size_factor}: with this optimizer a row takes {width} floats for {dim} columns; "
+                "leave size_factor out"
+            )
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class DeviceMemOptions(StoreOptions):
+    """The full table in device memory (ordinary memory where there is no device)."""
+
+    store: str = field(default="device_mem", init=False)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class HostMemOptions(StoreOptions):
+    """The full table in host memory."""
+
+    store: str = field(default="host_mem", init=False)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CachedHostMemOptions(StoreOptions):
+    """A device cache of `cache_budget_mb` MiB in front of a full table in host memory.
+
+    cache_policy: which row of a full set gives way where no announced step tells: "lru", the one unused for longest,
+    or "lfu", the one that fewest steps used.
+    overflow_mb: MiB beside the cache for rows that no set has room for and, before RocksDB, for rows on their way down.
+    Prefetch and rows that give way wait at it; a step takes what its own batch needs.
+    """
+
+    store: str = field(default="cached_host_mem", init=False)
+    cache_budget_mb: float = field(kw_only=True)
+    cache_policy: str = field(default="lru", kw_only=True)
+    overflow_mb: float = field(default=64, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("cache_budget_mb", "overflow_mb"):
+            self._set(name, budget_option(name, getattr(self, name), zero=False))
+        if self.cache_policy not in CACHE_POLICIES:
+            raise OptionError(f"cache_policy={self.cache_policy!r}: give one of {', '.join(map(repr, CACHE_POLICIES))}")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CachedSsdOptions(CachedHostMemOptions):
+    """A device cache, and a host cache if `host_cache_budget_mb` is not 0, before RocksDB in `persistent_path`.
+
+    shards: databases that a new folder is split into, by hash; 1 to 64, and 4 where None. An existing one keeps its
+    number.
+    read_mode: "buffered" reads files through the page cache; "mmap" maps them, which is faster where they are in
+    memory, but ends the process where the disk fails to read; "direct" bypasses the page cache.
+    io_threads: threads that bring rows up ahead of their step, and as many that write rows down.
+    async_io: read by io_uring where the RocksDB of this build does.
+    rocksdb_cache_mb: MiB of RocksDB's own cache of blocks, for "direct" reads alone, 32 where None: others have the
+    page cache.
+    rocksdb_options: a dict, or RocksDB's options string, which it is kept as, over tierbed's own settings. Names are
+    fields of RocksDB's DBOptions and ColumnFamilyOptions; those of a file's format go into
+    {"block_based_table_factory": {...}}.
+    """
+
+    store: str = field(default="cached_ssd", init=False)
+    host_cache_budget_mb: float = 0
+    shards: int | None = field(default=None, kw_only=True)
+    read_mode: str = field(default="buffered", kw_only=True)
+    io_threads: int = field(default=IO_THREADS, kw_only=True)
+    async_io: bool = field(default=True, kw_only=True)
+    rocksdb_cache_mb: float | None = field(default=None, kw_only=True)
+    rocksdb_options: str | Mapping[str, Any] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        require_rocksdb()
+        super().__post_init__()
+        self._set("host_cache_budget_mb", budget_option("host_cache_budget_mb", self.host_cache_budget_mb, zero=True))
+        if self.shards is not None:
+            wanted = f"a whole number from 1 to {BUCKETS}, or None"
+            self._set("shards", whole_option("shards", self.shards, wanted, 1, BUCKETS))
+        if self.read_mode not in READ_MODES:
+            raise OptionError(f"read_mode={self.read_mode!r}: give one of {', '.join(map(repr, READ_MODES))}")
+        if self.read_mode == "direct":
+            cache_mb = CACHE_MB if self.rocksdb_cache_mb is None else self.rocksdb_cache_mb
+            self._set("rocksdb_cache_mb", budget_option("rocksdb_cache_mb", cache_mb, zero=True))
+        elif self.rocksdb_cache_mb is not None:
+            raise OptionError(
+                f"rocksdb_cache_mb={self.rocksdb_cache_mb!r}: with read_mode={self.read_mode!r} the page cache has the "
+                "blocks; give read_mode='direct', or leave it out"
+            )
+        self._set("io_threads", whole_option("io_threads", self.io_threads, "a whole number from 1 to 64", 1, 64))
+        if not isinstance(self.async_io, bool):
+            raise OptionError(f"async_io={self.async_io!r}: give True or False")
+        if self.rocksdb_options is not None:
+            self._set("rocksdb_options", options_text(self.rocksdb_options))
+        if self.persistent_path is None:
+            raise OptionError("persistent_path=None: cached_ssd keeps rows on disk; give a folder on the SSD")
+
+
+Path_ = str | os.PathLike[str]
+
+
+def make_device_mem_store_options(
+    persistent_path: Path_ | None = None,
+    capacity: int | None = None,
+    size_factor: int | None = None,
+    storage_dim: int | None = None,
+    physical_block_size: int = 4096,
+    open: str = "resume",
+    *,
+    eviction: str = "none",
+    admission: float | None = None,
+    ttl_steps: int | None = None,
+) -> DeviceMemOptions:
+    """All rows in device memory: the fastest, bounded by it. Raises OptionError; the arguments are `StoreOptions`'."""
+
+    return DeviceMemOptions(
+        persistent_path,
+        capacity,
+        size_factor,
+        storage_dim,
+        physical_block_size,
+        open,
+        eviction=eviction,
+        admission=admission,
+        ttl_steps=ttl_steps,
+    )
+
+
+def make_host_mem_store_options(
+    persistent_path: Path_ | None = None,
+    capacity: int | None = None,
+    size_factor: int | None = None,
+    storage_dim: int | None = None,
+    physical_block_size: int = 4096,
+    open: str = "resume",
+    *,
+    eviction: str = "none",
+    admission: float | None = None,
+    ttl_steps: int | None = None,
+) -> HostMemOptions:
+    """All rows in host memory. Raises OptionError; the arguments are `StoreOptions`'."""
+
+    return HostMemOptions(
+        persistent_path,
+        capacity,
+        size_factor,
+        storage_dim,
+        physical_block_size,
+        open,
+        eviction=eviction,
+        admission=admission,
+        ttl_steps=ttl_steps,
+    )
+
+
+def make_cached_host_mem_store_options(
+    cache_budget_mb: float,
+    persistent_path: Path_ | None = None,
+    capacity: int | None = None,
+    size_factor: int | None = None,
+    storage_dim: int | None = None,
+    physical_block_size: int = 4096,
+    open: str = "resume",
+    *,
+    eviction: str = "none",
+    admission: float | None = None,
+    ttl_steps: int | None = None,
+    cache_policy: str = "lru",
+    overflow_mb: float = 64,
+) -> CachedHostMemOptions:
+    """All rows in host memory, the hot ones cached in `cache_budget_mb` MiB of device memory. Raises OptionError."""
+    return CachedHostMemOptions(
+        persistent_path,
+        capacity,
+        size_factor,
+        storage_dim,
+        physical_block_size,
+        open,
+        eviction=eviction,
+        admission=admission,
+        ttl_steps=ttl_steps,
+        cache_budget_mb=cache_budget_mb,
+        cache_policy=cache_policy,
+        overflow_mb=overflow_mb,
+    )
+
+
+def make_cached_ssd_store_options(
+    cache_budget_mb: float,
+    persistent_path: Path_,
+    capacity: int | None = None,
+    size_factor: int | None = None,
+    storage_dim: int | None = None,
+    physical_block_size: int = 4096,
+    host_cache_budget_mb: float = 0,
+    open: str = "resume",
+    *,
+    eviction: str = "none",
+    admission: float | None = None,
+    ttl_steps: int | None = None,
+    cache_policy: str = "lru",
+    overflow_mb: float = 64,
+    shards: int | None = None,
+    read_mode: str = "buffered",
+    io_threads: int = IO_THREADS,
+    async_io: bool = True,
+    rocksdb_cache_mb: float | None = None,
+    rocksdb_options: str | Mapping[str, Any] | None = None,
+) -> CachedSsdOptions:
+    """All rows in RocksDB under `persistent_path`, the hot ones cached in device memory and, by option, in host memory.
+
+    Raises OptionError; the arguments are those of `CachedSsdOptions`.
+    """
+    return CachedSsdOptions(
+        persistent_path,
+        capacity,
+        size_factor,
+        storage_dim,
+        physical_block_size,
+        open,
+        eviction=eviction,
+        admission=admission,
+        ttl_steps=ttl_steps,
+        cache_budget_mb=cache_budget_mb,
+        cache_policy=cache_policy,
+        overflow_mb=overflow_mb,
+        host_cache_budget_mb=host_cache_budget_mb,
+        shards=shards,
+        read_mode=read_mode,
+        io_threads=io_threads,
+        async_io=async_io,
+        rocksdb_cache_mb=rocksdb_cache_mb,
+        rocksdb_options=rocksdb_options,
+    )
+
+
+MAKERS: dict[str, Callable[..., StoreOptions]] = {
+    "device_mem": make_device_mem_store_options,
+    "host_mem": make_host_mem_store_options,
+    "cached_host_mem": make_cached_host_mem_store_options,
+    "cached_ssd": make_cached_ssd_store_options,
+}
+KINDS: dict[str, type[StoreOptions]] = {
+    "device_mem": DeviceMemOptions,
+    "host_mem": HostMemOptions,
+    "cached_host_mem": CachedHostMemOptions,
+    "cached_ssd": CachedSsdOptions,
+}
+
+
+def store_options_from_dict(options: Mapping[str, Any], where: str = "store_options") -> StoreOptions:
+    """Store options from what they print as: `store` and the maker's arguments. Raises OptionError naming `where`."""
+    if isinstance(options, StoreOptions):
+        return options
+    if not isinstance(options, Mapping):
+        raise OptionError(f"{where}={options!r}: make one by make_device_mem_store_options or its like")
+    given = dict(options)
+    store = given.pop("store", None)
+    if not isinstance(store, str) or store not in MAKERS:
+        raise OptionError(f"{where}: store={store!r}; give one of {', '.join(MAKERS)}")
+    known = [f.name for f in fields(KINDS[store]) if f.init]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise OptionError(f"{where}: {store} has no option {', '.join(unknown)}; it has {', '.join(known)}")
+    try:
+        return MAKERS[store](**given)
+    except (TypeError, OptionError) as error:
+        raise OptionError(f"{where}: {store}: {error}") from None
+
+
+def load_store_options(path: Path_, name: str) -> StoreOptions:
+    """The store options of embedding `name` from a TOML file: a table [name] with `store` and the maker's arguments.
+
+    A relative persistent_path is relative to the working directory. Raises OptionError for a missing file or table,
+    bad TOML, unknown options.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            tables = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError(f"store options file {os.fspath(path)!r}: {error}") from None
+    if not isinstance(tables.get(name), dict):
+        raise OptionError(
+            f"store options file {os.fspath(path)!r} has no table [{name}]; it has {', '.join(tables) or 'none'}"
+        )
+    return store_options_from_dict(tables[name], f"{os.fspath(path)} [{name}]")

@@ -1,0 +1,155 @@
+"""What an embedding is, apart from where its rows live: names, widths, tables, seed.
+
+It makes the native layout and the stored description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import _core
+from ..errors import OptionError
+from ..numeric import whole, whole_option
+from ..store.durable import is_folder_name
+from .initializers import AnyTableOptions, InitialValues, as_arrays, make_table_options
+from .row_state import RowState
+from .tables import FIELD, check_distinct, labels_of
+
+KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """`columns`: the widths of the column groups. `padding_idx`: ids that are no rows."""
+
+    name: str
+    columns: tuple[int, ...]
+    key_type: torch.dtype
+    tables: tuple[AnyTableOptions, ...]
+    padding_idx: int | None
+    seed: int
+
+    @property
+    def dim(self) -> int:
+        return sum(self.columns)
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.tables)
+
+    @property
+    def table_names(self) -> tuple[str | None, ...]:
+        return tuple(table.name for table in self.tables)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What messages and metrics call each table: its name, else its number."""
+        return labels_of(self.table_names)
+
+    @property
+    def padding_key(self) -> int | None:
+        """The 64 bits of `padding_idx`."""
+        return None if self.padding_idx is None else self.padding_idx % 2**64
+
+    def layout(self, state: RowState) -> _core.Layout:
+        return _core.Layout(self.dim, *self.initial_values(state))
+
+    def initial_values(self, state: RowState) -> InitialValues:
+        arrays = as_arrays(self.tables, self.columns)
+        return InitialValues(state.initial, state.widths, self.seed % 2**64, self.columns, *arrays)
+
+    def plain_tables(self) -> list[dict[str, Any]]:
+        """Of each table what its rows begin with."""
+        return [{part: value for part, value in table.as_dict().items() if part != "name"} for table in self.tables]
+
+    def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
+        """What marks and snapshots keep of the table, as plain values. `hyper`: the rule's numbers at that step."""
+        names = list(self.table_names)
+        return {
+            "name": self.name,
+            "key_type": KEY_TYPES[self.key_type],
+            "dtype": "float32",
+            "columns": list(self.columns),
+            "width": self.dim + state.width,
+            **state.describe(),
+            "hyper": list(hyper),
+            "seed": self.seed,
+            "tables": self.plain_tables(),
+            **({FIELD: names} if any(names) else {}),
+            "padding_idx": self.padding_idx,
+            "step": step,
+        }
+
+
+def table_spec(
+    name: Any,
+    embedding_dim: Any,
+    key_type: Any,
+    tables: Sequence[Mapping[str, Any]],
+    padding_idx: Any,
+    seed: Any,
+) -> TableSpec:
+    """Of what a user gave, a table option for each of `tables`. Raises OptionError."""
+    key_type = check_key_type(key_type)
+    options = tuple(make_table_options(table) for table in tables)
+    check_distinct([table.name for table in options])
+    return TableSpec(
+        check_name(name),
+        check_columns(embedding_dim),
+        key_type,
+        options,
+        check_padding(padding_idx, key_type),
+        check_seed(seed),
+    )
+
+
+def check_name(name: Any) -> str:
+    """Raises OptionError for a name that cannot be a folder's."""
+    if not is_folder_name(name) or name != name.strip():
+        raise OptionError(
+            f"name={name!r}: give 1 to 200 printable bytes that can name a folder: no slashes, no leading dot or "
+            "space around"
+        )
+    return str(name)
+
+
+def check_columns(embedding_dim: Any) -> tuple[int, ...]:
+    """The widths of the column groups of `embedding_dim`, an int or a sequence of them. Raises OptionError."""
+    given = embedding_dim if isinstance(embedding_dim, (list, tuple)) else [embedding_dim]
+    columns = tuple(width for one in given if (width := whole(one, least=1)) is not None)
+    if not columns or len(columns) != len(given) or sum(columns) > 1 << 16:
+        raise OptionError(
+            f"embedding_dim={embedding_dim!r}: give a whole number from 1 to 65536, or a list of them for several "
+            f"columns"
+        )
+    return columns
+
+
+def check_key_type(key_type: Any) -> torch.dtype:
+    """Raises OptionError for a key type that rows cannot have."""
+    if not isinstance(key_type, torch.dtype) or key_type not in KEY_TYPES:
+        raise OptionError(f"key_type={key_type!r}: give torch.int32, torch.int64 or torch.uint64")
+    return key_type
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises OptionError for any but float32, the one that rows are stored in."""
+    if dtype is not torch.float32:
+        raise OptionError(f"dtype={dtype!r}: rows are float32; give torch.float32, and cast what a lookup returns")
+
+
+def check_seed(seed: Any) -> int:
+    return whole_option("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1)
+
+
+def check_padding(padding_idx: Any, key_type: torch.dtype) -> int | None:
+    """Raises OptionError for a padding id that no id of the key type can equal."""
+    if padding_idx is None:
+        return None
+    limits = torch.iinfo(key_type)
+    wanted = f"a whole number from {limits.min} to {limits.max}, or None"
+    return whole_option("padding_idx", padding_idx, wanted, limits.min, limits.max)

@@ -1,0 +1,1 @@
+"""The full table on a GPU."""

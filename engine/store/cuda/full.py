@@ -1,0 +1,148 @@
+"""The full table as a store: every row in device memory, or in memory of the host that kernels reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ... import _core
+from ...ops.cuda.batch import Batch, keys_of, lines_among, one_row, rows_of
+from ...ops.cuda.faults import Faults
+from ...ops.cuda.layout import Layout
+from ...ops.cuda.staging import Staging
+from ...ops.cuda.step import initialise_lines, initialise_missing
+from ..contract import BUCKETS, Asked, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
+from .image import Held, TableImage
+from .table import FullTable
+from .tracking import Marks
+
+SCAN_ROWS = 1 << 16  # rows a chunk
+
+
+class FullStore(WithoutAnnouncements[Batch]):
+    """As `engine/store/contract.py`. `tier`: "device" or "host", where lines are; the index is on the device."""
+
+    def __init__(
+        self, layout: Layout, host_layout: _core.Layout, capacity: int | None, faults: Faults, tier: str = "device"
+    ) -> None:
+        self.layout, self._host_layout = layout, host_layout
+        self._capacity, self._faults, self._tier = capacity, faults, tier
+        self.table = FullTable(layout, capacity, on_host=tier == "host")
+        self.staging = Staging(layout)
+        self._pinned: Batch | None = None
+
+    def pin(self, batch: Batch, room: Room | None) -> None:
+        """With a capacity, rows that do not fit set a fault and are zeros: the table's memory is the bound, not `room`.
+
+        Those of a step that failed take room as well.
+        """
+        ranks = self.table.find(batch)
+        self.table.insert_missing(batch, ranks)
+        self.table.count(batch, ranks)
+        self._faults.post(batch)
+        self._pinned = batch
+
+    def unpin(self, batch: Batch, dirty: bool) -> None:
+        """Lines never move: there is nothing to end."""
+        self._pinned = None
+
+    def peek(self, batch: Batch) -> None:
+        ranks = self.table.find(batch)
+        self.table.count(batch, ranks)
+        initialise_missing(batch, self.layout, ranks)
+        self._faults.post(batch)
+
+    def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
+        """Rows of host memory, each once. CapacityError."""
+        self.staging.reserve(len(keys))
+        _core.copy_lines(self._host_layout, lines, self.staging.rows(len(keys))[2])
+        batch = rows_of(self.layout.device, tables, keys, self._faults.word)
+        self.table.insert_missing(batch, self.table.find(batch))
+        self._faults.check()
+        all_of = torch.ones(batch.size, dtype=torch.int32, device=batch.lines.device)
+        ranks = all_of.cumsum(0, dtype=torch.int32)
+        self.staging.fill(batch, all_of, ranks, np.ones(batch.size, np.bool_))
+        ranks.cpu()  # waits: the staging memory is used again
+
+    def erase(self, tables: Tables, keys: Keys) -> None:
+        batch = rows_of(self.layout.device, tables, keys, self._faults.word)
+        self.table.find(batch)
+        kept = lines_among([] if self._pinned is None else [self._pinned], batch, self._faults.word) != 0
+        initialise_lines(batch, self.layout, kept)
+        self.table.erase(batch, torch.where(kept, 0, batch.lines))
+
+    def scan(self) -> Chunks:
+        held = self.held()
+        for bucket in range(BUCKETS):
+            for begin in range(held.bounds[bucket], held.bounds[bucket + 1], SCAN_ROWS):
+                rows = slice(begin, min(begin + SCAN_ROWS, held.bounds[bucket + 1]))
+                yield bucket, self._packed(held.tables[rows], held.keys[rows], held.lines[rows])
+
+    def held(self) -> Held:
+        with self.table.alone():
+            return self._held()
+
+    def image(self, top: Any) -> TableImage:
+        return TableImage(self.table, self.layout, self.held, self._faults.word)
+
+    def tracker(self) -> Marks:
+        return Marks(self.table)
+
+    def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+        """Copy each held row to its line in host memory."""
+        batch = rows_of(self.layout.device, tables, keys, self._faults.word)
+        self.table.find(batch)
+        there = (batch.lines != 0).nonzero()[:, 0]
+        self.staging.read(batch.lines[there])
+        rows = there.cpu().numpy()
+        found = np.zeros(len(keys), np.bool_)
+        found[rows] = self.staging.updates(len(rows)) != 0
+        brought = self.staging.rows(len(rows))[2]
+        _core.copy_lines(self._host_layout, brought[found[rows]], lines[found])
+        return found
+
+    def flush(self) -> None:
+        """Nothing lies below."""
+
+    def close(self) -> None:
+        self._faults.seen(wait=True)  # kernels may be at work on memory of the host
+        self.table = FullTable(self.layout, None)
+
+    def where(self, table: int, key: int) -> list[dict[str, Any]]:
+        batch = one_row(self.layout.device, table, key, self._faults.word)
+        self.table.find(batch)
+        line = int(self.table.numbers_of(batch.lines))
+        return [] if line < 0 else [{"tier": self._tier, **self.staging.describe(batch.lines), "line": line}]
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        counts, room = self.table.counts(), self.table.room
+        sizes = {"capacity": room, "fill": counts["resident_rows"] / max(room, 1), "bytes": self.table.bytes}
+        moved = {"bytes_in": 0, "bytes_out": 0}  # no tier is above
+        return {self._tier: {**counts, **moved, **sizes, "index_bytes": self.table.index_bytes}}
+
+    def asked(self) -> Asked:
+        asked: Asked = self.table.asked.clone().cpu().numpy()
+        return asked
+
+    def _held(self) -> Held:
+        hashes, tables, lines, updates = self.table.rows()
+        numbers = updates.nonzero()[:, 0]
+        hashes, tables = hashes[numbers], tables[numbers]
+        keys = keys_of(self.layout.device, hashes, tables)
+        buckets = (hashes >> 58) & (BUCKETS - 1)
+        order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # as numbers without a sign
+        for names in (tables, buckets):
+            order = order[names[order].argsort(stable=True)]
+        bounds = torch.searchsorted(buckets[order], torch.arange(BUCKETS + 1, device=order.device))
+        owners, numbers = tables[order].cpu().numpy().view(np.uint32), numbers[order]
+        return Held(owners, keys[order].cpu().numpy().view(np.uint64), lines[numbers], numbers, bounds.cpu().numpy())
+
+    def _packed(self, tables: Tables, keys: Keys, lines: Tensor) -> NDArray[np.void]:
+        rows = np.empty(len(keys), row_dtype(self.layout.width))
+        with self.table.alone():
+            self.staging.pack(tables, keys, lines, rows)
+        return rows

@@ -1,0 +1,207 @@
+"""The full table: its index in device memory, its lines there or in page-locked memory of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...ops.cuda.batch import Batch
+from ...ops.cuda.device import Argument, launch
+from ...ops.cuda.layout import Layout
+
+SLOT_BYTES = 16
+SMALLEST_BITS = 10  # lines of the first segment of a table that grows, as a power of two
+MOST_ROWS = (1 << 32) * 3 // 4
+PROBE_LANES, WARP = 8, 32  # as in table.cu
+
+COUNTS = ("used", "erased", "insertions")
+
+_SEGMENTS = np.dtype([("begins", "<u8"), ("room", "<u8"), ("base_bits", "<u4")], align=True)
+
+
+class FullTable:
+    """Every row in device memory, or its line in memory of the host that kernels reach.
+
+    With a capacity it has all of its memory from the start and never waits for the device: rows that do not fit set a
+    fault of their batch, and the step that brought them changes nothing. Without, it grows, and waits only when its
+    rows could exceed what it has room for.
+    """
+
+    def __init__(self, layout: Layout, capacity: int | None, load: float = 0.75, on_host: bool = False) -> None:
+        """`load`: the most rows for each slot of the index. `on_host`: where lines are."""
+        self._layout = layout
+        self.device = layout.device
+        self._program = layout.program("table.cu")
+        self._fixed = capacity is not None
+        self._load = load
+        self._on_host = on_host
+        self._base_bits = SMALLEST_BITS if capacity is None else max(capacity - 1, 1).bit_length()
+        self._segments: list[Tensor] = []
+        self._addresses = self._zeros(32, torch.int64)
+        self._places = self._zeros((3, 0), torch.int64)  # begin, end and first row's number of each segment, by begin
+        self._room = 0  # rows that there is memory for
+        self._bound = 0  # the most rows that there can be, as far as is known without waiting
+        self.nowhere = self._zeros(layout.line_bytes, torch.uint8)  # the line of rows that do not fit
+        self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
+        self._counts = self._zeros(len(COUNTS), torch.int64)
+        self.asked = self._zeros((layout.tables, 2), torch.int64)  # hits and misses
+        # around each look at its rows from outside of a store's calls, for a table that another thread changes as well
+        self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._erased = self._zeros(1, torch.int32)  # numbers + 1 of rows whose lines are free, or more
+        # its address: with a capacity nothing else moves, and launches may be recorded with the addresses they have
+        self._erased_at = torch.full((1,), self._erased.data_ptr(), dtype=torch.int64, device=self.nowhere.device)
+        if capacity is not None:
+            self._grow_index(capacity)
+            self._add_segment(capacity)
+
+    def find(self, batch: Batch) -> Tensor:
+        """Set `batch.lines`, zero where a row is absent. Returns the running count of absent rows, [size]."""
+        return self._find(batch, batch.lines).cumsum(0, dtype=torch.int32)
+
+    def lines_of(self, batch: Batch) -> Tensor:
+        """The addresses that `find` would set."""
+        lines = torch.empty_like(batch.lines)
+        self._find(batch, lines)
+        return lines
+
+    def insert_missing(self, batch: Batch, ranks: Tensor, record_only: bool = False) -> None:
+        """Insert and initialise each row whose line is zero, given what `find` returned.
+
+        With `record_only` a line has only its record, which says that the row was never written. Rows that may not come
+        have a line of zeros, so that the steps until the fault is raised can go on.
+        """
+        if not self._fixed:
+            self._reserve(batch.size, ranks)
+        n = np.uint64(batch.size)
+        self._run(
+            "insert_rows", batch.size, WARP, *self.index(), self._counts, self._erased_at, batch.hashes, batch.tables,
+            batch.count, ranks, n, batch.lines, self._layout.initial, np.uint32(record_only), self.nowhere,
+            batch.faults,
+        )  # fmt: skip
+        self._run("count_inserted", min(batch.size, 1), 1, ranks, n, self._counts, batch.faults)
+
+    def erase(self, batch: Batch, lines: Tensor) -> None:
+        """Drop the rows of a batch whose line is not 0 in lines [size], as `find` set it; waits for the device."""
+        if batch.size == 0:
+            return
+        n, clusters = np.uint64(batch.size), batch.empty(torch.int64)
+        slots, mask, _ = self.index()
+        self._run("find_clusters", batch.size, 1, slots, mask, batch.hashes, lines, batch.count, n, clusters)
+        clusters, order = torch.sort(clusters, stable=True)
+        erased = batch.empty(torch.int32)
+        self._run("erase_rows", batch.size, 1, slots, mask, batch.hashes, batch.tables, clusters, order, n, erased)
+        free = int(self._counts[1])
+        self.device.keep(self._erased)
+        self._erased = torch.cat([self._erased[:free], erased[erased != 0], self._zeros(1, torch.int32)])
+        self._erased_at.fill_(self._erased.data_ptr())
+        self._counts[1] = len(self._erased) - 1
+
+    def count(self, batch: Batch, ranks: Tensor) -> None:
+        """Count the rows that `find` found and missed as hits and misses."""
+        self._run("count_asked", batch.size, 1, batch.tables, batch.count, ranks, self.asked)
+
+    def counts(self) -> dict[str, int]:
+        """Waits for the device."""
+        used, erased, insertions = self._counts.tolist()
+        hits, misses = self.asked.sum(0).tolist()
+        return {"resident_rows": used - erased, "hits": hits, "misses": misses, "insertions": insertions}
+
+    def numbers_of(self, lines: Tensor) -> Tensor:
+        """Which ones the addresses [n] are, int64 [n]; -1 for those that are no line of this table."""
+        if not self._segments:
+            return torch.full_like(lines, -1)
+        begins, ends, firsts = self._places
+        segment = torch.searchsorted(begins, lines, right=True) - 1  # -1 for an address before all
+        inside = (segment >= 0) & (lines < ends[segment])
+        numbers = firsts[segment] + (lines - begins[segment]) // self._layout.line_bytes
+        return torch.where(inside, numbers, -1)
+
+    @property
+    def room(self) -> int:
+        """Rows that there is memory for."""
+        return self._room
+
+    @property
+    def index_bytes(self) -> int:
+        return self._slots.nbytes + self._erased.nbytes
+
+    @property
+    def bytes(self) -> int:
+        return self.index_bytes + sum(segment.nbytes for segment in self._segments)
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Every row: hashes, tables, lines, how often it was written; waits for the device.
+
+        An erased row is there until another takes its line, with a line of 0 and no writes.
+        """
+        used = int(self._counts[0])
+        hashes, lines = self._zeros(used, torch.int64), self._zeros(used, torch.int64)
+        tables, updates = self._zeros(used, torch.int32), self._zeros(used, torch.int32)
+        slots = self._slots.nbytes // SLOT_BYTES
+        memory = self.index()[2]
+        self._run("list_rows", slots, 1, self._slots, np.uint64(slots), memory, hashes, tables, lines, updates)
+        return hashes, tables, lines, updates
+
+    def index(self) -> tuple[Tensor, np.uint32, np.ndarray]:
+        """What kernels find lines by: slots, mask, segments.h's Segments."""
+        segments = np.zeros((), _SEGMENTS)
+        segments["begins"], segments["room"] = self._addresses.data_ptr(), self._room
+        segments["base_bits"] = self._base_bits
+        return self._slots, np.uint32(self._slots.nbytes // SLOT_BYTES - 1), segments
+
+    def _find(self, batch: Batch, lines: Tensor) -> Tensor:
+        """Set lines [size]. Returns which rows are absent, int32 [size]."""
+        missing = batch.empty(torch.int32)
+        self._run(
+            "find_rows", batch.size, PROBE_LANES, *self.index(), batch.hashes, batch.tables, batch.count,
+            np.uint64(batch.size), lines, missing,
+        )  # fmt: skip
+        return missing
+
+    def _reserve(self, more: int, ranks: Tensor) -> None:
+        if self._bound + more > self._room and more:
+            used, erased, missing = torch.stack([*self._counts[:2], ranks[-1].to(torch.int64)]).tolist()  # waits
+            self._bound, more = used, max(missing - erased, 0)
+        self._bound += more
+        if self._bound > MOST_ROWS:
+            raise MemoryError(f"{self._bound} rows; a table holds up to {MOST_ROWS}")
+        self._grow_index(self._bound)
+        while self._room < self._bound:
+            self._add_segment(1 << (self._base_bits + len(self._segments)))
+
+    def _grow_index(self, rows: int) -> None:
+        """To a power of two of slots that `rows` fill to `load` at most."""
+        size = slots = self._slots.nbytes // SLOT_BYTES
+        while rows > size * self._load:
+            size *= 2
+        if size == slots:
+            return
+        larger = self._zeros(size * SLOT_BYTES, torch.uint8)
+        self._run("move_rows", slots, 1, self._slots, np.uint64(slots), larger, np.uint32(size - 1))
+        self.device.keep(self._slots)
+        self._slots = larger
+
+    def _add_segment(self, lines: int) -> None:
+        size = lines * self._layout.line_bytes
+        if self._on_host:
+            segment = self.device.host_memory(size, torch.uint8)
+        else:
+            segment = torch.empty(size, dtype=torch.uint8, device=self.device.torch_device)
+        self._addresses[len(self._segments)] = segment.data_ptr()
+        self._segments.append(segment)
+        begin = segment.data_ptr()
+        place = torch.tensor([[begin], [begin + size], [self._room]], device=self._places.device)
+        places = torch.cat([self._places, place], 1)
+        self.device.keep(self._places)
+        self._places = places[:, places[0].argsort()]
+        self._room += lines
+
+    def _zeros(self, size: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=self.device.torch_device)
+
+    def _run(self, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
+        launch(self.device, self._program, kernel, items, lanes, *arguments)

@@ -1,0 +1,72 @@
+"""Which rows change on a device, without waiting for it in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ... import _core
+from ...ops.cuda.batch import Batch, keys_of
+from ..contract import BUCKETS, Keys, Tables
+from .table import FullTable
+
+
+class Marks:
+    """Of the lines of a full table, for batches that have lines there.
+
+    The mark of a row that is erased goes on to the row that takes its line: by then that one has changed as well, or
+    was never written.
+    """
+
+    def __init__(self, table: FullTable) -> None:
+        self._table = table
+        self._marks = torch.zeros(1, dtype=torch.bool, device=table.nowhere.device)  # by number + 1; 0 is for none
+
+    def note(self, batch: Batch) -> None:
+        if len(self._marks) <= self._table.room:
+            larger = torch.zeros(self._table.room + 1, dtype=torch.bool, device=self._marks.device)
+            larger[: len(self._marks)] = self._marks
+            self._marks = larger
+        with self._table.alone():
+            self._marks.index_fill_(0, self._table.numbers_of(self._table.lines_of(batch)) + 1, True)
+
+    def names(self) -> tuple[Tables, Keys]:
+        """Waits for the device."""
+        with self._table.alone():
+            return self._names()
+
+    def forget(self) -> None:
+        self._marks.zero_()
+
+    def _names(self) -> tuple[Tables, Keys]:
+        if not self._marks[1:].any():
+            return np.empty(0, np.uint32), np.empty(0, np.uint64)
+        hashes, tables, lines, _ = self._table.rows()
+        marked = (self._marks[1 : len(lines) + 1] & (lines[: len(self._marks) - 1] != 0)).nonzero()[:, 0]
+        hashes, tables = hashes[marked], tables[marked]
+        keys = keys_of(self._table.device, hashes, tables)
+        return tables.cpu().numpy().view(np.uint32), keys.cpu().numpy().view(np.uint64)
+
+
+class WrittenBelow:
+    """What a cache on a device wrote to the tier of the host below it; `flush` writes the rest."""
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self._flush = flush
+        self._names = _core.ChangedRows()
+
+    def note(self, batch: Batch) -> None:
+        """It is noted when it is written down."""
+
+    def add(self, tables: Tables, keys: Keys) -> None:
+        self._names.note_rows(tables, keys)
+
+    def names(self) -> tuple[Tables, Keys]:
+        self._flush()
+        tables, keys = zip(*(self._names.rows(bucket) for bucket in range(BUCKETS)), strict=True)
+        return np.concatenate(tables), np.concatenate(keys)
+
+    def forget(self) -> None:
+        self._names = _core.ChangedRows(room=self._names.size)

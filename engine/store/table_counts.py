@@ -1,0 +1,43 @@
+"""How many rows each table of an embedding has, and what was asked of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .contract import Chunks, Tables
+
+Counts = NDArray[np.int64]  # [tables]
+
+FIELD = "table_rows"  # of a mark: how many rows each table has; marks of earlier versions lack it
+
+
+def counted(tables: Tables, num_tables: int) -> Counts:
+    """How many of the rows are of each table."""
+    return np.bincount(tables, minlength=num_tables)
+
+
+def counted_chunks(chunks: Chunks, num_tables: int) -> Counts:
+    counts = np.zeros(num_tables, np.int64)
+    for _, rows in chunks:
+        counts += counted(rows["table"], num_tables)
+    return counts
+
+
+def counts_in(mark: Mapping[str, Any], num_tables: int) -> Counts | None:
+    """Of the rows that a mark describes, with zeros for tables that it does not know; None where it does not tell."""
+    given = mark.get(FIELD)
+    if type(given) is not list or len(given) > num_tables or not all(type(n) is int and n >= 0 for n in given):
+        return None
+    if sum(given) != mark.get("rows"):
+        return None
+    return np.array(given + [0] * (num_tables - len(given)), np.int64)
+
+
+def by_label(labels: Sequence[str], **counts: Sequence[int] | Counts) -> dict[str, dict[str, int]]:
+    """What is counted, each [tables], by the label of the table."""
+    columns = [np.asarray(values).tolist() for values in counts.values()]
+    return {label: dict(zip(counts, row, strict=True)) for label, *row in zip(labels, *columns, strict=True)}

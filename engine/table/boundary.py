@@ -1,0 +1,85 @@
+"""The boundary between two steps of a table, where another thread may have its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, RLock
+from typing import Any, Protocol
+
+from ..errors import TierbedError
+
+_LOOK_AGAIN = 0.05  # seconds, while a visitor waits
+
+
+class Visited(Protocol):
+    """What the boundary needs of an open table."""
+
+    lock: RLock
+    processor: Any
+    untold: TierbedError | None
+
+    @property
+    def in_step(self) -> bool: ...
+
+    def release(self) -> None: ...
+
+    def late_error(self, wait: bool) -> TierbedError | None: ...
+
+
+class Boundary:
+    """Lets one visitor at a time in. Steps give way to it: a lock alone may go back to the thread that let it go.
+
+    From its pin to its update a step has the table without the lock, and what it evicts has gone already.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False  # by a visitor; steps look at it without a lock
+        self._arrived = Event()  # a step waits, so none is under way
+        self._over = Event()
+
+    def give_way(self, table: Visited) -> None:
+        """Before a step begins, where a visitor is `wanted`: wait until it has gone. Ctrl-C is heard meanwhile."""
+        table.release()
+        self._arrived.set()
+        self._over.wait()
+
+    @contextmanager
+    def visit(self, table: Visited, give_up: Callable[[], bool]) -> Iterator[bool]:
+        """Around what another thread does between two steps, with the table's lock: no step is under way.
+
+        It is False, and nothing may be done, where `give_up` said so before; it is asked while the visitor waits.
+        Raises what an earlier call of the steps' thread did wrong, where it is found late; that thread hears it too.
+        """
+        self._arrived.clear()
+        self._over.clear()
+        self.wanted = True
+        entered = False
+        try:
+            entered = self._enter(table, give_up)
+            if entered:
+                _catch_up_with_device(table)
+            yield entered
+        finally:
+            self.wanted = False
+            if entered:
+                table.lock.release()
+            self._over.set()
+
+    def _enter(self, table: Visited, give_up: Callable[[], bool]) -> bool:
+        while not give_up():
+            if not table.lock.acquire(timeout=_LOOK_AGAIN):
+                continue
+            if not table.in_step:
+                return True
+            table.lock.release()
+            self._arrived.wait(_LOOK_AGAIN)
+            self._arrived.clear()
+        return False
+
+
+def _catch_up_with_device(table: Visited) -> None:
+    table.processor.wait()  # steps may run on a stream that is not this thread's
+    if late := table.late_error(wait=True):
+        table.untold = late
+        raise late

@@ -1,0 +1,70 @@
+"""Which rows changed since a snapshot: their names as they change, and their rows when an incremental one is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ...snapshots.files.difference import Change, keys_of
+from .. import _core
+from ..store.contract import BUCKETS, Keys, Store, Tables, Tracker, row_dtype
+from .scanned import line_addresses
+
+CHUNK_BYTES = 1 << 23  # of rows that are read at once
+
+
+class Changes:
+    """The names of rows that changed since the snapshot with the id `since`. Everything holds the table's lock.
+
+    While a snapshot is being saved they are in two sets, for what changes meanwhile is not in it.
+    """
+
+    def __init__(self, since: str, tracker: Tracker[Any] | None) -> None:
+        """`tracker`: of the top of the stack."""
+        self.since = since
+        self._tracker = tracker
+        self._saving: _core.ChangedRows | None = None  # until the last `cut`
+        self._later = _core.ChangedRows()
+
+    def note(self, batch: Any) -> None:
+        """The rows of a batch are written."""
+        (self._tracker or self._later).note(batch)
+
+    def note_rows(self, tables: Tables, keys: Keys) -> None:
+        """Rows are erased."""
+        self._later.note_rows(tables, keys)
+
+    def cut(self) -> None:
+        """What changed until now is about to be saved; where that fails, it is still known."""
+        if self._tracker is not None:
+            self._later.note_rows(*self._tracker.names())
+            self._tracker.forget()
+        later = _core.ChangedRows(room=self._later.size)  # as many will change again
+        if self._saving is None:
+            self._saving = self._later
+        else:
+            self._saving.merge(self._later)
+        self._later = later
+
+    def saved(self, since: str) -> None:
+        """What changed until the last `cut` is in the snapshot of that id."""
+        self.since, self._saving = since, None
+
+    def rows(self, top: Store[Any], width: int) -> Iterator[Change]:
+        """What changed until the last `cut`, as `top` has it now, in chunks.
+
+        Buckets ascend, within one (table, key) of rows and of keys do. Some of the keys may be of rows that came after
+        the snapshot and went again.
+        """
+        changed, dtype = self._saving, row_dtype(width)
+        assert changed is not None
+        most = max(1, CHUNK_BYTES // dtype.itemsize)
+        for bucket in range(BUCKETS):
+            tables, keys = changed.rows(bucket)
+            for begin in range(0, len(keys), most):
+                rows = np.empty(len(keys[begin : begin + most]), dtype)
+                rows["table"], rows["key"] = tables[begin : begin + most], keys[begin : begin + most]
+                found = top.read(tables[begin : begin + most], keys[begin : begin + most], line_addresses(rows), False)
+                yield bucket, rows if found.all() else rows[found], keys_of(rows[~found])

@@ -1,0 +1,67 @@
+"""Scanned rows as lines: what a scan of one table yields, another loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .. import _core
+from ..errors import SnapshotError, StoreError
+from ..optim.rule import catches_up
+from ..spec.initializers import make_constant_initializer, make_table_options
+from ..spec.row_state import RowState
+from ..spec.table_spec import TableSpec
+from ..store.contract import Chunks, row_dtype
+from ..store.table_counts import Counts, counted
+from .stack import Stack
+
+
+def checked_rows(chunks: Chunks, tables: int) -> Chunks:
+    """Stored rows as they are. Raises SnapshotError for one that no table of so many can have."""
+    for bucket, rows in chunks:
+        if (rows["table"] >= tables).any():
+            raise SnapshotError(f"there are rows of table {rows['table'].max()}, and the embedding has {tables} tables")
+        if (rows["updates"] == 0).any():
+            raise SnapshotError("there are rows that count as never written, which no snapshot holds")
+        yield bucket, rows
+
+
+def load_rows(stack: Stack, chunks: Chunks, width: int, num_tables: int) -> Counts:
+    """Write scanned rows to the last tier of an empty stack. Returns how many of each table.
+
+    Raises StoreError for another width.
+    """
+    counts = np.zeros(num_tables, np.int64)
+    for _, rows in chunks:
+        if rows.dtype != row_dtype(width) or not rows.flags.c_contiguous:
+            raise StoreError(f"rows of {rows.dtype} cannot be loaded into lines of {width} floats")
+        tables = rows["table"].copy()
+        stack.bottom.write(tables, rows["key"].copy(), line_addresses(rows))
+        counts += counted(tables, num_tables)
+    return counts
+
+
+def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:
+    """The lines within scanned rows [n]: values and record lie in them as in a line, behind table and key."""
+    assert rows.dtype.fields is not None
+    start = rows.ctypes.data + rows.dtype.fields["values"][1]
+    return np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.dtype.itemsize) + np.uint64(start)
+
+
+def settled(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
+    """Rows that a description is of, as a lookup sees them: with the steps that some rules leave due."""
+    rule, hyper = stored["optimizer"], stored["hyper"]
+    if not (hyper and catches_up(rule)):
+        yield from chunks
+        return
+    constant = make_table_options(make_constant_initializer(0.0))  # of no matter: every row is there
+    spec = TableSpec(stored["name"], tuple(stored["columns"]), torch.int64, (constant,), None, 0)
+    layout = spec.layout(RowState.described(stored))
+    for bucket, rows in chunks:
+        rows = rows.copy()
+        _core.catch_up(layout, line_addresses(rows), rule, hyper, stored["step"] + 1)
+        yield bucket, rows

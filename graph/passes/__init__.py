@@ -1,0 +1,1 @@
+"""Rewriting a recorded step into one that trains."""

@@ -1,0 +1,79 @@
+"""The pass that lets TorchInductor compile the dense part of a step.
+
+What draws random numbers, changes memory in place or works on rows stays an op of its own: its order is the eager one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+
+from ...engine.errors import GraphError
+from ...engine.ops import step
+from ..trace.alias import is_random, memory, written
+
+
+class Compiled(nn.Module):
+    """A part of a step, as Inductor compiled it."""
+
+    def __init__(self, part: fx.GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> None:
+        super().__init__()
+        try:
+            self._run = torch._inductor.compile(part, inputs, options=dict(options))
+        except Exception as error:
+            raise GraphError(
+                f"compile_dense: TorchInductor could not compile the dense part: {error}; it needs a C++ compiler and "
+                "options of its own; leave compile_dense out to run without"
+            ) from error
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._run(*inputs)
+
+
+def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.GraphModule:
+    """The same step with each part of several pure aten ops, as large as can be, compiled for its shapes.
+
+    Ops that ids are made of stay as they are. GraphError where Inductor cannot compile.
+    """
+    fused = CapabilityBasedPartitioner(module, _Pure(module.graph)).partition_and_fuse(prefix="dense_")
+    for node in fused.graph.find_nodes(op="call_module", sort=True):
+        part = fused.get_submodule(node.target)
+        assert isinstance(part, fx.GraphModule)
+        inputs = [argument.meta["val"] for argument in node.args]
+        setattr(fused, node.target, Compiled(part, inputs, options))
+    fused.recompile()
+    return fused
+
+
+class _Pure(OperatorSupportBase):
+    def __init__(self, graph: fx.Graph) -> None:
+        changed: set[int] = set().union(*map(written, graph.nodes))
+        ids = _sources_of_ids(graph)
+        self._pure = {
+            node
+            for node in graph.nodes
+            if isinstance(node.target, torch._ops.OpOverload)
+            and node not in ids
+            and not is_random(node.target, node.args)
+            and not memory((node, *node.all_input_nodes)) & changed
+            and isinstance(node.meta.get("val"), Tensor | tuple | list)
+        }
+
+    def is_node_supported(self, submodules: Mapping[str, nn.Module], node: fx.Node) -> bool:
+        return node in self._pure
+
+
+def _sources_of_ids(graph: fx.Graph) -> set[fx.Node]:
+    sources: set[fx.Node] = set()
+    pending = [n for target in (step.prefetch, step.read) for n in graph.find_nodes(op="call_function", target=target)]
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if node not in sources:
+                sources.add(node)
+                pending.append(node)
+    return sources

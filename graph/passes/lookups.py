@@ -1,0 +1,235 @@
+"""The pass that turns recorded lookups and their gradients into prefetch, gather and update."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ...engine.errors import GraphError
+from ...engine.ops import lookup as recorded
+from ...engine.ops import step
+from ...engine.spec.inputs import Lookup
+from ..trace.alias import is_random, memory, stable, storages, written
+
+LOOKUP = torch.ops.tierbed.lookup.default
+LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default
+WEIGHTS_GRAD = torch.ops.tierbed.lookup_weights_grad.default
+# how autograd adds up the gradients of one parameter, and copies them: the argument that it copies
+_SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
+_COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
+
+
+class Segment(NamedTuple):
+    """A lookup as a batch has it: equal ones, of nodes that compare by identity, share a segment."""
+
+    lookup: Lookup
+    weights: Any
+    changed: fx.Node | None  # what wrote to the weights last
+
+
+def expand_reads(module: fx.GraphModule, name_of: Callable[[int], str]) -> None:
+    """Every lookup, and gradient of weights, that is left becomes a read, which changes nothing."""
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=LOOKUP):
+        with graph.inserting_before(node):
+            _replace(node, _read(graph, _attribute(module, node.args[-1], name_of), node))
+    for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
+        embedding = _attribute(module, node.args[-1], name_of)
+        with graph.inserting_before(node):
+            read = graph.call_function(step.read_weights_grad, (embedding, _lookup(node), node.args[0]))
+            _replace(node, read)
+
+
+def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: Callable[[int], str]) -> None:
+    """One prefetch before the first lookup with a gradient, a gather for each, one update at the end of the step.
+
+    Gradients of weights, where build wants them, are taken between: from the rows as they were gathered.
+
+    `grad` is what build left as the gradient of the embedding's parameter. GraphError where it is more than a sum of
+    lookups' gradients, and where hoisting would change the ids of a lookup or the order of random draws.
+    """
+    graph = module.graph
+    grads: dict[Segment, list[Any]] = defaultdict(list)
+    weights: dict[Segment, Any] = {}
+    for node in _terms(graph, handle, grad, name_of(handle)):
+        segment = _segment(node)
+        grads[segment].append(stable(graph, node, node.args[0]))
+        if segment not in weights:
+            weights[segment] = stable(graph, node, segment.weights)
+    lookups = [n for n in graph.find_nodes(op="call_function", target=LOOKUP) if n.args[-1] == handle]
+    trained = {node: segment for node in lookups if (segment := _segment(node)) in grads}
+    segments = list(dict.fromkeys(trained.values()))
+    if len(segments) != len(grads):
+        raise GraphError(
+            f"embedding {name_of(handle)!r}: the ids or weights that backward() saved are not those of the lookup; "
+            "leave lookups out of saved_tensors_hooks"
+        )
+    embedding = _attribute(module, handle, name_of)
+    lookups = list(trained)
+    _hoist_ids(graph, lookups, embedding, name_of(handle))
+    with graph.inserting_before(lookups[0]):
+        batch = graph.call_function(step.prefetch, (embedding, [segment.lookup for segment in segments]))
+    _expand_weights_grads(graph, handle, batch, segments)
+    for node, segment in trained.items():
+        with graph.inserting_before(node):
+            _replace(node, graph.call_function(step.gather, (batch, segments.index(segment), *_given(segment.weights))))
+    with graph.inserting_before(graph.output_node()):
+        used = [weights[segment] for segment in segments]
+        totals = [_total(graph, grads[segment]) for segment in segments]
+        graph.call_function(step.update, (batch, totals, *([used] if any(used) else [])))
+
+
+def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, segments: list[Segment]) -> None:
+    """Let the gradients of weights use the rows of the batch where it has them; they do not depend on the weights."""
+    index_of = {segment.lookup: index for index, segment in enumerate(segments)}
+    node = batch.next
+    while node.op != "output":
+        following = node.next
+        if node.target is WEIGHTS_GRAD and node.args[-1] == handle:
+            index = index_of.get(_lookup(node))
+            if index is not None:
+                with graph.inserting_before(node):
+                    _replace(node, graph.call_function(step.weights_grad, (batch, index, node.args[0])))
+        node = following
+
+
+def _lookup(node: fx.Node) -> Lookup:
+    """Of a lookup or one of its gradients, whose arguments are alike but the first."""
+    arguments: Any = node.args[1:5]
+    return Lookup(*arguments)
+
+
+def _segment(node: fx.Node) -> Segment:
+    """Of a lookup or its gradient."""
+    weights: Any = node.args[5]
+    changed = None
+    if weights is not None:
+        changed = node.prev
+        while changed.op != "root" and not written(changed) & storages(weights):
+            changed = changed.prev
+    return Segment(_lookup(node), weights, changed)
+
+
+def _read(graph: fx.Graph, embedding: fx.Node, node: fx.Node) -> fx.Node:
+    """A read in place of a lookup, at the graph's insertion point."""
+    return graph.call_function(step.read, (embedding, _lookup(node), *_given(node.args[5])))
+
+
+def _given(weights: Any) -> tuple[Any, ...]:
+    return () if weights is None else (weights,)
+
+
+def refuse_used(graph: fx.Graph, shadows: dict[fx.Node, str], name_of: Callable[[int], str]) -> None:
+    """GraphError if something still uses an embedding's parameter, given by node, or its gradient: neither has a value.
+
+    Runs when lookups are expanded and dead nodes dropped.
+    """
+    for shadow, name in shadows.items():
+        if shadow.users:
+            raise _no_tensor(name)
+    for node in graph.find_nodes(op="call_function", target=LOOKUP_GRAD):
+        raise _no_tensor(name_of(node.args[-1]))
+
+
+def _no_tensor(name: str) -> GraphError:
+    return GraphError(
+        f"build uses the parameter of embedding {name!r}, or its gradient, as a tensor, but no tensor holds the rows; "
+        "clip by self.clip_grad_norm(max_norm) in __init__ instead of clip_grad_norm_, leave the embedding's "
+        "parameters out of sums over self.parameters(), and work on the rows that its lookup returns"
+    )
+
+
+def _terms(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx.Node]:
+    """The lookup gradients whose plain sum is `grad`, one given twice if it counts twice. GraphError otherwise."""
+    counts: Counter[fx.Node] = Counter()
+    summed: set[fx.Node] = set()
+    pending: list[Any] = [grad]
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, fx.Node):
+            raise _no_tensor(name)
+        summed.add(node)
+        if node.target is LOOKUP_GRAD and node.args[-1] == handle:
+            counts[node] += 1
+        elif node.target in _SUMS and not node.kwargs:
+            pending += node.args
+        elif node.target in _COPIES:
+            pending.append(node.args[_COPIES[node.target]])
+        else:
+            raise _no_tensor(name)
+    changed = memory(summed)
+    if any(written(node) & changed for node in graph.nodes if node not in summed):
+        raise _no_tensor(name)
+    return [node for node in graph.find_nodes(op="call_function", target=LOOKUP_GRAD) for _ in range(counts[node])]
+
+
+def _attribute(module: fx.GraphModule, handle: int, name_of: Callable[[int], str]) -> fx.Node:
+    """The node of an embedding: one for the whole step, at its top."""
+    name = name_of(handle)
+    for node in module.graph.find_nodes(op="get_attr", target=name):
+        return node
+    setattr(module, name, recorded.embedding_of(handle))
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first):
+        return module.graph.get_attr(name)
+
+
+def _replace(node: fx.Node, by: fx.Node) -> None:
+    by.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _total(graph: fx.Graph, grads: list[fx.Node]) -> fx.Node:
+    total = grads[0]
+    for grad in grads[1:]:
+        total = graph.call_function(torch.ops.aten.add.Tensor, (total, grad))
+    return total
+
+
+def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
+    """Move what the ids of the later lookups are made from before the first lookup.
+
+    Where they are made from rows of an earlier lookup, those rows are read first: a batch is fetched as a whole.
+    """
+    between: list[fx.Node] = []
+    node = lookups[0]
+    while node is not lookups[-1]:
+        between.append(node)
+        node = node.next
+    needed = [n for lookup in lookups for n in lookup.args[1:4] if isinstance(n, fx.Node)]  # not their weights
+    inside = set(between)
+    sources: set[fx.Node] = set()
+    read: set[fx.Node] = set()
+    while needed:
+        node = needed.pop()
+        read.add(node)
+        if node in inside and node not in sources:
+            sources.add(node)
+            needed += node.all_input_nodes
+    changed = memory(read)
+    if any(written(node) & changed for node in between):
+        raise GraphError(
+            f"embedding {name!r}: ids of a later lookup are changed in place after the first lookup; "
+            "compute the ids of all lookups first, or out of place"
+        )
+    drawn = [node in sources for node in between if is_random(node.target, node.args)]
+    if drawn != sorted(drawn, reverse=True):
+        raise GraphError(
+            f"embedding {name!r}: ids of a later lookup are drawn at random after another draw, such as dropout, that "
+            "follows the first lookup; draw the ids of all lookups first"
+        )
+    reads: dict[fx.Node, fx.Node] = {}
+    for node in between:
+        if node in sources and node in lookups:
+            with graph.inserting_before(lookups[0]):
+                reads[node] = _read(graph, embedding, node)
+            reads[node].meta["val"] = node.meta["val"]
+        elif node in sources:
+            for lookup, early in reads.items():
+                node.replace_input_with(lookup, early)
+            lookups[0].prepend(node)

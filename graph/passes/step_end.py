@@ -1,0 +1,231 @@
+"""The node that ends a step whose gradients are accumulated, unscaled or clipped before parameters move.
+
+Without any of these a step ends in a node for each embedding and each optimizer, and this one is not there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...engine.errors import GraphError, OptimizerError
+from ...engine.interrupts import uninterrupted
+from ...engine.modules.row_gradients import RowGradients
+from ...engine.numeric import real
+from ...engine.ops.rows import Rows
+from ...engine.optim.own import LARGEST, SMALLEST
+from ...engine.spec.inputs import Lookup
+from .dense import dense_step
+
+if TYPE_CHECKING:
+    from ...engine.ops.rows import Pinned
+
+
+class DenseGrads(NamedTuple):
+    """Of the parameters of one optimizer that backward() reached."""
+
+    optimizer: Optimizer
+    params: list[Tensor]
+    grads: list[Tensor]
+
+
+class RowGrads(NamedTuple):
+    """Of the lookups of a pinned batch, with the weights that they were pooled with."""
+
+    batch: Pinned
+    grads: list[Tensor]
+    weights: list[Tensor | None]
+
+
+# of lookups of one embedding that only read; FX writes no named tuple that is inside another
+LookupGrads = tuple[Rows, list[Lookup], list[Tensor], list[Tensor | None]]
+
+
+class _Same:
+    """A part of a key that equals itself alone: it keeps the tensor, so that no other can take its id."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self._tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._tensor is self._tensor
+
+    def __hash__(self) -> int:
+        return id(self._tensor)
+
+
+class StepEnd:
+    """What a graph asks of its gradients, and those that wait for the update."""
+
+    def __init__(self) -> None:
+        self.max_norm: float | None = None
+        self.clip_value: float | None = None
+        self.scaler: GradScaler | None = None
+        self.every = 1  # of how many steps gradients are summed
+        self.steps = 0  # whose gradients wait
+        self._dense: dict[Optimizer, dict[Tensor, Tensor]] = {}
+        self._rows: dict[Rows, RowGradients] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether gradients go to the optimizers as they are."""
+        return self.max_norm is None and self.clip_value is None and self.scaler is None and self.every == 1
+
+    def key(self) -> Hashable:
+        """Changes with what a compiled step depends on."""
+        return self.is_plain, self.every > 1, self.scaling()
+
+    def scaling(self) -> Hashable:
+        """Changes with the tensor that a compiled step multiplies its loss by."""
+        return _Same(self._scale)
+
+    @property
+    def _scale(self) -> Tensor | None:
+        return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler._scale
+
+    def check_scaled(self, module: fx.GraphModule) -> None:
+        """GraphError where the loss of a recorded step is not multiplied by the scale that its end divides by."""
+        scale = self._scale
+        nodes = module.graph.find_nodes(op="get_attr")
+        if scale is not None and not any(getattr(module, node.target, None) is scale for node in nodes):
+            raise GraphError(
+                "set_grad_scaler was called, but build does not scale its loss; call scaler.scale(loss).backward() "
+                "with that scaler"
+            )
+
+    def keep(self, rows: list[LookupGrads], dense: list[DenseGrads]) -> None:
+        """Add the gradients of one more step to those that wait."""
+        with uninterrupted():
+            for embedding, lookups, grads, weights in rows:
+                kept = self._rows.setdefault(embedding, RowGradients(embedding))
+                for lookup, grad, weight in zip(lookups, grads, weights, strict=True):
+                    kept.add(lookup, grad, weight)
+            for optimizer, params, grads in dense:
+                sums = self._dense.setdefault(optimizer, {})
+                for param, grad in zip(params, grads, strict=True):
+                    sums[param] = sums[param] + grad if param in sums else grad.clone()  # a view of an argument, maybe
+            self.steps += 1
+
+    def pin(self) -> tuple[list[RowGrads], list[DenseGrads]]:
+        """All gradients that wait, with their rows pinned."""
+        rows = [RowGrads(batch, *kept.grads()) for kept in self._rows.values() if (batch := kept.pin()) is not None]
+        dense = [DenseGrads(optimizer, list(sums), list(sums.values())) for optimizer, sums in self._dense.items()]
+        return rows, dense
+
+    def release(self) -> None:
+        """Drop the pins of a failed update."""
+        for embedding in self._rows:
+            embedding.release()
+
+    def clear(self) -> None:
+        """Forget the gradients that wait."""
+        self.steps = 0
+        self._dense.clear()
+        self._rows.clear()
+
+
+def end_step(end: StepEnd, rows: list[RowGrads], dense: list[DenseGrads]) -> bool:
+    """Unscale and clip all gradients together, then update rows and dense parameters. Returns whether it did.
+
+    It does not where a gradient scaler is set and a gradient is not finite: then nothing moves, and the scale falls.
+    """
+    scale, finite = 1.0, True
+    scaler = end.scaler if end.scaler is not None and end.scaler.is_enabled() else None
+    grads = [grad for part in dense for grad in part.grads]
+    if scaler is not None:
+        scale = 1.0 / scaler.get_scale()
+        finite = bool(get_total_norm([*grads, *(g for part in rows for g in part.grads)], math.inf).isfinite())
+        _tell(scaler, finite)
+    if finite:
+        if end.max_norm is not None:
+            squares = float(get_total_norm(grads)) ** 2 + sum(
+                r.batch.square_gradients(r.grads, r.weights) for r in rows
+            )
+            share = end.max_norm / (math.sqrt(squares) * scale + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+            scale *= 1.0 if share > 1.0 else share
+        for batch, of_rows, weights in rows:
+            batch.update(of_rows, weights, scale, end.clip_value)
+    else:
+        for batch, *_ in rows:
+            batch.release()
+        return False
+    return end_dense(end, dense, scale)
+
+
+def end_dense(end: StepEnd, dense: list[DenseGrads], scale: float = 1.0) -> bool:
+    """What `end_step` does to dense parameters."""
+    for optimizer, params, grads in dense:
+        dense_step(optimizer, params, _changed(grads, scale, end.clip_value))
+    return True
+
+
+def accumulate(end: StepEnd, rows: list[LookupGrads], dense: list[DenseGrads]) -> bool:
+    """Keep the gradients of a step; after the last of `end.every` steps, do as `end_step` with the sums of all.
+
+    Where that raises, as on a full capacity, the gradients are dropped, and the next call begins anew.
+    """
+    end.keep(rows, dense)
+    if end.steps < end.every:
+        return False
+    try:
+        return end_step(end, *end.pin())
+    except BaseException:
+        end.release()
+        raise
+    finally:
+        end.clear()
+
+
+def schedule(scheduler: LRScheduler, stepped: bool = True) -> None:
+    """One step of a learning rate schedule, where the optimizers had theirs."""
+    if stepped:
+        scheduler.step()
+
+
+def check_schedule(optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    """OptimizerError for what is no schedule of this optimizer, or one whose step needs more than the step count."""
+    if not isinstance(scheduler, LRScheduler):
+        raise OptimizerError(
+            f"lr_sch={type(scheduler).__name__}: give a scheduler of torch.optim.lr_scheduler, made over the optimizer"
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise OptimizerError("lr_sch=ReduceLROnPlateau: its step() needs a metric; call it yourself after the graph")
+    if scheduler.optimizer is not optimizer:
+        raise OptimizerError(
+            f"lr_sch={type(scheduler).__name__} is of another optimizer; make it over the one given to add_optimizer"
+        )
+
+
+def positive(name: str, value: float | None) -> float | None:
+    """OptimizerError for what is neither None nor a number above 0 that float32 holds with full precision."""
+    if value is None:
+        return None
+    number = real(value)
+    if number is None or not SMALLEST <= number < LARGEST:
+        raise OptimizerError(f"{name}={value!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or None")
+    return float(number)
+
+
+def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> list[Tensor]:
+    """Not in place: a gradient may be a view, or a result of the step."""
+    if grads and scale != 1.0:
+        grads = list(torch._foreach_mul(grads, scale))
+    if grads and clip_value is not None:
+        grads = list(torch._foreach_clamp_max(torch._foreach_clamp_min(grads, -clip_value), clip_value))
+    return grads
+
+
+def _tell(scaler: GradScaler, finite: bool) -> None:
+    """Let the scale follow: the scaler asks the gradients of an optimizer, here one over a number that tells."""
+    probe = torch.zeros(())
+    probe.grad = torch.tensor(0.0 if finite else math.inf)
+    scaler.unscale_(torch.optim.SGD([probe], lr=0.0))
+    scaler.update()

@@ -1,0 +1,71 @@
+"""How a step for many sizes runs: if it fails before it moved anything, all is put back, and another step may run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ...engine.errors import TierbedError
+from ..passes.bound import bind_ops
+from ..passes.common import EFFECTS
+from ..passes.halves import split
+from ..trace.alias import is_random, storages, written
+
+Forward = Callable[[fx.GraphModule, list[Any]], Any]
+
+
+class FailedForSizes(Exception):
+    """A step for many sizes failed, and all is as it was before; its `__cause__` is what torch raised."""
+
+
+class Attempt:
+    """A compiled step in two halves: its first half, up to the updates, can be undone."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        self._first, self._last = split(module, graph, EFFECTS)
+        computing = self._first.graph
+        changed: set[int] = set().union(*map(written, computing.nodes))
+        placeholders = computing.find_nodes(op="placeholder")
+        self._changed = [i for i, node in enumerate(placeholders) if storages(node) & changed]
+        held = {node: getattr(self._first, str(node.target)) for node in computing.find_nodes(op="get_attr")}
+        self._held: list[Tensor] = [value for node, value in held.items() if storages(node) & changed]
+        self._generators = [value for value in held.values() if isinstance(value, torch.Generator)]
+        self._generators += _generators(computing)
+        bind_ops(self._first)
+        bind_ops(self._last)
+
+    def run(self, tensors: list[Tensor], forward: Forward) -> Any:
+        """What the step returns; each half by `forward(module, tensors)`.
+
+        FailedForSizes for what torch raises before parameters or rows move; buffers, arguments and random numbers are
+        put back. Our own errors, and what is raised later, go on as they are.
+        """
+        changed = [*(tensors[i] for i in self._changed), *self._held]
+        before = [tensor.clone() for tensor in changed]
+        random = [generator.get_state() for generator in self._generators]
+        try:
+            outputs, taken = forward(self._first, tensors)
+        except TierbedError:
+            raise  # of rows or of the graph: another step would raise it as well
+        except Exception as error:
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
+            for generator, state in zip(self._generators, random, strict=True):
+                generator.set_state(state)
+            raise FailedForSizes from error
+        forward(self._last, taken)
+        return outputs
+
+
+def _generators(graph: fx.Graph) -> list[torch.Generator]:
+    """Those of the devices that a step draws random numbers on."""
+    drawn = [node.meta.get("val") for node in graph.nodes if is_random(node.target, node.args)]
+    devices = {value.device for value in pytree.tree_leaves(drawn) if isinstance(value, Tensor)}
+    on_gpu = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]
+    return [torch.default_generator, *on_gpu] if devices else []

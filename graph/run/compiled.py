@@ -1,0 +1,245 @@
+"""One compiled step: the passes in their order, and how it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ...engine.errors import OptimizerError
+from ...engine.interrupts import uninterrupted
+from ...engine.modules.training_step import training_step
+from ...engine.ops.lookup import embedding_of
+from ...engine.ops.rows import Rows
+from ...engine.optim.optimizers import RowOptimizer
+from ..passes.bound import bind_ops
+from ..passes.common import (
+    add_dense_steps,
+    add_schedules,
+    drop_dead,
+    drop_detach,
+    drop_double_transpose,
+    end_together,
+    keep_outputs,
+    name_placeholders,
+)
+from ..passes.inductor import compile_dense
+from ..passes.lookups import expand_reads, expand_trained, refuse_used
+from ..passes.open_sizes import sizes_from_inputs
+from ..passes.sharing import share_batches
+from ..passes.step_end import StepEnd
+from ..show.listing import listing
+from ..state.optimizers import OptimizerSet, embeddings_by_shadow, embeddings_of
+from ..trace.built import Built
+from ..trace.names import identifiers, tensor_names
+from ..trace.sizes import Sizes
+from ..trace.trace import Trace, trace
+from .ahead import Coming, cut_lookups
+from .attempt import Attempt
+from .captured import Captured
+
+# runs a module on tensors
+Forward = Callable[[fx.GraphModule, list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """`module` takes the input tensors of a call, then the live tensors of the graph. `owner` names the graph."""
+
+    owner: str
+    module: fx.GraphModule
+    lookups: fx.GraphModule | None  # `cut_lookups`
+    trained: list[tuple[Rows, RowOptimizer]]
+    spec: pytree.TreeSpec
+    constants: list[Any]
+    is_tensor: list[bool]
+    captured: Captured | None = None  # where training steps run as a CUDA graph
+    attempt: Attempt | None = None  # where it is for many sizes
+
+    def coming(self, tensors: list[Tensor]) -> Coming | None:
+        """What a coming run on these tensors trains, as far as that is known. What is wrong with them, it raises."""
+        if self.lookups is None:
+            return None
+        try:
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+                lookups: Coming = self.lookups.forward(*tensors)
+                return lookups
+        except Exception:
+            return None
+
+    def run(self, tensors: list[Tensor], forward: Forward | None = None) -> Any:
+        """What build returned, computed anew. If an op raises, pins are dropped and the exception goes on.
+
+        forward: runs the step's module on tensors, in place of its own `forward`.
+
+        GraphError while another thread trains the same rows. FailedForSizes where a step for other sizes may run.
+        """
+        if not self.trained:
+            outputs = self._forward(tensors, forward)
+        else:
+            # no half of a step is ever made
+            with uninterrupted(), training_step([embedding for embedding, _ in self.trained], self.owner):
+                outputs = self._train(tensors, forward)
+        following = iter(outputs)
+        leaves = [
+            next(following) if tensor else constant
+            for tensor, constant in zip(self.is_tensor, self.constants, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def _train(self, tensors: list[Tensor], forward: Forward | None) -> Any:
+        for embedding, rows in self.trained:
+            if embedding.row_optimizer is not rows:
+                embedding.follow(rows)  # another graph trained it since
+        try:
+            return self._forward(tensors, forward)
+        except BaseException:
+            for embedding, _ in self.trained:
+                embedding.release()
+            raise
+
+    def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
+        # not no_grad: some kernels choose by gradient mode, and it is the one that the trace saw
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            if self.attempt is not None:
+                return self.attempt.run(tensors, forward or _plain)
+            if forward is not None:
+                return forward(self.module, tensors)
+            if self.captured is not None:
+                return self.captured.run(tensors, lambda: self.module.forward(*tensors))
+            return self.module.forward(*tensors)
+
+    def code(self) -> str:
+        """The step as Python, one op a line, with shapes, dtypes and stores as comments."""
+        recorded = self.captured is not None and self.captured.recording is not None
+        return ("# recorded as a CUDA graph\n" if recorded else "") + listing(self.module)
+
+
+def _plain(module: fx.GraphModule, tensors: list[Any]) -> Any:
+    return module.forward(*tensors)
+
+
+def compile_step(
+    root: Built,
+    traced: Trace,
+    optimizers: OptimizerSet,
+    end: StepEnd,
+    tensors: list[Tensor],
+    inductor: Mapping[str, Any] | None,
+    cuda_graph: bool,
+) -> CompiledStep:
+    """Rewrite a trace into a step that trains if `root.training` and build called backward().
+
+    inductor: options of TorchInductor, where it compiles the dense part. cuda_graph: whether training is recorded.
+
+    OptimizerError if backward() reached a parameter that no optimizer of the graph holds.
+    """
+    module = traced.module
+    graph = module.graph
+    returned = traced.returned
+    embeddings = embeddings_of(root)
+    reserved = dir(module)
+    optimizer_names = identifiers([type(optimizer).__name__.lower() for optimizer in optimizers], reserved)
+    embedding_names = identifiers(list(embeddings), [*reserved, *optimizer_names])
+    optimizer_at = dict(zip(optimizer_names, optimizers, strict=True))
+    embedding_at = {m.handle: name for m, name in zip(embeddings.values(), embedding_names, strict=True)}
+
+    def label(handle: int) -> str:
+        return embedding_at.get(handle) or embedding_of(handle).name
+
+    placeholders = graph.find_nodes(op="placeholder")
+    live = placeholders[len(traced.inputs) :]
+    paths = tensor_names(root)
+    name_placeholders(placeholders, [*traced.inputs, *(paths[id(tensor)] for tensor in tensors)])
+    by_shadow = embeddings_by_shadow(root)
+    drop_detach(graph)
+    if traced.fits is not None:
+        sizes_from_inputs(module)
+    drop_double_transpose(graph)
+    count = sum(returned.is_tensor)
+    with_grad = returned.with_grad if root.training else []
+    optimizers.tell_untrained(root, bool(with_grad))
+    values: Any = graph.output_node().args[0]
+    trained: list[tuple[Rows, RowOptimizer]] = []
+    if with_grad:
+        holders = optimizers.holders()
+        for index, grad in zip(with_grad, values[count:], strict=True):
+            parameter = tensors[index]
+            embedding = by_shadow.get(id(parameter))
+            if id(parameter) not in holders:
+                what = f"embedding {embedding.name!r}" if embedding else f"parameter {paths[id(parameter)]!r}"
+                raise OptimizerError(
+                    f"backward() reaches {what}, which no optimizer of this graph holds; call self.add_optimizer(...) "
+                    "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
+                )
+            if embedding is not None:
+                expand_trained(module, embedding.handle, grad, label)
+                trained.append((embedding, optimizers.rows(embedding)))
+    grads = keep_outputs(graph, count)  # not before: a gradient of weights may be a dense one, and was replaced
+    if with_grad:
+        dense = [
+            (holders[id(tensors[index])], live[index], grad)
+            for index, grad in zip(with_grad, grads, strict=True)
+            if id(tensors[index]) not in by_shadow
+        ]
+        add_dense_steps(module, optimizer_at, dense)
+        end.check_scaled(module)
+        ended = None if end.is_plain else end_together(module, end)
+        schedulers = optimizers.schedulers()
+        kinds = [type(scheduler).__name__.lower() for scheduler in schedulers]
+        names = identifiers(kinds, [*reserved, *optimizer_names, *embedding_names])
+        add_schedules(module, dict(zip(names, schedulers, strict=True)), ended)
+    expand_reads(module, label)
+    share_batches(module)
+    drop_dead(graph)
+    shadows = {
+        node: label(by_shadow[id(t)].handle) for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow
+    }
+    refuse_used(graph, shadows, label)
+    graph.lint()
+    module.recompile()
+    lookups = None if cuda_graph and trained else cut_lookups(module)  # a recorded step makes its batches itself
+    if inductor is not None:
+        module = compile_dense(module, inductor)
+    captured = Captured(module, len(traced.inputs), [e for e, _ in trained], end) if cuda_graph and trained else None
+    attempt = None if traced.fits is None else Attempt(module)
+    bind_ops(module)
+    return CompiledStep(
+        type(root).__name__,
+        module,
+        lookups,
+        trained,
+        returned.spec,
+        returned.constants,
+        returned.is_tensor,
+        captured,
+        attempt,
+    )
+
+
+def compile_for_many(
+    root: Built,
+    sizes: Sizes[CompiledStep],
+    family: Hashable,
+    leaves: list[Any],
+    spec: pytree.TreeSpec,
+    tensors: list[Tensor],
+    optimizers: OptimizerSet,
+    end: StepEnd,
+) -> CompiledStep | None:
+    """A step that serves calls of other sizes as well, where they keep changing and one can be made."""
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    changing = sizes.changing(family, inputs)
+    if changing is None:
+        return None
+    try:
+        traced = trace(root, leaves, spec, tensors, optimizers, changing)
+        step = compile_step(root, traced, optimizers, end, tensors, None, False)
+    except Exception:  # build looks at a size; what else is wrong, a step for these sizes raises as well
+        return None
+    assert traced.fits is not None
+    return step if sizes.add(type(root).__name__, family, traced.fits, step, inputs) else None

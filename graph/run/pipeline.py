@@ -1,0 +1,144 @@
+"""`Graph.run`: steps over a loader, with the rows of the batches to come brought up while a step computes.
+
+Batches are drawn ahead of their steps, and their ids announced. A step reads rows when it runs, after the update of the
+step before, so that its results are those of the plain loop.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...engine.errors import InputError
+from ...engine.interrupts import uninterrupted
+from ...engine.numeric import whole
+from ...engine.ops.rows import Rows
+from ...engine.table.prefetch import WINDOW
+from .progress import Progress
+
+AHEAD = 8
+
+
+def arguments(batch: Any) -> tuple[Any, ...]:
+    """Of a call of the graph: the parts of a list or a tuple, else the batch itself."""
+    return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+
+
+def iterate(batches: Iterable[Any]) -> Iterator[Any]:
+    """InputError for what is no loader."""
+    try:
+        return iter(batches)
+    except TypeError:
+        raise InputError(
+            f"batches: got {type(batches).__name__}; give a DataLoader, or another iterable of batches"
+        ) from None
+
+
+class Run(Iterator[Any]):
+    """What `build` returned for each batch, in the loader's order. One that raised can be gone on with.
+
+    A batch is taken once: by the step that runs on it, whether that ends or raises. An exception of the loader comes
+    after the steps of the batches that it gave before. Ctrl-C comes when a step under way has ended, whose result is
+    lost then, and leaves the other batches for the next call.
+    """
+
+    def __init__(
+        self,
+        graph: nn.Module,
+        batches: Iterable[Any],
+        ahead: int,
+        announce: Callable[..., None],
+        progress: Progress,
+        left: list[None],
+    ) -> None:
+        """left: gets an item where this is collected without having ended, which may be at any time, in any thread."""
+        most = whole(ahead, 0, WINDOW)
+        if most is None:
+            raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}")
+        self._graph, self._announce, self._ahead = graph, announce, most
+        self._batches = iterate(batches)
+        self._window: deque[Any] = deque()
+        self._tensors: deque[list[Tensor]] = deque()  # of the window's batches, up to where Ctrl-C came between
+        self._end: Exception | None = None  # of the loader, for when the window is empty
+        self._progress = progress
+        self._left = weakref.finalize(self, _leave, left, progress)
+        self._left.atexit = False
+
+    def __next__(self) -> Any:
+        while self._end is None and len(self._window) <= self._ahead:
+            self._draw()
+        if not self._window:
+            assert self._end is not None
+            end = self._end
+            if isinstance(end, StopIteration):
+                self.close()
+            else:
+                self._end = None  # it may go on
+            raise end
+        with uninterrupted():  # Ctrl-C finds a batch in the window, or its step made
+            batch = arguments(self._window.popleft())
+            if self._tensors:
+                self._tensors.popleft()
+            result = self._graph(*batch)
+        self._progress.advance(batch)
+        return result
+
+    def _draw(self) -> None:
+        count, before = len(self._window), [[tensor._version for tensor in kept] for kept in self._tensors]
+        try:
+            self._window.extend(islice(self._batches, 1))  # Ctrl-C cannot come between, and lose the batch
+        except Exception as error:
+            self._end = error
+            return
+        if len(self._window) == count:
+            self._end = StopIteration()
+            return
+        self._tensors.extend(map(_counted, islice(self._window, len(self._tensors), None)))
+        self._refuse_overwritten(before)
+        if self._ahead:
+            self._announce(count, *arguments(self._window[-1]))
+
+    def _refuse_overwritten(self, before: list[list[int]]) -> None:
+        """InputError where the loader wrote the batch that it has just given over one that waits for its step."""
+        drawn = {tensor.data_ptr() for tensor in self._tensors[-1]}
+        for kept, versions in zip(self._tensors, before, strict=False):
+            for tensor, version in zip(kept, versions, strict=True):
+                if tensor._version != version and tensor.data_ptr() in drawn:
+                    self._window.clear()
+                    self._tensors.clear()
+                    self._end = StopIteration()
+                    raise InputError(
+                        f"ahead={self._ahead}: the loader fills the tensors of a batch anew for the next one, and "
+                        "batches are drawn before their steps; give new tensors, as a DataLoader does, or ahead=0"
+                    )
+
+    def close(self) -> None:
+        """Forget what was announced, and end the threads that make batches ready. A run that ends closes itself."""
+        if self._left.detach() is not None:
+            self._progress.close()
+            forget_announced(self._graph)
+
+
+def _counted(batch: Any) -> list[Tensor]:
+    """The tensors of a batch whose writes torch counts."""
+    leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_inference()]
+
+
+def forget_announced(root: nn.Module) -> None:
+    """Let the embeddings under `root` forget what was announced, and end their threads."""
+    for module in root.modules():
+        if isinstance(module, Rows):
+            module.forget_announced()
+
+
+def _leave(left: list[None], progress: Progress) -> None:
+    progress.close()
+    left.append(None)

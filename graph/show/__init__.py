@@ -1,0 +1,1 @@
+"""Showing a step to people: listing, drawing, profile, and why it was compiled."""

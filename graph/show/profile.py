@@ -1,0 +1,215 @@
+"""`Graph.profile`: steps of a run with a clock after each op, as tables and as a Chrome trace.
+
+A profiled step is the compiled step with the clock read in between, so it computes what the plain one does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ...engine.errors import InputError
+from ...engine.numeric import whole
+from ..trace.names import path_of
+from .listing import describe
+from .stages import STAGES, stages
+from .waiting import Waiting
+from .why import Compiles
+
+_CLOCK = "_clock"
+_AROUND = "Python around"
+
+
+class Op(NamedTuple):
+    """A node of a compiled step: its name in `print(graph)`, its stage, and what it makes."""
+
+    name: str
+    stage: str
+    makes: str
+
+
+class Span(NamedTuple):
+    """Nanoseconds of one clock."""
+
+    begin: int
+    end: int
+
+
+class Step(NamedTuple):
+    """One step of a profile: its time with all around it, and the parts of it that are known."""
+
+    span: Span
+    loader: list[Span]
+    compiling: int  # ns
+    ops: list[tuple[Op, Span]]
+
+
+class Timer:
+    """Runs compiled steps and keeps the time of each op. On a GPU it waits for each op to end."""
+
+    def __init__(self) -> None:
+        self._timed: dict[fx.GraphModule, tuple[fx.GraphModule, list[int], list[Op]]] = {}
+        self._ran: list[tuple[Op, Span]] = []
+        self.preparing = 0  # ns
+
+    def forward(self, module: fx.GraphModule, tensors: list[Tensor]) -> Any:
+        """`module.forward(*tensors)`."""
+        if module not in self._timed:
+            begin = perf_counter_ns()
+            self._timed[module] = _with_clock(module)
+            self.preparing += perf_counter_ns() - begin
+        timed, clock, ops = self._timed[module]
+        clock.clear()
+        outputs = timed.forward(*tensors)
+        self._ran += zip(ops, map(Span, clock, clock[1:]), strict=True)
+        return outputs
+
+    def take(self) -> list[tuple[Op, Span]]:
+        """What ran since the last take."""
+        ran, self._ran = self._ran, []
+        return ran
+
+
+class Profile:
+    """Where the time of steps went. `print(profile)` shows it by stage, `print(profile.by_op())` by op.
+
+    steps: how many. stages: seconds in each, all steps together. `Python around` is what is left of the steps: the
+    check of the signature, the arguments, the window of batches. compile_seconds, with those of preparing the profile:
+    not part of the stages.
+    """
+
+    def __init__(self, name: str, steps: list[Step], waiting: Waiting) -> None:
+        self._name, self._steps, self._waiting = name, steps, waiting
+        self.steps = len(steps)
+        self.compile_seconds = sum(step.compiling for step in steps) / 1e9
+        spent: dict[str, int] = dict.fromkeys(["loader", *STAGES, _AROUND], 0)
+        for step in steps:
+            spans = [("loader", span) for span in step.loader] + [(op.stage, span) for op, span in step.ops]
+            for stage, (begin, end) in spans:
+                spent[stage] += end - begin
+            spent[_AROUND] += step.span.end - step.span.begin - step.compiling - sum(e - b for _, (b, e) in spans)
+        self.stages = {stage: ns / 1e9 for stage, ns in spent.items() if ns}
+
+    def __str__(self) -> str:
+        """A table: for each stage the total, the mean of a step and the share. Below it, where it is so, that threads
+        waited for a core."""
+        seconds = sum(self.stages.values())
+        rows = [*self.stages.items(), ("step", seconds)]
+        lines = [f"{self._name}: {self.steps} steps", f"{'':14}{'total ms':>11}{'mean ms':>11}{'share':>8}"]
+        for name, spent in rows:
+            lines.append(f"{name:14}{self._figures(spent, seconds)}")
+        if self.compile_seconds:
+            lines.append(f"and {self.compile_seconds:.2f} s to compile and to put the clock in, not counted above")
+        return "\n".join([*lines, *filter(None, [self._waiting.advice])])
+
+    def by_op(self, most: int = 20) -> str:
+        """A table of the `most` ops that took longest, each by its name in `print(graph)`. InputError for most < 1."""
+        if whole(most, least=1) is None:
+            raise InputError(f"most={most!r}: give a whole number of ops > 0")
+        spent: dict[Op, int] = {}
+        for step in self._steps:
+            for op, (begin, end) in step.ops:
+                spent[op] = spent.get(op, 0) + end - begin
+        seconds = sum(self.stages.values())
+        longest = sorted(spent.items(), key=lambda item: -item[1])[:most]
+        width = max((len(op.name) for op in spent), default=0) + 2
+        lines = [f"{'':{width}}{'stage':12}{'total ms':>11}{'mean ms':>11}{'share':>8}"]
+        for op, ns in longest:
+            lines.append(f"{op.name:{width}}{op.stage:12}{self._figures(ns / 1e9, seconds)}  {op.makes}".rstrip())
+        return "\n".join(lines)
+
+    def chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the steps for chrome://tracing or ui.perfetto.dev: JSON, one event an op and step. InputError."""
+        start = self._steps[0].span.begin if self._steps else 0
+        track = {"pid": 0, "tid": 0}
+        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": self._name}, **track}]
+
+        def add(name: str, category: str, span: Span, **arguments: Any) -> None:
+            times = {"ts": (span.begin - start) / 1e3, "dur": (span.end - span.begin) / 1e3}  # microseconds
+            events.append({"ph": "X", "name": name, "cat": category, **times, "args": arguments, **track})
+
+        for number, step in enumerate(self._steps):
+            add(f"step {number}", "step", step.span)
+            for span in step.loader:
+                add("loader", "loader", span, step=number)
+            for op, span in step.ops:
+                add(op.name, op.stage, span, step=number, makes=op.makes)
+        path_of(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def _figures(self, spent: float, seconds: float) -> str:
+        mean = spent / self.steps if self.steps else 0.0
+        share = spent / seconds if seconds else 0.0
+        return f"{spent * 1e3:11.3f}{mean * 1e3:11.3f}{share:8.1%}"
+
+
+def profile(
+    name: str, run: Callable[[Iterable[Any]], Iterator[Any]], batches: Iterable[Any], timer: Timer, compiles: Compiles
+) -> Profile:
+    """`run` on all the batches; its steps go through `timer`."""
+    drawn: list[Span] = []
+    steps: list[Step] = []
+    waiting = Waiting()
+    with waiting.watch():
+        running = run(_timed(batches, drawn))
+        begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
+        for _ in running:
+            span, compiling = Span(begin, perf_counter_ns()), _compiling(compiles, timer) - compiled
+            steps.append(Step(span, list(drawn), compiling, timer.take()))
+            drawn.clear()
+            begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
+    return Profile(name, steps, waiting)
+
+
+def _compiling(compiles: Compiles, timer: Timer) -> int:
+    return int(compiles.seconds * 1e9) + timer.preparing
+
+
+def _timed(batches: Iterable[Any], drawn: list[Span]) -> Iterator[Any]:
+    source = iter(batches)
+    while True:
+        begin = perf_counter_ns()
+        try:
+            batch = next(source)
+        except StopIteration:
+            return
+        drawn.append(Span(begin, perf_counter_ns()))
+        yield batch
+
+
+def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[Op]]:
+    """A module that does the same and appends the time to a list: at its beginning and after each op."""
+    stage_of = stages(module.graph)
+    values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+    on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in values)
+    stamp = _stamp_gpu if on_gpu else _stamp
+    clock: list[int] = []
+    ops: list[Op] = []
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    read: fx.Node | None = None
+    for node in module.graph.nodes:
+        if read is None and node.op != "placeholder":
+            read = graph.get_attr(_CLOCK)
+            graph.call_function(stamp, (read,))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op.startswith("call"):
+            graph.call_function(stamp, (read,))
+            ops.append(Op(node.name, stage_of[node], describe(module, node)))
+    held = (node.target for node in module.graph.nodes if node.op in ("get_attr", "call_module"))
+    attributes = {name: getattr(module, name) for name in held}
+    return fx.GraphModule({_CLOCK: clock, **attributes}, graph), clock, ops
+
+
+def _stamp(clock: list[int]) -> None:
+    clock.append(perf_counter_ns())
+
+
+def _stamp_gpu(clock: list[int]) -> None:
+    torch.cuda.synchronize()
+    clock.append(perf_counter_ns())

@@ -1,0 +1,58 @@
+"""Which part of a step a node belongs to: for the listing, the drawing and the profile."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from ...engine.ops import step
+from ...engine.ops.rows import Rows
+from ..passes.dense import dense_step
+from ..passes.step_end import accumulate, end_step, schedule
+from ..trace.trace import BACKWARD
+
+# compiled: forward and backward together, as `compile_dense` makes it
+STAGES = ("inputs", "prefetch", "gather", "forward", "compiled", "backward", "update", "dense step", "outputs")
+_OF_OP = {"placeholder": "inputs", "get_attr": "inputs", "call_module": "compiled", "output": "outputs"}
+_OF_TARGET: dict[Callable[..., Any] | str, str] = {
+    step.prefetch: "prefetch",
+    step.gather: "gather",
+    step.read: "gather",
+    step.weights_grad: "backward",
+    step.read_weights_grad: "backward",
+    step.update: "update",
+    end_step: "update",
+    accumulate: "update",
+    dense_step: "dense step",
+    schedule: "dense step",
+}
+
+
+def stages(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The one of `STAGES` that each node is in. What is made of gradients, such as clipping, counts as backward."""
+    found: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        known = _OF_OP.get(node.op) or _OF_TARGET.get(node.target)
+        of_inputs = [found[source] for source in node.all_input_nodes]
+        if node.target is operator.getitem:
+            known = of_inputs[0]
+        after = BACKWARD in node.meta or "backward" in of_inputs
+        found[node] = known or ("backward" if after else "forward")
+    return found
+
+
+def rows_at(module: fx.GraphModule, node: fx.Node) -> str | None:
+    """Whose rows a node fetches, reads or updates, and where they live: `users in cached_ssd`. None: it has none."""
+    if node.op == "get_attr":
+        value = getattr(module, str(node.target))
+        is_embedding = isinstance(value, Rows)
+        return f"{node.target} in {value.store_options.store}" if is_embedding else None
+    if node.target not in _OF_TARGET:
+        return None
+    fetched = node.target is not step.prefetch  # a batch that this one is like is of other rows
+    sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (fetched and n.target is step.prefetch)]
+    found = [rows for source in sources if (rows := rows_at(module, source)) is not None]
+    return ", ".join(dict.fromkeys(found)) or None

@@ -1,0 +1,177 @@
+"""Why a graph compiled another step: what of a call differs from the nearest signature that was compiled before.
+
+The signature is fast to compare and tells nothing; this is made anew at each compile, from the same things.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from ..passes.step_end import StepEnd
+from ..trace.built import Built
+from ..trace.names import tensor_names
+from ..trace.signature import argument_name
+
+_SHOWN = 6  # differences of one step
+_NO_TENSOR = "no tensor"
+_ABSENT = "not there"
+_ATTRIBUTES = frozenset(vars(nn.Module()))
+_OF_MODULES = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+log = logging.getLogger("tierbed")
+
+
+class _Tensor(NamedTuple):
+    """A tensor as a signature sees it, and whose it is where a step keeps the very object."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    layout: torch.layout
+    strides: tuple[int, ...] | None
+    identity: int | None = None
+
+
+class _Object(NamedTuple):
+    """What is known by its identity, in words."""
+
+    text: str
+    identity: Hashable
+
+
+Facts = dict[tuple[str, str], Any]  # by kind, and name or path
+
+
+class Compiles:
+    """The steps that a graph has compiled: the facts and reasons of the last `kept` ones, the time of all."""
+
+    def __init__(self, kept: int) -> None:
+        self._facts: deque[Facts] = deque(maxlen=kept)
+        self.reasons: deque[str] = deque(maxlen=kept)
+        self.count = 0
+        self.seconds = 0.0
+
+    def add(self, name: str, new: Facts, seconds: float) -> None:
+        """Take a step of the graph `name`. From the second on it has a reason, which is logged."""
+        if self._facts:
+            nearest = min((_differences(new, old) for old in reversed(self._facts)), key=len)
+            self.reasons.append(f"step {self.count}: {_joined(nearest)}")
+            log.info("%s compiled %s", name, self.reasons[-1])
+        self._facts.append(new)
+        self.count += 1
+        self.seconds += seconds
+
+
+def facts(
+    root: Built,
+    leaves: list[Any],
+    spec: pytree.TreeSpec,
+    optimizers: Iterable[Optimizer],
+    end: StepEnd,
+    inductor: Mapping[str, Any] | None,
+    cuda_graph: bool,
+) -> Facts:
+    """What a step of `root` for arguments of these leaves depends on, by the user's name for it."""
+    found: Facts = {}
+    for i, leaf in enumerate(leaves):
+        value = _describe(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+        found["argument", argument_name(root.build, spec, leaves, i)] = value
+    found["arguments", ""] = _Object("structure of lists, tuples, dicts and keywords", str(spec))
+    found["gradient mode", ""] = torch.is_grad_enabled()
+    found["default dtype", ""] = torch.get_default_dtype()
+    for kind in ("cpu", "cuda"):
+        found["autocast on", kind] = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else "off"
+    for i, optimizer in enumerate(optimizers):
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        text = f"{type(optimizer).__name__} of {' + '.join(map(str, sizes))} parameters"
+        found["optimizer", str(i)] = _Object(text, (id(optimizer), *sizes))
+    found["gradients", ""] = (
+        "accumulated" if end.every > 1 else "as they are" if end.is_plain else "clipped or unscaled"
+    )
+    found["gradient scaler", ""] = _Object("none" if end.scaler is None else "GradScaler", end.scaling())
+    found["cuda_graph", ""] = cuda_graph
+    found["compile_dense", ""] = "off" if inductor is None else dict(inductor)
+    for path, module in root.named_modules():
+        found.update(_module_facts(path, module))
+    names = tensor_names(root)
+    for parameter in root.parameters():
+        found["parameter", names[id(parameter)]] = _describe(parameter, id(parameter))
+    for buffer in root.buffers():
+        found["buffer", names[id(buffer)]] = _describe(buffer)
+    return found
+
+
+def _module_facts(path: str, module: nn.Module) -> Facts:
+    hooks = [number for name in _HOOKS for number in getattr(module, name)]
+    found: Facts = {
+        ("module", path): _Object(type(module).__name__, id(module)),
+        ("training flag of", path): module.training,
+        ("hooks of", path): _Object(str(len(hooks)), tuple(hooks)),
+    }
+    for name, value in vars(module).items():
+        if name not in _ATTRIBUTES:
+            known = _describe(value, id(value)) if isinstance(value, Tensor) else _NO_TENSOR
+            found["attribute", f"{path}.{name}" if path else name] = known
+    return found
+
+
+def _describe(tensor: Tensor, identity: int | None = None) -> _Tensor:
+    strides = tensor.stride() if tensor.layout == torch.strided else None
+    return _Tensor(
+        tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout, strides, identity
+    )
+
+
+def _differences(new: Facts, old: Facts) -> list[str]:
+    names = [name for name in [*new, *(old.keys() - new)] if new.get(name, _ABSENT) != old.get(name, _ABSENT)]
+    changed = {name: _difference(new.get(name, _ABSENT), old.get(name, _ABSENT)) for name in names}
+    if any(kind == "argument" for kind, _ in changed):
+        changed.pop(("arguments", ""), None)
+    return [
+        f"{kind} {path or 'the graph' if kind in _OF_MODULES else path}".rstrip() + f": {text}"
+        for (kind, path), text in changed.items()
+        if not _follows(kind, path, changed)
+    ]
+
+
+def _joined(differences: list[str]) -> str:
+    more = len(differences) - _SHOWN
+    shown = differences[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+    return "; ".join(shown) or "an equal one is no longer kept, or tensors are tied in another way"
+
+
+def _difference(new: Any, old: Any) -> str:
+    if isinstance(new, _Tensor) and isinstance(old, _Tensor):
+        fields = [f for f in _Tensor._fields if f != "identity" and getattr(new, f) != getattr(old, f)]
+        if "shape" in fields and "strides" in fields:
+            fields.remove("strides")  # they mostly follow the shape
+        return ", ".join(f"{f} {getattr(new, f)}, was {getattr(old, f)}" for f in fields) or "another tensor"
+    texts = [_text(value) for value in (new, old)]
+    return f"{texts[0]}, was {texts[1]}" if texts[0] != texts[1] else f"another {texts[0]}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, _Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return value.text if isinstance(value, _Object) else str(value)
+
+
+def _follows(kind: str, path: str, changed: dict[tuple[str, str], str]) -> bool:
+    """Whether another difference tells it: a replaced module around it, or `eval()` of one that sets all within."""
+    if kind not in _OF_MODULES or not path:
+        return False
+    around = ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]
+    if kind == "training flag of" and any(changed.get((kind, p)) == changed[kind, path] for p in around):
+        return True
+    return any(("module", p) in changed for p in (around if kind == "module" else [*around, path]))

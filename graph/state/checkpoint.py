@@ -1,0 +1,234 @@
+"""All that training goes on from, in one folder: parameters, buffers, optimizers, schedules, random state, and rows.
+
+    checkpoint/
+        graph.msgpack          plain values, sealed; they name tensors
+        tensors.safetensors    those tensors; a parameter or buffer by its name. Its checksum is in graph.msgpack
+        rows/<number>/<name>   the snapshot of each embedding, in the order of the graph's modules
+
+The folder is made aside and renamed when all of it is on the disk: it is there whole or not at all. One that takes
+the place of another changes places with it at one instant, and the old one goes after that.
+
+Format 1 numbered the tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
+from ...engine.modules.saved_rows import SavedRows
+from ...engine.store.durable import (
+    UnsyncedError,
+    check_exchange,
+    fsync_file,
+    is_folder_name,
+    made_aside,
+    open_regular,
+    read_record,
+    seal,
+    unseal,
+)
+from ...snapshots.files.reader import Snapshot
+from ..trace.names import path_of
+from .optimizers import embeddings_of
+from .plain_state import decode, encode
+
+FORMAT = 2
+STATE, TENSORS, ROWS = "graph.msgpack", "tensors.safetensors", "rows"
+_CHUNK = 1 << 24
+
+log = logging.getLogger("tierbed")
+
+
+def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
+    """The folder of a checkpoint, which with `overwrite` may be another one. SnapshotError, InputError, GraphError."""
+    _saved(root)
+    if not isinstance(overwrite, bool):
+        raise InputError(f"overwrite={overwrite!r}: give True or False")
+    folder = path_of(path).absolute()
+    if not is_folder_name(folder.name) or len(folder.name.encode()) > 200 - 9:
+        raise SnapshotError(
+            f"checkpoint {str(folder)!r} cannot be used: its name is to be 1 to {200 - 9} printable bytes, without "
+            "'\\' and without a leading '.'"
+        )
+    if not os.path.lexists(folder):
+        return folder
+    if not os.path.lexists(folder / STATE):
+        raise SnapshotError(
+            f"{str(folder)!r} exists and is no checkpoint, and nothing else is overwritten: choose another path"
+        )
+    if not overwrite:
+        raise SnapshotError(
+            f"checkpoint {str(folder)!r} exists: choose another path, or delete it first, or save with overwrite=True"
+        )
+    try:
+        check_exchange(folder)
+    except OSError as error:
+        raise SnapshotError(
+            f"checkpoint {str(folder)!r} cannot be overwritten: {error}. Choose another path"
+        ) from error
+    return folder
+
+
+def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: bool = False) -> None:
+    """Write `state`, and the rows of all embeddings under `root`. When it returns, the checkpoint survives anything.
+
+    `folder` is of `check_save`. With `overwrite` it takes the place of a checkpoint that is there, and so do its
+    snapshots in store folders. Raises SnapshotError where it cannot be written, GraphError for a state that it cannot
+    hold.
+    """
+    name = f"{folder.name}-{secrets.token_hex(4)}"  # in a store folder, where names are used once
+    tensors: dict[str, Tensor] = {}
+    plain = encode(dict(state), tensors, "state")
+    metadata = encode(getattr(state, "_metadata", None), tensors, "metadata")  # versions of modules
+    embeddings = _saved(root)
+    replaced, there = _rows_in(folder), False
+    try:
+        with made_aside(folder, overwrite) as place:
+            # equal bytes are written once for each: safetensors refuses tensors that share memory
+            save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, place / TENSORS)
+            fsync_file(place / TENSORS)
+            record = {
+                "format": FORMAT,
+                "embeddings": list(embeddings),
+                "snapshot": name,
+                "checksum": _checksum(place / TENSORS),
+                "state": plain,
+                "metadata": metadata,
+            }
+            (place / STATE).write_bytes(_sealed(record))
+            fsync_file(place / STATE)
+            for number, embedding in enumerate(embeddings.values()):
+                embedding.opened().save_rows(place / ROWS / str(number) / name)
+        there = True
+    except UnsyncedError as error:
+        there = True
+        raise SnapshotError(f"checkpoint {str(folder)!r} was written: {error}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise SnapshotError(f"checkpoint {str(folder)!r} was not written: {error}") from error
+    finally:
+        if not there and _record_of(folder).get("snapshot") != name:  # Ctrl-C may come when it is in place
+            for embedding in filter(attrgetter("is_open"), embeddings.values()):
+                with contextlib.suppress(SnapshotError):  # what went wrong first is told
+                    embedding.opened().discard_rows(name)
+    _drop_replaced(embeddings, replaced)
+
+
+def load(
+    root: nn.Module, folder: Path, check: Callable[[dict[str, Any]], None], optimizers: bool = True
+) -> dict[str, Any]:
+    """Load the rows of all embeddings under `root`, and return the state. All is checked before a row is replaced.
+
+    `check` raises GraphError where a state does not fit. Without `optimizers`, rows come without their state. Raises
+    SnapshotError where the checkpoint is missing, damaged or of another graph.
+    """
+    folder = folder.absolute()
+    if not os.path.isdir(folder):
+        raise SnapshotError(f"there is no checkpoint {str(folder)!r}; give the path of one that graph.save wrote")
+    if not os.path.lexists(folder / STATE):
+        inside = sorted(place.parent.name for place in folder.glob(f"*/{STATE}"))
+        raise SnapshotError(
+            f"the folder {str(folder)!r} is no checkpoint, which has a file {STATE}; "
+            + (f"it holds the checkpoints {inside}: give the path of one" if inside else "give one of graph.save")
+        )
+    try:
+        record = unseal(read_record(folder / STATE))
+        if record["format"] not in range(1, FORMAT + 1):
+            raise ValueError(f"format {record['format']}, and this tierbed reads 1 to {FORMAT}")
+        if _checksum(folder / TENSORS) != record["checksum"]:
+            raise ValueError(f"{TENSORS} is damaged: its checksum does not match")
+        tensors = load_file(folder / TENSORS)
+        state: OrderedDict[str, Any] = OrderedDict(decode(record["state"], tensors))
+        state._metadata = decode(record["metadata"], tensors)  # type: ignore[attr-defined]
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError, SafetensorError) as error:
+        raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
+    embeddings = _saved(root)
+    if list(embeddings) != record["embeddings"]:
+        raise SnapshotError(
+            f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this graph has "
+            f"{list(embeddings)}; load it into the graph that saved it"
+        )
+    rows = [folder / ROWS / str(number) / record["snapshot"] for number in range(len(embeddings))]
+    try:
+        check(state)
+        for embedding, place in zip(embeddings.values(), rows, strict=True):
+            embedding.opened().check_rows(place, optimizers)
+    except (GraphError, OptimizerError) as error:
+        remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) else ""
+        raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this graph: {error}{remedy}") from error
+    for embedding, place in zip(embeddings.values(), rows, strict=True):
+        embedding.opened().load_rows(place, optimizers)
+    return state
+
+
+def _saved(root: nn.Module) -> dict[str, SavedRows]:
+    """The embeddings under `root`, by path. GraphError for rows that no checkpoint can hold."""
+    found = embeddings_of(root)
+    for path, embedding in found.items():
+        if not isinstance(embedding, SavedRows):
+            raise GraphError(
+                f"{path} is a {type(embedding).__name__}, whose rows no checkpoint holds; leave it out of the graph "
+                "that is saved, or save its rows and the graph's state_dict() by themselves"
+            )
+    return {path: embedding for path, embedding in found.items() if isinstance(embedding, SavedRows)}
+
+
+def _rows_in(folder: Path) -> dict[str, Snapshot]:
+    """The snapshots in a checkpoint, by the paths of their embeddings; none where they cannot be read."""
+    record = _record_of(folder)
+    with contextlib.suppress(KeyError, TypeError, SnapshotError):
+        return {
+            path: Snapshot.open(folder / ROWS / str(number) / record["snapshot"])
+            for number, path in enumerate(record["embeddings"])
+        }
+    return {}
+
+
+def _record_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint names; empty where there is none, or it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        record = unseal(read_record(folder / STATE))
+        if isinstance(record, dict):
+            return record
+    return {}
+
+
+def _drop_replaced(embeddings: Mapping[str, SavedRows], replaced: Mapping[str, Snapshot]) -> None:
+    """Remove from store folders what a checkpoint had there that is no more."""
+    for path, snapshot in replaced.items():
+        try:
+            if path in embeddings:
+                embeddings[path].opened().drop_rows(snapshot)
+        except TierbedError as error:
+            log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
+
+
+def _sealed(record: dict[str, Any]) -> bytes:
+    try:
+        return seal(record)
+    except ValueError as error:
+        raise GraphError(
+            f"the values in the state that are no tensors cannot be written together: {error}; keep large ones, such "
+            "as those of a module's get_extra_state, in tensors"
+        ) from error
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with open_regular(path) as file:
+        while part := file.read(_CHUNK):
+            checksum = zlib.crc32(part, checksum)
+    return checksum

@@ -1,0 +1,172 @@
+"""What a compiled step is valid for: the arguments of a call, and the live state of the graph's modules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable
+from enum import Enum
+from itertools import chain
+from operator import attrgetter, methodcaller
+from types import BuiltinFunctionType, FunctionType, NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from ...engine.errors import GraphError
+from ...engine.modules.ranks import refuse_ranks
+
+_TRAINING = attrgetter("training")
+_MODULE_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DESCRIBE = attrgetter("shape", "dtype", "device", "requires_grad")
+_HOOKS, _POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_STRIDE = methodcaller("stride")
+_BUILTIN = (NoneType, bool, int, float, complex, str, bytes, range, type, FunctionType, BuiltinFunctionType)
+_PLAIN = (*_BUILTIN, Enum, np.generic, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_INEXACT = (float, complex, np.generic)
+
+
+class Structure:
+    """The modules under `root`, and what a call needs of them: read at each call, in few steps of the interpreter.
+
+    Beside parameters and buffers these are the tensors that are plain attributes of a module.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        refuse_ranks(root)
+        for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+            if is_lazy(tensor):
+                raise GraphError(f"{name} has no shape yet; run its module once on a sample before the graph")
+        modules = list(root.modules())
+        self._modules = modules
+        # the dicts themselves: a module keeps its own for life
+        self._parameters = [module._parameters for module in modules]
+        self._buffers = [module._buffers for module in modules]
+        self._children = [module._modules for module in modules]
+        self._attributes = list(map(vars, modules))
+        self._hooks = [hooks for module in modules for hooks in _MODULE_HOOKS(module)]
+        self._tensors = [(d, name) for d in self._attributes for name, v in d.items() if isinstance(v, Tensor | None)]
+        self._shape = self._read_shape()
+
+    def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
+        """Parameters and buffers as they are now, tied ones repeated, and a key.
+
+        None where modules, their hooks or the number of their attributes have changed. Parameters enter the key by
+        identity, because an optimizer holds the very object; tensors in plain attributes by identity too, because a
+        step holds those that it uses; buffers by type and description alone.
+        """
+        if self._read_shape() != self._shape:
+            return None
+        parameters, buffers = _values(self._parameters), _values(self._buffers)
+        identities = list(map(id, buffers))
+        distinct = len(set(identities)) == len(identities) or tuple(identities)
+        tensors = [tensor for tensor in parameters + buffers if tensor is not None]
+        return tensors, (
+            self,
+            tuple(map(_TRAINING, self._modules)),
+            tuple(map(id, parameters)),
+            distinct,
+            tuple(_attribute_key(attributes.get(name)) for attributes, name in self._tensors),
+            tuple(map(type, buffers)),
+            any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
+            *map(_DESCRIBE, tensors),
+            *map(_STRIDE, tensors),
+        )
+
+    def _read_shape(self) -> tuple[list[Any], list[int], list[int]]:
+        # the numbers of hooks are never given twice
+        return _values(self._children), list(map(len, self._attributes)), list(chain.from_iterable(self._hooks))
+
+
+def _attribute_key(value: Any) -> Hashable:
+    """A step that uses a tensor keeps it, so that its id stays its own; one that uses its shape alone does not.
+
+    What is no tensor is frozen, like other values that build reads.
+    """
+    return (id(value), _DESCRIBE(value), _STRIDE(value)) if isinstance(value, Tensor) else None
+
+
+def _values(dicts: list[Any]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))
+
+
+def modes() -> Hashable:
+    """The ambient state of torch that decides what a trace records."""
+    autocast = torch._C._is_any_autocast_enabled() and tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+    )
+    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast
+
+
+def call_key(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec) -> tuple[Hashable, ...]:
+    """The key of a call's arguments: tensors by description, all else by type and value. GraphError for neither."""
+    key: list[Hashable] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            if leaf.is_nested:
+                raise _no_argument(leaves, build, spec, i)
+            key.append((_DESCRIBE(leaf), leaf.layout, leaf.stride()))
+        elif is_plain(leaf):
+            # repr: 0.0 equals -0.0, and nan not even itself
+            key.append((type(leaf), repr(leaf) if isinstance(leaf, _INEXACT) else leaf))
+        else:
+            raise _no_argument(leaves, build, spec, i)
+    return tuple(key)
+
+
+def _no_argument(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec, index: int) -> GraphError:
+    """For an argument that a step cannot take."""
+    leaf, name = leaves[index], argument_name(build, spec, leaves, index)
+    if isinstance(leaf, Tensor):
+        return GraphError(
+            f"argument {name} is a nested tensor, which a static graph does not hold; make it contiguous(), with "
+            "layout=torch.jagged, and pass its values() and offsets() as two arguments"
+        )
+    if isinstance(leaf, np.ndarray):
+        return GraphError(f"argument {name} is a NumPy array, which a step would freeze; pass torch.from_numpy({name})")
+    return GraphError(
+        f"argument {name} is a {type(leaf).__name__}, which cannot be compared by value; pass tensors, numbers, "
+        f"strings, or lists, tuples and dicts of them, assign modules to self, and {registered(leaf)}"
+    )
+
+
+def registered(value: Any) -> str:
+    """How objects of a class of the user's are taken apart, as the end of a message."""
+    return f"make a class of fields a dataclass and call torch.export.register_dataclass({type(value).__name__}) once"
+
+
+def without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
+    """A `call_key` that is the same for tensors of other sizes, with as many dimensions."""
+    sizeless = (
+        (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else one
+        for leaf, one in zip(leaves, key, strict=True)
+    )
+    return tuple(sizeless)
+
+
+def argument_name(build: Callable[..., Any], spec: pytree.TreeSpec, leaves: list[Any], index: int) -> str:
+    """How the user wrote leaf number `index`: `ids`, `batch['user']`."""
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    names = list(inspect.signature(build).parameters)
+    names += [f"number {i}" for i in range(len(names), len(args))]
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        count = len(pytree.tree_leaves(value))
+        if index < count:
+            return name + _path(value, index)
+        index -= count
+    raise IndexError(index)
+
+
+def _path(value: Any, index: int) -> str:
+    try:
+        return pytree.keystr(pytree.tree_flatten_with_path(value)[0][index][0])
+    except ValueError:  # it has an object of a class that was registered without names of its fields
+        return ""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is of a kind that cannot change inside, so that it can stand in a key or a result."""
+    return isinstance(value, _PLAIN)

@@ -1,0 +1,329 @@
+"""One run of `build` on fake tensors, recorded with its backward as aten calls."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ... import engine
+from ...engine.errors import GraphError
+from .alias import is_random
+from .built import Built
+from .names import name_of, tensor_names
+from .signature import argument_name, is_plain, registered
+from .sizes import Fits
+from .swap import changed_setting, swapped, unused_grads
+
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(torch.__file__).parent, Path(engine.__file__).parent, Path(__file__).parents[1])
+)
+_SEED = 0x7165_7262_6564
+BACKWARD = "backward"  # in the meta of nodes that autograd recorded
+LIVE = "live"  # in the meta of placeholders that are parameters or buffers
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What build returned, and which live tensors it gave a gradient."""
+
+    spec: pytree.TreeSpec
+    constants: list[Any]  # the leaves, None where the recording gives a tensor
+    is_tensor: list[bool]
+    with_grad: list[int]  # live tensors whose gradients follow the outputs in the recording's output
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded step. Its placeholders are the input tensors, then the live tensors; its output is one flat list."""
+
+    module: fx.GraphModule
+    returned: Returned
+    inputs: list[str]  # names of the input tensors
+    fits: Fits | None  # whether it holds for other input tensors; None where it is for those sizes alone
+
+
+def trace(
+    root: Built,
+    leaves: list[Any],
+    spec: pytree.TreeSpec,
+    tensors: list[Tensor],
+    optimizers: Iterable[Optimizer],
+    changing: set[tuple[int, int]] | None = None,
+) -> Trace:
+    """Record `root.build` for arguments with these leaves. GraphError for what a static graph cannot hold.
+
+    `tensors` are the parameters and buffers under `root`; a tied one may be repeated. changing: (input tensor,
+    dimension) pairs whose sizes are left open.
+    """
+    names = tensor_names(root)
+    _refuse_hooks(tensors, names)
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    settings = {
+        id(value): (optimizer, name)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if isinstance(value, Tensor)
+    }
+    returned: Returned | None = None
+
+    def step(*flat: Tensor) -> list[Tensor]:
+        nonlocal returned
+        arguments = list(leaves)
+        for i, fake in zip(where, flat, strict=False):
+            arguments[i] = fake.detach().requires_grad_(leaves[i].requires_grad)
+        swaps: dict[int, Tensor] = {}
+        for fake, live in zip(flat[len(inputs) :], tensors, strict=True):
+            swaps.setdefault(id(live), _leaf(fake, live))
+        args, kwargs = pytree.tree_unflatten(arguments, spec)
+        guard = _Guard(root, {**names, **{id(mark): f"{names[live]}.grad" for live, mark in marks.items()}}, settings)
+        with swapped(root, optimizers, swaps, names), guard, _NoData():
+            result = root.build(*args, **kwargs)
+        guard.check_seed()
+        for i in where:
+            if arguments[i].grad is not None:
+                raise GraphError(
+                    f"argument {argument_name(root.build, spec, leaves, i)} requires grad, but a graph keeps no "
+                    "gradient of its arguments; pass it detached, or use torch.autograd.grad in build"
+                )
+        values, out_spec = pytree.tree_flatten(result)
+        outputs = [value for value in values if isinstance(value, Tensor)]
+        grads = {live: swap.grad for live, swap in swaps.items() if swap.grad is not None}
+        with_grad = {id(live): i for i, live in enumerate(tensors) if id(live) in grads}
+        returned = Returned(
+            out_spec,
+            [None if isinstance(value, Tensor) else _constant(value) for value in values],
+            [isinstance(value, Tensor) for value in values],
+            list(with_grad.values()),
+        )
+        return [value.detach() if value.requires_grad else value for value in outputs] + [
+            grads[live] for live in with_grad
+        ]
+
+    shapes = None if changing is None else _open_shapes()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+    grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns it on
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
+        # detach: a tensor that is given twice needs two fakes, since another call may give two tensors
+        fakes = [_fake(mode, tensor.detach(), i, changing) for i, tensor in enumerate([*inputs, *tensors])]
+        # modules under torch.compile are recorded as what they wrap
+        inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+        with unused_grads(tensors) as marks, torch.random.fork_rng(devices=[]), inlined, _raised_alone(), mode:
+            try:
+                module = make_fx(step, _allow_non_fake_inputs=True)(*fakes)
+            except Exception as error:
+                if _is_data_dependent(error):
+                    raise GraphError(
+                        f"{_line(error)} needs the value of a tensor, and a static graph is recorded without values; "
+                        f"{_remedy(error)}"
+                    ) from error
+                if isinstance(error, ZeroDivisionError) and _is_of_torch(error):
+                    raise GraphError(
+                        f"{_line(error)} has torch divide by a size that is 0 in this batch; leave such batches out, "
+                        "or sum where it takes a mean"
+                    ) from error
+                raise
+            _merge_attributes(module, mode)
+    for node in module.graph.find_nodes(op="placeholder")[len(inputs) :]:
+        node.meta[LIVE] = True
+    assert returned is not None
+    fits = None if shapes is None else _fits(shapes, fakes[: len(inputs)])
+    return Trace(module, returned, [argument_name(root.build, spec, leaves, i) for i in where], fits)
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, changing: set[tuple[int, int]] | None) -> FakeTensor:
+    if changing is None:
+        return mode.from_tensor(tensor)
+    sizes = [DimDynamic.DYNAMIC if (index, d) in changing else DimDynamic.STATIC for d in range(tensor.dim())]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{index}"))
+
+
+def _open_shapes() -> ShapeEnv:
+    """Of sizes alone: what depends on values raises, as in a recording of sizes that are known."""
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
+
+
+def _fits(shapes: ShapeEnv, fakes: Sequence[Any]) -> Fits:
+    """What the recording took for granted of the sizes of its inputs."""
+    code = shapes.produce_guards_expression(fakes, ignore_static=False)
+    return lambda inputs: code is None or shapes.evaluate_guards_expression(code, inputs)
+
+
+def _constant(value: Any) -> Any:
+    if not is_plain(value):
+        raise GraphError(
+            f"build returns a {type(value).__name__}; return tensors, plain values, and lists, tuples and dicts of "
+            f"them, or {registered(value)}"
+        )
+    return value
+
+
+def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
+    """One node for each closure tensor: each of its uses was recorded as a tensor of its own."""
+    first: dict[Any, fx.Node] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, node.target)
+        if first.setdefault(node.target, node) is not node:
+            node.replace_all_uses_with(first[node.target])
+            module.graph.erase_node(node)
+        elif isinstance(value, Tensor):
+            node.meta["val"] = mode.from_tensor(value)
+
+
+def _leaf(fake: Tensor, live: Tensor) -> Tensor:
+    """What build sees for a parameter or buffer: a leaf of its own, so that no gradient reaches the live one."""
+    return nn.Parameter(fake, live.requires_grad) if isinstance(live, nn.Parameter) else fake
+
+
+def _refuse_hooks(tensors: list[Tensor], names: dict[int, str]) -> None:
+    for tensor in tensors:
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise GraphError(
+                f"{names[id(tensor)]} has a gradient hook, which a graph would skip; change gradients in build"
+            )
+
+
+class _Guard(TorchDispatchMode):
+    """GraphError for ops that a recording would get wrong: on trainable tensors that are not traced, reseeded ones, and
+    those that write to a learning rate.
+
+    It also marks the nodes of what autograd runs, hooks included, by `BACKWARD`.
+
+    `names` are those of the live tensors, by id, and of their gradients during the trace; `settings` are the tensors in
+    param groups.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, root: Built, names: dict[int, str], settings: dict[int, tuple[Optimizer, str]]) -> None:
+        super().__init__()
+        self._root, self._names, self._settings = root, names, settings
+        self._seed = _SEED
+        proxies = get_proxy_mode()
+        assert proxies is not None
+        self._recording = proxies.tracer.graph
+        torch.default_generator.manual_seed(_SEED)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise GraphError(f"build uses torch's {func.name()}, which a static graph does not hold; use torch.where")
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.requires_grad:
+                self._refuse(value)
+        if func._schema.is_mutable and id(args[0]) in self._settings:
+            raise changed_setting(*self._settings[id(args[0])])
+        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
+            raise GraphError(
+                f"build reads the value of the tensor {name_of(self._root, args[0])}, which would be frozen into the "
+                "step; compute with the tensor itself, or pass the number to the graph"
+            )
+        if is_random(func, args):
+            self.check_seed()
+            self._seed += 1
+            torch.default_generator.manual_seed(self._seed)
+        if torch._C._current_graph_task_id() == -1:
+            return func(*args, **(kwargs or {}))
+        last = next(iter(reversed(self._recording.nodes)), None)
+        result = func(*args, **(kwargs or {}))
+        for node in itertools.takewhile(lambda node: node is not last, reversed(self._recording.nodes)):
+            node.meta[BACKWARD] = True
+        return result
+
+    def check_seed(self) -> None:
+        """Fake tensors draw nothing, so the seed, new after each draw, tells whether build went back in the stream."""
+        if torch.default_generator.initial_seed() != self._seed:
+            raise GraphError(
+                "build sets the state of the random numbers, which a recorded step does not repeat; leave out "
+                "torch.manual_seed and fork_rng, and dropout inside torch.utils.checkpoint"
+            )
+
+    def _refuse(self, value: Tensor) -> None:
+        if id(value) in self._names:
+            raise GraphError(
+                f"build uses {self._names[id(value)]} by a reference that was made earlier, such as a list of "
+                "parameters; reach it through self.<module>"
+            )
+        raise GraphError(
+            f"build uses the tensor {name_of(self._root, value)}, which requires grad but is in no module "
+            "of the graph; assign its module to self in __init__, or detach it"
+        )
+
+
+class _NoData(TorchFunctionMode):
+    """GraphError for an assignment to `.data`, which a recording does not see."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise GraphError("build assigns to .data of a tensor; write to it in place under torch.no_grad(), by copy_")
+        return func(*args, **(kwargs or {}))
+
+
+def _is_data_dependent(error: Exception) -> bool:
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return True
+    asked = ("get value out of a tracing tensor", ".numpy() is not supported for tensor subclasses")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in asked)
+
+
+def _remedy(error: Exception) -> str:
+    """For a step that needs the value of a tensor."""
+    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    if any(isinstance(owner, _BatchNorm) and owner.momentum is None for owner in owners):
+        return "give the batch norm a momentum, such as 0.1: with momentum=None it divides by a count of its batches"
+    return "use torch.where or a mask, or compute it outside and pass it to the graph"
+
+
+def _is_of_torch(error: Exception) -> bool:
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_LIBRARIES)
+
+
+def _line(error: Exception) -> str:
+    """The user's own line that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = ([f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames)[-1]
+    return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: `{frame.line}`'
+
+
+@contextmanager
+def _raised_alone() -> Iterator[None]:
+    """Keep torch from logging, with its whole stack, an exception of this trace that it raises as well."""
+    thread = get_ident()
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.exc_info is None or record.thread != thread
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)

@@ -1,0 +1,1 @@
+"""Asking the process that has a store open to save or to tell."""

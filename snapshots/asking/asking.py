@@ -1,0 +1,121 @@
+"""Asking the process that trains an embedding, over the socket in its store folder."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from ...engine.errors import OptionError, SnapshotError, StoreError, TierbedError
+from ...engine.store.folder_view import snapshot_id
+from ..files.format import Manifest, check_name
+from ..files.reader import Snapshot
+from .channel import SOCKET, Message, connect, peer_of, receive, send
+
+TIMEOUT = 60.0  # seconds
+
+_RAISED: dict[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
+
+RowsWritten = Callable[[int, int | None], None]
+
+
+def ask_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
+    """How far the process is that has the store open; None where none has, or it does not serve the folder.
+
+    `name`, `step`, `rows`, `pid`, and `saving`: the save for another process that is under way (`name`, `rows` written
+    so far, `of` how many where that is known), None without one. Raises StoreError where it gives no answer in
+    `timeout` seconds.
+    """
+    trainer = _Trainer.of(store, timeout)
+    if trainer is None:
+        return None
+    for answer in trainer.answers({"do": "status"}, "tell how far it is"):
+        if isinstance(status := answer.get("status"), dict):
+            return status
+    raise StoreError(f"process {trainer.pid} went away before it answered; ask again")
+
+
+def ask_save(
+    store: Path,
+    name: str,
+    kind: str = "full",
+    progress: RowsWritten | None = None,
+    timeout: float = TIMEOUT,
+    overwrite: bool = False,
+) -> Manifest | None:
+    """Let the process that has the store open save a snapshot at the end of the step that it is at.
+
+    Returns when the snapshot is durable, or None where no process has the store open, or it does not serve the folder.
+    `progress` is told how many rows are written, and of how many, None where that is not known. Raises SnapshotError
+    and OptionError as the save does, and StoreError where nothing comes of it for `timeout` seconds or the process goes
+    away.
+    """
+    check_name(name)
+    trainer = _Trainer.of(store, timeout)
+    if trainer is None:
+        return None
+    place = store / "snapshots" / name
+    before = snapshot_id(place)
+    request = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
+    for answer in trainer.answers(request, f"save snapshot {name!r}"):
+        if "done" in answer:
+            return Snapshot.open(place).manifest
+        if progress is not None and isinstance(rows := answer.get("rows"), int):
+            progress(rows, answer.get("of"))
+    there = snapshot_id(place) not in ("", before)
+    left = "the snapshot is there, whole" if there else "nothing of the snapshot is to be seen; save it again"
+    raise StoreError(f"process {trainer.pid} went away while it saved snapshot {name!r}: {left}")
+
+
+class _Trainer:
+    """A connection to the process at the socket of a store folder, good for one request."""
+
+    def __init__(self, connection: socket.socket, timeout: float) -> None:
+        self.pid = peer_of(connection).pid
+        self._connection = connection
+        self._timeout = timeout
+        self._waits = False  # it has heard the request
+
+    @classmethod
+    def of(cls, store: Path, timeout: float) -> _Trainer | None:
+        try:
+            connection = connect(store, timeout)
+        except PermissionError as error:
+            raise StoreError(f"another user trains {str(store)!r}; ask as that user: {error}") from error
+        except OSError as error:
+            raise StoreError(f"the socket {str(store / SOCKET)!r} cannot be used: {error}") from error
+        return None if connection is None else cls(connection, timeout)
+
+    def answers(self, request: Message, wish: str) -> Iterator[Message]:
+        """Messages until the connection ends. The time begins anew with every one that tells of progress."""
+        with self._connection:
+            with suppress(BrokenPipeError):  # it has said why not, and closed
+                send(self._connection, request)
+            deadline = monotonic() + self._timeout
+            while (answer := self._next(deadline, wish)) is not None:
+                if "error" in answer:
+                    raise _RAISED.get(str(answer.get("type")), StoreError)(str(answer["error"]))
+                if "waiting" in answer:
+                    self._waits = True
+                else:
+                    deadline = monotonic() + self._timeout
+                yield answer
+
+    def _next(self, deadline: float, wish: str) -> Message | None:
+        try:
+            self._connection.settimeout(max(deadline - monotonic(), 1e-3))
+            with suppress(ConnectionResetError):  # told before what was sent, where that end closed without reading all
+                return receive(self._connection)
+            return receive(self._connection)
+        except TimeoutError:
+            found = "came to no end of a step, or of a read," if self._waits else "did not answer"
+            raise StoreError(
+                f"process {self.pid} was asked to {wish} and {found} for {self._timeout:g} seconds. Where it is at "
+                "work, see whether it did so after all, and ask again with a longer timeout; where it is stopped, let "
+                "it go on or end it, and save from the closed store"
+            ) from None
+        except ValueError as error:
+            raise StoreError(f"process {self.pid} gave an answer that is none: {error}") from error

@@ -1,0 +1,267 @@
+"""What a trainer does for other processes while it holds a store: it saves snapshots and tells how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event, Lock, current_thread
+from time import monotonic
+from typing import Any, Protocol
+
+from ...engine.errors import SnapshotError, StoreError, TierbedError
+from ...engine.threads import Thread
+from ..files.format import Manifest
+from .channel import Message, listen, open_folder, peer_of, receive, remove, send
+
+log = logging.getLogger("tierbed")
+
+_CLIENTS = 8  # at a time
+_PATIENCE = 5.0  # seconds that a client may take for its request, or to take an answer
+_EVERY = 0.1  # seconds between two messages of progress
+_LONGEST = 8000  # characters of an error
+
+_servers: weakref.WeakSet[StoreServer] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    # a child that outlives its parent must not look like a trainer that does not answer
+    for server in list(_servers):
+        server._let_go()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class Served(Protocol):
+    """An open table, as other processes see it."""
+
+    def save_between_steps(
+        self,
+        name: str,
+        kind: str,
+        progress: Callable[[int], None],
+        give_up: Callable[[], bool],
+        overwrite: bool = False,
+    ) -> Manifest | None:
+        """Save a snapshot of the rows after a whole number of steps; called in a thread of the server.
+
+        None, and nothing is saved, where `give_up` said so before it began. `progress` is told 0 when it begins, then
+        how many rows each chunk added; what it raises undoes the save. Raises TierbedError.
+        """
+
+    def status(self) -> dict[str, Any]:
+        """`name`, `step`, and the number of `rows`. Raises TierbedError."""
+
+
+def start_server(folder: Path, served: Served) -> StoreServer | None:
+    """Serve the store in `folder`, which this process holds; None where that cannot be, which is logged."""
+    try:
+        return StoreServer(folder, served)
+    except (OSError, RuntimeError) as error:  # a file system without sockets, no descriptor, no thread
+        log.info("store folder %s: `tierbed snapshot save` cannot ask this process for one: %s", folder, error)
+        return None
+
+
+class StoreServer:
+    """The socket in a store folder and the threads behind it, from now to `close`. Raises OSError, RuntimeError.
+
+    One thread waits for clients and costs nothing meanwhile; each client has one of its own. A forked child has none.
+    """
+
+    def __init__(self, folder: Path, served: Served) -> None:
+        self._path = folder
+        self._served = served
+        self._stopping = Event()
+        self._saving = Lock()
+        self._save: _Save | None = None  # under way
+        self._clients: dict[Thread, socket.socket] = {}
+        self._folder = open_folder(folder)
+        try:
+            self._listener = listen(self._folder)
+        except BaseException:
+            os.close(self._folder)
+            raise
+        self._thread = Thread(target=self._accept, name="tierbed-serving", daemon=True)
+        _servers.add(self)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._remove()
+            raise
+
+    def close(self) -> None:
+        """Take the socket away, undo a save that is under way, and end every thread.
+
+        May be called in one of them, where garbage is collected.
+        """
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept
+        self._join(self._thread)
+        for thread, client in list(self._clients.items()):
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RD)
+            self._join(thread)
+        self._remove()
+
+    @staticmethod
+    def _join(thread: Thread) -> None:
+        if thread is not current_thread():
+            thread.join()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            remove(self._folder)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        _servers.discard(self)
+        for client in list(self._clients.values()):
+            client.close()
+        self._listener.close()
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
+
+    def _accept(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._take(self._listener.accept()[0])
+            except OSError:  # the end, or no descriptor is left
+                self._stopping.wait(1)
+            except Exception:
+                log.warning("a client of store folder %s was not served", self._path, exc_info=True)
+                self._stopping.wait(1)
+
+    def _take(self, client: socket.socket) -> None:
+        client.settimeout(_PATIENCE)
+        for thread, held in list(self._clients.items()):  # each takes itself out, at any time
+            if not thread.is_alive():  # it came to no end
+                self._clients.pop(thread, None)
+                held.close()
+        thread = Thread(target=self._serve, args=(client,), name="tierbed-client", daemon=True)
+        if len(self._clients) < _CLIENTS:
+            self._clients[thread] = client
+            try:
+                thread.start()
+                return
+            except RuntimeError:  # no thread is left
+                del self._clients[thread]
+            except BaseException:
+                self._clients.pop(thread).close()
+                raise
+        with client, contextlib.suppress(OSError):
+            send(client, _error(StoreError(f"process {os.getpid()} has too many clients; ask again")))
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            with client:
+                try:
+                    answer = self._answer(client)
+                except TierbedError as error:
+                    answer = _error(error)
+                except Exception as error:
+                    log.warning("a client of store folder %s was not served", self._path, exc_info=True)
+                    answer = _error(error)
+                with contextlib.suppress(OSError):  # it went away
+                    send(client, answer)
+        finally:
+            self._clients.pop(current_thread(), None)  # type: ignore[call-overload]
+
+    def _answer(self, client: socket.socket) -> Message:
+        try:
+            peer, request = peer_of(client), receive(client)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"process {os.getpid()} was sent no request: {error}") from error
+        if peer.uid != os.geteuid():
+            raise StoreError(f"process {os.getpid()} serves user {os.geteuid()} alone; ask as that user")
+        match request:
+            case {"do": "status"}:
+                save = self._save
+                saving = None if save is None else {"name": save.name, "rows": save.rows, "of": save.of}
+                return {"status": {**self._served.status(), "pid": os.getpid(), "saving": saving}}
+            case {"do": "save", "name": str(name), "kind": str(kind), **more}:
+                return self._save_for(client, peer.pid, name, kind, more.get("overwrite") is True)
+        raise StoreError(f"process {os.getpid()} runs another version of tierbed, and knows no such request")
+
+    def _save_for(self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool) -> Message:
+        save = _Save(client, self._stopping, self._served, name, kind)
+        if (gone := save.given_up()) or not self._saving.acquire(blocking=False):
+            client.settimeout(_PATIENCE)
+            if gone:  # while this process was stopped: in nobody's way
+                raise save.undone()
+            what = "another snapshot" if self._save is None else f"snapshot {self._save.name!r}"
+            raise StoreError(f"process {os.getpid()} is saving {what}; ask again when it is done")
+        self._save = save
+        try:
+            save.tell({"waiting": "for the end of a step"})
+            manifest = self._served.save_between_steps(name, kind, save.progress, save.given_up, overwrite)
+            if manifest is None:
+                raise save.undone()
+            log.info("store folder %s: snapshot %r is saved, as process %d asked", self._path, name, pid)
+        except Exception as error:
+            log.info("store folder %s: snapshot %r is not saved, as process %d asked: %s", self._path, name, pid, error)
+            raise
+        finally:
+            self._save = None
+            self._saving.release()
+            client.settimeout(_PATIENCE)
+        done = {"name": name, "kind": manifest.kind, "rows": manifest.rows, "bytes": manifest.total_bytes}
+        return {"done": {**done, "step": manifest.description["step"]}}
+
+
+class _Save:
+    """What a client asked for. It is told how far that came, as long as it is there and takes it."""
+
+    def __init__(self, client: socket.socket, stopping: Event, served: Served, name: str, kind: str) -> None:
+        self.name = name
+        self.rows = 0
+        self.of: int | None = None  # unknown before it begins, and of an incremental one
+        self._client = client
+        self._stopping = stopping
+        self._served = served
+        self._whole = kind == "full"
+        self._due = 0.0
+        client.setblocking(False)
+
+    def given_up(self) -> bool:
+        """Whether nobody waits for a save that has not begun."""
+        if self._stopping.is_set():
+            return True
+        try:
+            return not self._client.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def undone(self) -> SnapshotError:
+        if not self._stopping.is_set():
+            return SnapshotError(f"snapshot {self.name!r} was not begun: who asked for it went away")
+        return SnapshotError(
+            f"process {os.getpid()} closed the store before snapshot {self.name!r} was whole, and undid it; save it "
+            "again, from the closed store"
+        )
+
+    def progress(self, count: int) -> None:
+        if self._stopping.is_set():
+            raise self.undone()
+        if self._whole and self.of is None:
+            self.of = self._served.status()["rows"]
+        self.rows += count
+        if monotonic() >= self._due:
+            self._due = monotonic() + _EVERY
+            self.tell({"rows": self.rows, "of": self.of})
+
+    def tell(self, message: Message) -> None:
+        with contextlib.suppress(OSError):  # it went away, and the save goes on; or it takes nothing, and misses this
+            send(self._client, message)
+
+
+def _error(error: Exception) -> Message:
+    return {"error": str(error)[:_LONGEST] or type(error).__name__, "type": type(error).__name__}

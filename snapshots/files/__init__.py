@@ -1,0 +1,1 @@
+"""A snapshot by itself: its format, writing, reading and checking it."""

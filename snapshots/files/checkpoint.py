@@ -1,0 +1,118 @@
+"""Writing checkpoints: snapshots of an SSD store that share RocksDB's files with it by hard links."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...engine import _core
+from ...engine.errors import SnapshotError
+from ...engine.store.durable import fsync_dir, open_regular
+from ...engine.store.rocksdb import LiveFile, RocksDB
+from .format import ROCKSDB, Manifest, RocksDBFiles
+from .rocksdb_files import checksum_of, pieces_of
+from .writer import Progress, finish, new_snapshot
+
+log = logging.getLogger("tierbed")
+
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
+
+
+def write_checkpoint(
+    folder: Path,
+    description: dict[str, Any],
+    rows: int,
+    tier: RocksDB,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+) -> Manifest:
+    """Write the rows that `tier` holds, `rows` of them, as the snapshot `folder`, in the way of `write_snapshot`.
+
+    Files of rows are linked, so the time does not grow with them; their checksums are those that RocksDB kept when it
+    wrote them. Where the file system cannot link, they are copied, and a warning says so. A file that RocksDB has no
+    checksum of, from a tierbed that kept none, is read once. Raises SnapshotError, StoreError.
+    """
+    folder = Path(folder)
+    with new_snapshot(folder, description, overwrite) as place, tier.live_files() as files:
+        told = _in_rows(progress, rows, sum(file.size for file in files))
+        entries, refusal = _place(files, tier.folder, place / ROCKSDB, told)
+        if refusal is not None:
+            other = refusal.errno == errno.EXDEV
+            reason = f"is on another filesystem than {tier.folder}" if other else f"cannot have links: {refusal}"
+            log.warning("snapshot %r: copied, not linked, as %s %s", folder.name, folder.parent, reason)
+        return finish(place, "checkpoint", description, rows, rocksdb=RocksDBFiles(tier.shards, entries))
+
+
+def _place(
+    files: list[LiveFile], source: Path, place: Path, told: Progress
+) -> tuple[dict[str, dict[str, int]], OSError | None]:
+    """Put the files into the new folder `place`, durably. Their entries, and why files of rows could not be linked."""
+    entries: dict[str, dict[str, int]] = {}
+    refusal = None
+    for file in files:
+        target = place / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not file.name.endswith(".sst"):
+            crc32c = _copy(source / file.name, target, file)
+        elif (refused := _link(source / file.name, target, file)) is None:
+            crc32c = checksum_of(target, file.size) if file.crc32c is None else file.crc32c
+        else:
+            refusal, crc32c = refused, _copy(source / file.name, target, file)
+        entries[file.name] = {"bytes": file.size, "crc32c": crc32c}
+        told(file.size)
+    for folder in (*place.iterdir(), place):
+        fsync_dir(folder)
+    return entries, refusal
+
+
+def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
+    """Link a file of rows, which RocksDB made durable. Why the file system cannot, where it cannot."""
+    try:
+        os.link(source.resolve(), target)  # of what a symbolic link leads to
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return error
+    if (size := target.stat().st_size) != file.size:
+        raise _damaged_store(source, f"it has {size} bytes instead of {file.size}")
+    return None
+
+
+def _copy(source: Path, target: Path, file: LiveFile) -> int:
+    """Copy a file durably, or what it is to hold. Its checksum, which is the one that RocksDB has of it."""
+    checksum = _core.Crc32c()
+    with open_regular(source) as from_, target.open("xb") as to:
+        content = file.content
+        pieces = pieces_of(from_, file.size) if content is None else [np.frombuffer(content, np.uint8)]
+        for piece in pieces:
+            checksum.update(piece)
+            to.write(piece.data)
+        to.flush()
+        os.fsync(to.fileno())
+    crc32c = checksum.finish()
+    if file.crc32c not in (None, crc32c):
+        raise _damaged_store(source, "its checksum does not match")
+    return crc32c
+
+
+def _in_rows(progress: Progress | None, rows: int, size: int) -> Progress:
+    """Takes counts of bytes, `size` in all, and tells `progress` counts of rows, `rows` in all."""
+    read = told = 0
+
+    def take(count: int) -> None:
+        nonlocal read, told
+        read += count
+        if progress is not None and (due := rows * read // size) > told:
+            progress(due - told)
+            told = due
+
+    return take
+
+
+def _damaged_store(path: Path, problem: str) -> SnapshotError:
+    return SnapshotError(f"{str(path)!r}, of the running store, is damaged: {problem}; load the last snapshot")

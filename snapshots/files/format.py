@@ -1,0 +1,338 @@
+"""Snapshot format 2: names, the manifest, and the header of a row file. `docs/snapshots.md` says it in prose."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from types import NoneType
+from typing import Any, Literal
+
+import numpy as np
+
+from ...engine import _core
+from ...engine.errors import SnapshotError
+from ...engine.optim.kernel import CLIPS
+from ...engine.optim.rule import rule_named
+from ...engine.spec.tables import FIELD, are_names
+from ...engine.store.contract import BUCKETS, LAST_STEP, row_dtype
+from ...engine.store.durable import is_folder_name, seal, unseal
+from ...engine.store.folder_view import MANIFEST as MANIFEST
+from ...engine.store.folder_view import OWN
+from ...engine.store.table_counts import FIELD as TABLE_ROWS
+
+FORMAT = 2
+ROCKSDB = "rocksdb"  # the folder of a checkpoint's files
+HEADER_BYTES = 256
+KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # of a deleted row
+
+Kind = Literal["full", "incremental", "checkpoint"]
+KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
+
+_MAX_WIDTH = 1 << 20
+_MAX_DIM = 1 << 16  # of an embedding
+_MAX_COUNT = 1 << 62
+LAST_SEQUENCE = (1 << 48) - 1
+_MAX_DEPTH = 32  # of a description: lists and maps in each other
+_MAX_FIELDS = 1000
+_MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest, or a mark, with a few more fields stays one
+OF_THE_MARK = ("live", "rows", "shards", TABLE_ROWS)  # what a mark says beside the description of a snapshot
+_MAX_SHARDS = BUCKETS
+_ROW_FILE = re.compile(r"(bucket|deleted)-([0-9]{2})\.npy")
+_ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFile:
+    """A file of rows, or of the keys of deleted ones: how many, its bytes with the header, the crc32 after it."""
+
+    rows: int
+    bytes: int
+    crc32: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Parent:
+    """The snapshot that an incremental one goes over: beside it, by this name, with this id."""
+
+    name: str
+    id: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RocksDBFiles:
+    """The files of a checkpoint: `shards` databases, and of each file, `shard-N/<file>`, its `bytes` and `crc32c`."""
+
+    shards: int
+    files: dict[str, dict[str, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a snapshot holds.
+
+    `rows`: of the whole table, as it is when the snapshot is loaded; `deleted`: how many keys of deleted rows its own
+    files have; `files` is ordered by name; `created` is in ns since 1970, UTC; the latest snapshot has the largest
+    `sequence`; `id`: 32 hex digits, of no other.
+    """
+
+    kind: Kind
+    id: str
+    parent: Parent | None
+    description: dict[str, Any]
+    rows: int
+    deleted: int
+    files: dict[str, RowFile]
+    rocksdb: RocksDBFiles | None
+    created: int
+    sequence: int
+
+    def __repr__(self) -> str:
+        held = {} if self.rocksdb is None else self.rocksdb.files
+        files = f"{len(self.files) + len(held)} files of {self.total_bytes:,} bytes"
+        step = self.description["step"]
+        return f"<{self.kind} snapshot of {self.description['name']!r}: {self.rows:,} rows at step {step:,}, {files}>"
+
+    @property
+    def width(self) -> int:
+        """Floats in a row, optimizer state included."""
+        return int(self.description["width"])
+
+    @property
+    def own_rows(self) -> int:
+        """How many rows a reader of its own files passes, with the keys of deleted ones."""
+        return self.rows if self.rocksdb is not None else sum(file.rows for file in self.files.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all its files but the manifest."""
+        held = [] if self.rocksdb is None else [file["bytes"] for file in self.rocksdb.files.values()]
+        return sum(file.bytes for file in self.files.values()) + sum(held)
+
+    def encode(self) -> bytes:
+        """The manifest file. Raises ValueError if `decode` would refuse it."""
+        data = seal({"format": FORMAT, **dataclasses.asdict(self)})
+        Manifest.decode(data)
+        return data
+
+    @staticmethod
+    def decode(data: bytes) -> Manifest:
+        """Read a manifest file, trusting nothing in it. Raises ValueError saying what is wrong."""
+        value = unseal(data)
+        _require(type(value) is dict and _is_count(value.get("format")), "it is not a manifest")
+        _require(
+            value["format"] == FORMAT,
+            f"its format is {value['format']}, and this tierbed reads {FORMAT}: use the version that wrote it",
+        )
+        fields = {field.name for field in dataclasses.fields(Manifest)}
+        _require(value.keys() == fields | {"format"}, "fields are missing or foreign")
+        kind = value["kind"]
+        _require(kind in KINDS, f"its kind is {kind!r}, and there are {', '.join(KINDS)}")
+        _require(_is_id(value["id"]), "id is not 32 hex digits")
+        check_description(value["description"])
+        _check_room(value["description"])
+        for field in ("rows", "deleted", "created", "sequence"):
+            _require(_is_count(value[field]), f"{field} is not a count")
+        _require(
+            value["sequence"] <= LAST_SEQUENCE, f"its sequence is beyond {LAST_SEQUENCE}, and no save reaches that"
+        )
+        parent, rocksdb = _decode_parent(value["parent"]), _decode_rocksdb(value["rocksdb"])
+        _require((parent is not None) == (kind == "incremental"), "an incremental snapshot has a parent, and no other")
+        _require((rocksdb is not None) == (kind == "checkpoint"), "a checkpoint has RocksDB's files, and no other")
+        files = value["files"]
+        _require(type(files) is dict and all(type(name) is str for name in files), "files is not a map of names")
+        width = value["description"]["width"]
+        files = {name: _decode_file(name, entry, width) for name, entry in sorted(files.items())}
+        rows, deleted = (sum(file.rows for name, file in files.items() if is_deleted(name) == of) for of in (0, 1))
+        _require(deleted == value["deleted"], "deleted is not the sum over the files")
+        _require(kind == "incremental" or deleted == 0, "only an incremental snapshot deletes rows")
+        if kind == "full":
+            _require(rows == value["rows"], "rows is not the sum over the files")
+        else:
+            _require(kind == "incremental" or not files, "a checkpoint has no files of rows")
+        return Manifest(
+            kind,
+            value["id"],
+            parent,
+            value["description"],
+            value["rows"],
+            deleted,
+            files,
+            rocksdb,
+            value["created"],
+            value["sequence"],
+        )
+
+
+def _decode_file(name: str, entry: Any, width: int) -> RowFile:
+    match = _ROW_FILE.fullmatch(name)
+    _require(match is not None and int(match[2]) < BUCKETS, f"it names a foreign file {name!r}")
+    _require(type(entry) is dict and entry.keys() == {"rows", "bytes", "crc32"}, f"the entry of {name} is not one")
+    _require(all(_is_count(number) for number in entry.values()), f"the entry of {name} is not made of counts")
+    file = RowFile(**entry)
+    size = HEADER_BYTES + file.rows * dtype_of(name, width).itemsize
+    _require(file.rows > 0 and file.bytes == size, f"rows and bytes of {name} disagree")
+    return file
+
+
+def _decode_parent(value: Any) -> Parent | None:
+    if value is None:
+        return None
+    _require(type(value) is dict and value.keys() == {"name", "id"}, "parent is not a name and an id")
+    _require(is_folder_name(value["name"]) and _is_id(value["id"]), "parent has no valid name and id")
+    return Parent(**value)
+
+
+def _decode_rocksdb(value: Any) -> RocksDBFiles | None:
+    if value is None:
+        return None
+    _require(type(value) is dict and value.keys() == {"shards", "files"}, "rocksdb is not shards and files")
+    shards, files = value["shards"], value["files"]
+    _require(_is_count(shards) and 0 < shards <= _MAX_SHARDS, f"rocksdb has no valid shards: {shards!r}")
+    _require(type(files) is dict and all(type(name) is str for name in files), "rocksdb has no map of files")
+    for name, entry in files.items():
+        match = _ROCKSDB_FILE.fullmatch(name)
+        _require(match is not None and int(match[1]) < shards, f"it names a foreign file {name!r}")
+        _require(type(entry) is dict and entry.keys() == {"bytes", "crc32c"}, f"the entry of {name} is not one")
+        _require(all(_is_count(number) for number in entry.values()), f"the entry of {name} is not made of counts")
+    return RocksDBFiles(shards, dict(sorted(files.items())))
+
+
+def check_description(value: Any) -> None:
+    """Raises ValueError naming the field of a description that is missing or not valid. More fields may be there."""
+    _require(type(value) is dict, "description is not a map")
+    valid = {
+        "name": lambda x: type(x) is str,
+        "key_type": lambda x: x in ("int32", "int64", "uint64"),
+        "dtype": lambda x: x == "float32",
+        "columns": lambda x: type(x) is list and all(_is_count(c) and c > 0 for c in x) and 0 < sum(x) <= _MAX_DIM,
+        "width": lambda x: _is_count(x) and 0 < x <= _MAX_WIDTH,
+        "optimizer": lambda x: x is None or type(x) is str,
+        "states": lambda x: type(x) is list and all(type(s) is str for s in x),
+        "state_widths": lambda x: type(x) is list and all(_is_count(w) and 0 < w <= _MAX_WIDTH for w in x),
+        "initial": lambda x: type(x) is list and all(type(i) is float for i in x),
+        "hyper": lambda x: type(x) is list and all(type(h) is float for h in x),
+        "seed": lambda x: type(x) is int,
+        "tables": lambda x: type(x) is list,
+        "padding_idx": lambda x: x is None or type(x) is int,
+        "step": lambda x: _is_count(x) and x <= LAST_STEP,
+    }
+    for field, check in valid.items():
+        _require(field in value and check(value[field]), f"description has no valid {field!r}")
+    named = FIELD not in value or are_names(value[FIELD], len(value["tables"]))
+    _require(named, f"description has {FIELD!r} that are not a name of its own, or none, for each of its tables")
+    _require(_is_plain(value, _MAX_DEPTH), "description holds what JSON cannot")
+    dim, widths = sum(value["columns"]), value["state_widths"]
+    for field in ("state_widths", "initial"):
+        _require(len(value[field]) == len(value["states"]), f"description has no {field!r} for each of its states")
+    _require(all(w in (1, dim) for w in widths), "description has 'state_widths' that are neither 1 nor the columns'")
+    width = dim + sum(widths)
+    _require(width == value["width"], "description has a 'width' that is not that of its columns and states")
+    _check_rule(value, dim)
+
+
+def _check_room(description: dict[str, Any]) -> None:
+    """What a mark and later manifests say beside a description needs room and names of its own."""
+    taken = description.keys() & {*OF_THE_MARK, *OWN}
+    _require(not taken, f"description has fields of a mark: {', '.join(sorted(taken))}")
+    _require(len(description) <= _MAX_FIELDS, f"description has more than {_MAX_FIELDS} fields")
+    size = len(seal(description))
+    _require(size <= _MAX_DESCRIPTION, f"description has {size} bytes, more than {_MAX_DESCRIPTION}")
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Whether JSON holds it as it is: no bytes, no NaN."""
+    if isinstance(value, dict):
+        return depth > 0 and all(isinstance(name, str) and _is_plain(item, depth - 1) for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
+    return isinstance(value, (NoneType, int, str)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _check_rule(value: dict[str, Any], dim: int) -> None:
+    """States and `hyper` are those of the rule, where it is known here; `hyper` is empty before its first update."""
+    name = value["optimizer"]
+    try:
+        rule = rule_named(name)
+    except KeyError:
+        return
+    states = list(zip(rule.states, rule.state_widths(dim), strict=True))
+    found = list(zip(value["states"], value["state_widths"], strict=True))
+    _require(found == states, f"description has 'states' and 'state_widths' {found}, and rule {name!r} has {states}")
+    given, taken = len(value["hyper"]), len(rule.kernel.all_hypers) + len(CLIPS)
+    _require(given in (0, taken), f"description has 'hyper' of {given} numbers, and rule {name!r} takes {taken}")
+
+
+def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:
+    """The description with `hyper` as numbers by name; as the list that is stored where the rule is not known here."""
+    try:
+        names = (*rule_named(description["optimizer"]).kernel.all_hypers, *CLIPS)
+    except KeyError:
+        return description
+    return {**description, "hyper": dict(zip(names, description["hyper"], strict=False))}  # of no number yet, or all
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is str and _ID.fullmatch(value) is not None
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)
+
+
+def bucket_file(bucket: int) -> str:
+    """The name of the file of a bucket's rows."""
+    return f"bucket-{bucket:02d}.npy"
+
+
+def deleted_file(bucket: int) -> str:
+    """The name of the file of the keys of a bucket's deleted rows."""
+    return f"deleted-{bucket:02d}.npy"
+
+
+def is_deleted(name: str) -> bool:
+    """Whether a file that a manifest names holds keys of deleted rows, not rows."""
+    return name.startswith("deleted")
+
+
+def bucket_of(name: str) -> int:
+    """The bucket of a file that a manifest names."""
+    return int(name[-6:-4])
+
+
+def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
+    """Whether rows of a table that `older` describes are rows of the one that `newer` describes."""
+    same = all(older[field] == newer[field] for field in ("width", "key_type", "columns"))
+    return same and len(older["tables"]) <= len(newer["tables"])
+
+
+def row_check(description: dict[str, Any], bucket: int) -> _core.RowCheck:
+    """What knows rows of a bucket, or keys of deleted ones, that no table of a description has."""
+    return _core.RowCheck(bucket, len(description["tables"]), description["key_type"] == "int32")
+
+
+def dtype_of(name: str, width: int) -> np.dtype[np.void]:
+    """What the array of a file that a manifest names is made of."""
+    return KEY if is_deleted(name) else row_dtype(width)
+
+
+def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
+    """The header of a row file, HEADER_BYTES long whatever the count, the same for every NumPy version."""
+    text = f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({rows},), }}"
+    magic = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
+    return magic + text.encode().ljust(HEADER_BYTES - len(magic) - 1) + b"\n"
+
+
+def check_name(name: str) -> None:
+    """Raises SnapshotError unless a name is 1 to 200 printable bytes of UTF-8, without separators and a leading dot."""
+    if not is_folder_name(name):
+        raise SnapshotError(
+            f"snapshot name {name!r} cannot be used: give 1 to 200 printable bytes, "
+            "without '/' and '\\' and without a leading '.'"
+        )

@@ -1,0 +1,296 @@
+"""Reading snapshots: open, verify, rows in chunks, and which of a folder is the latest."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.errors import SnapshotError
+from ...engine.store.contract import Chunks
+from ...engine.store.durable import open_regular, read_record
+from ...engine.store.folder_view import snapshot_id
+from .chain import table_of, verify_chain
+from .format import (
+    HEADER_BYTES,
+    MANIFEST,
+    ROCKSDB,
+    Kind,
+    Manifest,
+    RowFile,
+    bucket_file,
+    bucket_of,
+    deleted_file,
+    dtype_of,
+    fits,
+    is_deleted,
+    npy_header,
+    row_check,
+)
+from .threads import ahead
+from .unread import UnreadError, damaged, remedy_of, unread
+
+LONGEST_CHAIN = 100  # snapshots that are read as one table, each by files and threads of its own
+
+_CHUNK_BYTES = 1 << 25
+
+Part = tuple[str, NDArray[np.void]]  # file, rows
+
+
+class Snapshot:
+    """A finished snapshot. Opening reads its manifest; rows are read, and checked, by `chunks` and `verify`."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, folder: Path) -> Snapshot:
+        """Raises SnapshotError if it is missing, foreign, of an unknown format, or its manifest is damaged."""
+        folder = Path(folder)
+        if not os.path.isdir(folder):
+            if _leads_nowhere(folder):
+                problem = f"it is a link to {str(folder.readlink())!r}, which is not there or cannot be reached"
+                raise damaged(folder, problem, folder)
+            names = ", ".join(repr(name) for name in _names(folder.parent)) or "none"
+            raise SnapshotError(f"there is no snapshot {folder.name!r} in {str(folder.parent)!r}; those there: {names}")
+        try:
+            return cls(folder, Manifest.decode(read_record(folder / MANIFEST)))
+        except FileNotFoundError as error:
+            raise SnapshotError(
+                f"{str(folder)!r} has no {MANIFEST}: it is no snapshot, or it is damaged, and then to be restored from "
+                "a copy; give <persistent_path>/<embedding name>/snapshots/<name>"
+            ) from error
+        except OSError as error:
+            raise unread(folder / MANIFEST, error, folder) from error
+        except ValueError as error:
+            raise SnapshotError(f"{str(folder / MANIFEST)!r} cannot be read: {error}. {remedy_of(folder)}") from error
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.name
+
+    @property
+    def kind(self) -> Kind:
+        return self.manifest.kind
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The table that the rows belong to, as the engine described it."""
+        return self.manifest.description
+
+    @property
+    def parent(self) -> Snapshot | None:
+        """The snapshot that an incremental one goes over. Raises SnapshotError where it is not there."""
+        wanted = self.manifest.parent
+        if wanted is None:
+            return None
+        remedy = f"put {wanted.name!r} back beside {self.name!r}, by that name, or use another snapshot"
+        try:
+            parent = Snapshot.open(self.folder.parent / wanted.name)
+        except UnreadError:
+            raise
+        except SnapshotError as error:
+            raise SnapshotError(f"snapshot {self.name!r} goes over another: {error}; {remedy}") from error
+        if parent.manifest.id != wanted.id:
+            raise SnapshotError(
+                f"snapshot {self.name!r} goes over a {wanted.name!r} that another snapshot has taken the place of; "
+                f"{remedy}"
+            )
+        if parent.manifest.sequence >= self.manifest.sequence or not fits(parent.description, self.description):
+            raise SnapshotError(f"snapshot {self.name!r} does not fit {wanted.name!r}, which it goes over; {remedy}")
+        return parent
+
+    @property
+    def chain(self) -> list[Snapshot]:
+        """What its rows are read from: the one that stands by itself first, this one last. Raises SnapshotError."""
+        chain = [self]
+        while (parent := chain[-1].parent) is not None:  # it ends: sequences descend
+            chain.append(parent)
+        if len(chain) > LONGEST_CHAIN:
+            raise SnapshotError(
+                f"snapshot {self.name!r} goes over {len(chain) - 1} others, which are too many to read at once "
+                f"({LONGEST_CHAIN - 1}): make a full one of an earlier one, by `tierbed snapshot merge`, and use that"
+            )
+        return chain[::-1]
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> None:
+        """Read all that its rows are read from, and check what a load does. Raises SnapshotError naming the file.
+
+        `progress` is told how many rows each chunk added, `own_rows` of each snapshot in the chain in all.
+        """
+        verify_chain(self.chain, progress)
+
+    def chunks(self, max_rows: int = 65536) -> Chunks:
+        """Every row of the table as (bucket, rows [n] of `row_dtype(width)`), ordered as by `Tier.scan`.
+
+        n is at most `max_rows`, and a chunk at most about 32 MiB; where the snapshot goes over others, of each of them.
+        Every file's presence, size and header is checked before the first chunk, its checksum before its last chunk,
+        and the number of rows after the last: a consumer that must not be left with damaged rows calls `verify` first,
+        or keeps what it builds aside until the end. Raises SnapshotError naming the file.
+        """
+        return table_of(self.chain, max_rows)
+
+    def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
+        """What it holds itself: rows as `chunks`, and in the same order keys [n] of deleted rows.
+
+        Both are read to the end before their checksums are known.
+        """
+        if self.manifest.rocksdb is not None:
+            from .rocksdb_files import checkpoint_chunks  # only where RocksDB wrote it
+
+            chunks = checkpoint_chunks(self.folder, self.manifest, max_rows)
+            return self._unless_replaced(self._checked(chunks)), iter(())
+        rows = {name: file for name, file in self.manifest.files.items() if not is_deleted(name)}
+        keys = {name: file for name, file in self.manifest.files.items() if is_deleted(name)}
+        return self.read_files(rows, max_rows), self.read_files(keys, max_rows)
+
+    def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
+        """What some of the manifest's files hold, as `chunks`. Raises SnapshotError naming the file."""
+        return self._unless_replaced(self._read_files(files, max_rows))
+
+    def _read_files(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
+        for name, entry in files.items():
+            with self._open(name, entry):
+                pass
+        with ahead(self._read(files, max_rows)) as parts, ahead(self._sums(parts)) as chunks:
+            yield from chunks
+
+    def _sums(self, parts: Iterator[Part]) -> Generator[tuple[int, NDArray[np.void]], None, None]:
+        """The rows of files as (bucket, rows), each file's checksum looked at before its last chunk goes on."""
+        for name, group in groupby(parts, key=itemgetter(0)):
+            entry, count, checksum = self.manifest.files[name], 0, 0
+            check = row_check(self.description, bucket_of(name))
+            for _, rows in group:
+                data = rows.view(np.uint8)
+                checksum = zlib.crc32(data.data, checksum)
+                count += len(rows)
+                if count == entry.rows and checksum != entry.crc32:
+                    raise self.damaged(name, "its checksum does not match")
+                if problem := check.problem(data, rows.dtype.itemsize):
+                    raise self.damaged(name, problem)
+                yield bucket_of(name), rows
+
+    def _checked(self, chunks: Chunks) -> Chunks:
+        """The rows of a checkpoint as they are."""
+        for bucket, group in groupby(chunks, key=itemgetter(0)):
+            check = row_check(self.description, bucket)
+            for _, rows in group:
+                if problem := check.problem(rows.view(np.uint8), rows.dtype.itemsize):
+                    raise self.damaged(ROCKSDB, problem)
+                yield bucket, rows
+
+    def _unless_replaced(self, chunks: Chunks) -> Chunks:
+        """The chunks, and what is wrong with them, unless they are of another snapshot that has the name by now."""
+        try:
+            yield from chunks
+        except UnreadError:
+            raise
+        except SnapshotError as error:
+            if snapshot_id(self.folder) in ("", self.manifest.id):
+                raise
+            raise UnreadError(
+                f"snapshot {str(self.folder)!r} was replaced by another while it was read: read it again"
+            ) from error
+
+    def named_twice(self, bucket: int) -> SnapshotError:
+        """Where a key of the bucket is both of a row that was written and of one that was deleted."""
+        return self.damaged(deleted_file(bucket), f"it has keys of rows that {bucket_file(bucket)} has")
+
+    def _read(self, files: dict[str, RowFile], max_rows: int) -> Generator[Part, None, None]:
+        # read, not mapped: a failing disk raises here, where a mapping would kill the process
+        for name, entry in files.items():
+            dtype = dtype_of(name, self.manifest.width)
+            limit = max(1, min(max_rows, _CHUNK_BYTES // dtype.itemsize))
+            with self._open(name, entry) as file:
+                for begin in range(0, entry.rows, limit):
+                    rows = np.empty(min(limit, entry.rows - begin), dtype)
+                    data = rows.view(np.uint8).data
+                    try:
+                        got = file.readinto(data)  # type: ignore[attr-defined]
+                    except OSError as error:
+                        raise unread(self.folder / name, error, self.folder) from error
+                    if got != data.nbytes:
+                        raise self.damaged(name, "it was truncated while being read")
+                    yield name, rows
+
+    def _open(self, name: str, entry: RowFile) -> BinaryIO:
+        """The file, its header read and checked."""
+        try:
+            file = open_regular(self.folder / name)
+        except OSError as error:
+            raise unread(self.folder / name, error, self.folder) from error
+        size = os.fstat(file.fileno()).st_size
+        if size != entry.bytes:
+            problem = f"it has {size} bytes instead of {entry.bytes}"
+        elif file.read(HEADER_BYTES) != npy_header(dtype_of(name, self.manifest.width), entry.rows):
+            problem = "its header is not that of these rows"
+        else:
+            return file
+        file.close()
+        raise self.damaged(name, problem)
+
+    def damaged(self, name: str | None, problem: str) -> SnapshotError:
+        """What is wrong with one of its files, or with all of it, and the remedy."""
+        return damaged(self.folder if name is None else self.folder / name, problem, self.folder)
+
+
+class Listing(NamedTuple):
+    """What a folder holds: its readable snapshots from the oldest to the latest, and an error for each other name."""
+
+    snapshots: list[Snapshot]
+    damaged: dict[str, SnapshotError]
+
+
+def list_snapshots(folder: Path) -> Listing:
+    """Open every snapshot in a folder, reading manifests alone; none if it does not exist.
+
+    Raises SnapshotError where the folder cannot be listed, or this process has no descriptors or memory to read any.
+    """
+    listing = Listing([], {})
+    for name in _names(Path(folder)):
+        try:
+            listing.snapshots.append(Snapshot.open(Path(folder) / name))
+        except UnreadError:
+            raise
+        except SnapshotError as error:
+            listing.damaged[name] = error
+    listing.snapshots.sort(key=lambda s: (s.manifest.sequence, s.manifest.created, s.name))
+    return listing
+
+
+def latest_snapshot(folder: Path) -> Snapshot | None:
+    """The latest snapshot in a folder, verified; None where there is none.
+
+    An older one is never returned in the place of a damaged one: SnapshotError is raised if the latest does not verify,
+    or if a manifest cannot be read, as that snapshot might be the latest.
+    """
+    snapshots, damaged = list_snapshots(folder)
+    for error in damaged.values():
+        raise SnapshotError(f"it is unknown which snapshot is the latest: {error}") from error
+    if not snapshots:
+        return None
+    snapshots[-1].verify()
+    return snapshots[-1]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        entries = (entry for entry in os.scandir(folder) if not entry.name.startswith("."))
+        return sorted(entry.name for entry in entries if _leads_nowhere(Path(entry)) or entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise SnapshotError(f"the snapshots in {str(folder)!r} cannot be listed: {error}") from error
+
+
+def _leads_nowhere(path: Path) -> bool:
+    return path.is_symlink() and not os.path.exists(path)

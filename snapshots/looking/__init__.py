@@ -1,0 +1,1 @@
+"""Looking into snapshots: rows, summaries, differences and plots."""

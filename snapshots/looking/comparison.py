@@ -1,0 +1,150 @@
+"""How two snapshots differ: which rows, by how much, and what is said of their tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.errors import SnapshotError
+from ...engine.spec.tables import Names, labels_of, names_in, names_of_both
+from ..exchange.columns import EMBEDDING, Columns
+from ..files.aligned import Rows, aligned, among, sort_keys
+from ..files.format import with_named_hyper
+from ..files.reader import Snapshot
+
+Sort = Literal["added", "changed", "gone"]
+_MUST_AGREE = ("key_type", "dtype", "columns")
+
+
+class Difference(NamedTuple):
+    """A row that is not the same. `key` as users have it; `largest`: of the embedding, None where one has no row."""
+
+    sort: Sort
+    table: int
+    key: int
+    largest: float | None
+
+
+@dataclass
+class Comparison:
+    """From one snapshot to another.
+
+    `added`, `changed`, `gone`: rows by table id; a row is changed where any of its bytes is, state, updates and step
+    included. `same`: rows that are not. `largest`: by "embedding" and state, the greatest absolute difference over the
+    rows of both, infinite where a number met NaN; states are compared where both have the same ones. `fields`: of the
+    descriptions, what each has, where they differ, of `hyper` the numbers that do. `names` of the tables.
+    `first`: the first rows that differ.
+    """
+
+    fields: dict[str, tuple[Any, Any]]
+    names: Names
+    added: Counter[int] = field(default_factory=Counter)
+    changed: Counter[int] = field(default_factory=Counter)
+    gone: Counter[int] = field(default_factory=Counter)
+    same: int = 0
+    largest: dict[str, float] = field(default_factory=dict)
+    first: list[Difference] = field(default_factory=list)
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything does."""
+        return bool(self.fields or self.added or self.changed or self.gone)
+
+
+def compare(
+    before: Snapshot, after: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0
+) -> Comparison:
+    """How `after` differs from `before`; keeps the `first` differences. `progress`: rows read, of both.
+
+    Raises SnapshotError for snapshots of tables that have no common rows, and damaged ones.
+    """
+    old, new = before.description, after.description
+    for name in _MUST_AGREE:
+        if old[name] != new[name]:
+            raise SnapshotError(
+                f"snapshots {before.name!r} and {after.name!r} cannot be compared: their {name} is {old[name]!r} and "
+                f"{new[name]!r}; compare snapshots of one embedding"
+            )
+    names = names_of_both(names_in(old), names_in(new))
+    if names is None:
+        tables = [list(labels_of(names_in(of))) for of in (old, new)]
+        raise SnapshotError(
+            f"snapshots {before.name!r} and {after.name!r} cannot be compared: their tables are {tables[0]} and "
+            f"{tables[1]}; compare snapshots of one embedding"
+        )
+    fields = _differing(with_named_hyper(old), with_named_hyper(new))
+    was, now = fields.get("hyper", (None, None))
+    if isinstance(was, dict) and isinstance(now, dict):
+        numbers = _differing(was, now)
+        fields["hyper"] = ({n: was[n] for n in was if n in numbers}, {n: now[n] for n in now if n in numbers})
+    counter = _Counter(Comparison(fields, names), Columns(new), not fields.keys() & {"states", "state_widths"}, first)
+    for _, left, right in aligned(before.chunks(), after.chunks()):
+        counter.add(left, right)
+        if progress is not None:
+            progress(sum(len(rows) for rows in (left, right) if rows is not None))
+    return counter.result
+
+
+def _differing(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """By name, what each has."""
+    return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
+
+
+class _Counter:
+    def __init__(self, result: Comparison, columns: Columns, same_state: bool, first: int) -> None:
+        self.result = result
+        self._columns = columns
+        self._same_state = same_state
+        self._places = columns.floats if same_state else {EMBEDDING: columns.floats[EMBEDDING]}
+        self._first = first
+        result.largest = dict.fromkeys(self._places, 0.0)
+
+    def add(self, left: Rows | None, right: Rows | None) -> None:
+        """The rows of one range of keys."""
+        if left is not None and right is not None:
+            left_keys, right_keys = sort_keys(left), sort_keys(right)
+            in_left, in_right = among(right_keys, left_keys), among(left_keys, right_keys)
+            self._both(left[in_right], right[in_left])
+            left, right = left[~in_right], right[~in_left]
+        if left is not None:
+            self._count("gone", left, None)
+        if right is not None:
+            self._count("added", right, None)
+
+    def _both(self, old: Rows, new: Rows) -> None:
+        """Rows [n] of the same keys."""
+        changed = (old["updates"] != new["updates"]) | (old["step"] != new["step"])
+        if not self._same_state:
+            changed[:] = True
+        largest = {}
+        for name, place in self._places.items():
+            largest[name] = _largest(old["values"][:, place], new["values"][:, place], changed)
+            self.result.largest[name] = max(self.result.largest[name], float(largest[name].max(initial=0.0)))
+        self.result.same += len(new) - int(changed.sum())
+        self._count("changed", new[changed], largest[EMBEDDING][changed])
+
+    def _count(self, sort: Sort, rows: Rows, largest: NDArray[np.float64] | None) -> None:
+        counter: Counter[int] = getattr(self.result, sort)
+        for table, count in zip(*np.unique(rows["table"], return_counts=True), strict=True):
+            counter[int(table)] += int(count)
+        first = self.result.first
+        some = rows[: max(0, self._first - len(first))]
+        for i, (table, key) in enumerate(zip(some["table"], self._columns.user_keys(some["key"]), strict=True)):
+            first.append(Difference(sort, int(table), int(key), None if largest is None else float(largest[i])))
+
+
+def _largest(old: NDArray[np.float32], new: NDArray[np.float32], changed: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """[n], the greatest absolute difference in each row; rows that differ in a bit are noted in `changed`."""
+    differ = np.ascontiguousarray(old).view(np.uint32) != np.ascontiguousarray(new).view(np.uint32)
+    changed |= differ.any(axis=1)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(new.astype(np.float64) - old.astype(np.float64))
+    apart[np.isnan(apart)] = np.inf
+    apart[~differ] = 0.0  # the same NaN, the same infinity
+    largest: NDArray[np.float64] = apart.max(axis=1, initial=0.0)
+    return largest

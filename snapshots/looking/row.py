@@ -1,0 +1,116 @@
+"""One row of a closed store or of a snapshot, without reading the rest."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine import _core
+from ...engine.errors import InputError
+from ...engine.spec.tables import choices, names_in, numbered, table_number
+from ...engine.store.contract import Chunks, row_dtype
+from ...engine.store.folder import StoreFolder
+from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
+from ..files.format import bucket_file, deleted_file
+from ..files.reader import Snapshot
+from ..store.live import marked
+
+Row = NDArray[np.void]  # [1] of `row_dtype`
+
+
+def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
+    """The live row of a store that was closed cleanly, or None where it was never written, and the description.
+
+    `key` as users have it. Raises StoreError, SnapshotError where the rows cannot be read, InputError for a key that is
+    none of this store.
+    """
+    mark = marked(store)
+    number, bits = place_of(mark, table, key)
+    if mark["live"] == "rows":
+        return _find(Snapshot.open(store.live), number, bits), mark
+    return _find_in_rocksdb(store.live, mark["width"], mark["shards"], number, bits), mark
+
+
+def snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
+    """The row of a snapshot, None where it has none. Raises as `live_row`."""
+    return _find(snapshot, *place_of(snapshot.description, table, key))
+
+
+def place_of(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
+    """The number of a table, given by it or by name, and the 64 bits of a key.
+
+    Raises InputError for a key that is not of the key type, or a table that is not there.
+    """
+    names = names_in(description)
+    number = table_number(table, names)
+    if number is None:
+        raise InputError(f"table {table}: give one from {choices(names)}")
+    limits = np.iinfo(Columns(description).key_dtype)
+    if not limits.min <= key <= limits.max:
+        raise InputError(f"key {key}: keys are {limits.dtype}; give one from {limits.min} to {limits.max}")
+    return number, key % (1 << 64)
+
+
+def plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
+    """A row as JSON can hold it: `table`, its name if any, `key`, `embedding`, `states` by name, `updates`, `step`."""
+    parts = {name: column[0] for name, column in Columns(description).split(np.array([row])).items()}
+    return {
+        **numbered(int(parts[TABLE]), names_in(description)),
+        "key": int(parts[KEY]),
+        "embedding": plain_floats(parts[EMBEDDING]),
+        "states": {name: plain_floats(parts[name]) for name in description["states"]},
+        "updates": int(parts[UPDATES]),
+        "step": int(parts[STEP]),
+    }
+
+
+def plain_floats(values: NDArray[np.float32]) -> list[float | str]:
+    """The shortest decimals that are these float32; JSON has no NaN and no infinities, which come as text."""
+    return [float(str(value)) if np.isfinite(value) else str(value) for value in values]
+
+
+def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
+    """In the file of the key's bucket, in the latest snapshot of the chain that says anything of it."""
+    bucket = int(_core.buckets(np.array([table], np.uint32), np.array([key], np.uint64))[0])
+    for link in reversed(snapshot.chain):
+        if link.manifest.rocksdb is not None:
+            return _among(link.parts()[0], table, key)
+        found = _among(_file(link, bucket_file(bucket)), table, key)
+        if found is not None:
+            return found
+        if _among(_file(link, deleted_file(bucket)), table, key) is not None:
+            return None
+    return None
+
+
+def _file(snapshot: Snapshot, name: str) -> Chunks:
+    entry = snapshot.manifest.files.get(name)
+    return snapshot.read_files({name: entry}) if entry else iter(())
+
+
+def _among(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
+    """What some of its files have of the key."""
+    found = None
+    for _, rows in chunks:  # to the end, where it is known whether they are damaged
+        matches = rows[(rows["table"] == table) & (rows["key"] == key)]
+        if len(matches):
+            found = matches.copy()
+    return found
+
+
+def _find_in_rocksdb(folder: Path, width: int, shards: int, table: int, key: int) -> Row | None:
+    from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
+
+    row = np.zeros(1, row_dtype(width))
+    row["table"], row["key"] = table, key
+    line = np.zeros(-(-row.dtype.itemsize // 16) * 2, np.uint64)  # no shorter than a line, which lacks table and key
+    with closing(RocksDB(folder, width, shards, read_only=True)) as tier:
+        found = tier.read(row["table"].copy(), row["key"].copy(), np.array([line.ctypes.data], np.uint64))
+    if not found[0]:
+        return None
+    row.view(np.uint8)[12:] = line.view(np.uint8)[: row.dtype.itemsize - 12]
+    return row

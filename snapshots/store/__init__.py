@@ -1,0 +1,1 @@
+"""The snapshots of a store folder: saving, keeping, removing and selecting them."""

@@ -1,0 +1,123 @@
+"""Between the live rows of a closed store and its snapshots: what `tierbed snapshot save` and `load` do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+from ...engine.errors import SnapshotError, StoreError
+from ...engine.store.contract import Chunks
+from ...engine.store.durable import remove_folder
+from ...engine.store.folder import StoreFolder
+from ..files.format import OF_THE_MARK, Manifest, check_name
+from ..files.reader import Snapshot
+from ..files.writer import Progress, write_snapshot
+from .selection import ALL, LoadReport, Selection
+
+
+def save_live(
+    store: StoreFolder, name: str, progress: Progress | None = None, kind: str = "full", overwrite: bool = False
+) -> Manifest:
+    """Write the live rows of a store that was closed cleanly as snapshot `name`. The live rows stay as they are.
+
+    Raises StoreError if the store carries no mark, SnapshotError and OptionError as `save_held` does.
+    """
+    from .saving import Held, save_held
+
+    check_name(name)
+    mark = marked(store)
+    description = described(mark)
+    if kind == "checkpoint" and mark["live"] == "rocksdb":
+        from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
+
+        with closing(RocksDB(store.live, mark["width"], mark["shards"], options=_AS_IS)) as tier:
+            return save_held(store, name, kind, Held(description, mark["rows"], tier.scan, tier), progress, overwrite)
+    with live_rows(store, mark) as chunks:
+        return save_held(store, name, kind, Held(description, mark["rows"], lambda: chunks), progress, overwrite)
+
+
+def load_live(
+    store: StoreFolder, snapshot: Snapshot, progress: Progress | None = None, selection: Selection = ALL
+) -> tuple[Manifest, LoadReport]:
+    """Make the rows of a snapshot the live rows, so that the next training run resumes from it; checked while copied.
+
+    After a kill, rows go back to the snapshot; a selection of its rows to what they went back to before. Returns what
+    the live rows are now. Raises SnapshotError, with live rows that carry a mark as they were, if the snapshot is
+    damaged or of another table. A process killed here leaves the old live rows or the new ones.
+    """
+    mark = store.read_mark()
+    theirs = snapshot.description
+    for field in ("key_type", "dtype", "columns"):
+        if mark is not None and mark.get(field) != theirs[field]:
+            raise SnapshotError(
+                f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
+                f"is {theirs[field]!r}, theirs {mark.get(field)!r}. Load it in the store it came from"
+            )
+    if mark is None:
+        store.discard_live()  # makes room: no run uses these rows again
+    report = LoadReport()
+    chosen = selection.rows_of(snapshot, report, progress)
+    description = selection.description(theirs)
+    try:
+        manifest = write_snapshot(store.incoming, description, chosen)
+        base = snapshot.name if selection.is_whole else None
+        store.replace_live(store.incoming, {**description, "live": "rows", "rows": manifest.rows}, base)
+    finally:
+        remove_folder(store.incoming)  # gone already where the rows were replaced
+    return manifest, report
+
+
+def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | None:
+    """Merge the RocksDB files of a store that was closed cleanly: their bytes before and after; None where it has none.
+
+    `options`: the store's `rocksdb_options`, by which files are written. A kill leaves every row. Raises StoreError,
+    OptionError.
+    """
+    mark = marked(store)
+    if mark["live"] != "rocksdb":
+        return None
+    from ...engine.store.rocksdb import RocksDB, options_text  # only where it holds the rows
+
+    def held() -> int:
+        return sum(file.stat().st_size for file in store.live.glob("shard-*/*.sst"))
+
+    before = held()
+    with closing(RocksDB(store.live, mark["width"], mark["shards"], options=options_text(options))) as tier:
+        tier.compact()
+    return before, held()
+
+
+@contextmanager
+def live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
+    """The live rows that a mark describes, as `Tier.scan` yields them. Raises SnapshotError, StoreError."""
+    if mark.get("live") == "rows":
+        yield Snapshot.open(store.live).chunks()
+    elif mark.get("live") == "rocksdb":
+        from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
+
+        with closing(RocksDB(store.live, mark["width"], mark["shards"], options=_AS_IS)) as tier:
+            yield tier.scan()
+    else:
+        raise StoreError(f"the mark of {str(store.path)!r} has an unknown live={mark.get('live')!r}: upgrade tierbed")
+
+
+def described(mark: dict[str, Any]) -> dict[str, Any]:
+    """What a mark says of the rows, as a snapshot describes them."""
+    return {field: value for field, value in mark.items() if field not in OF_THE_MARK}
+
+
+def marked(store: StoreFolder) -> dict[str, Any]:
+    """The mark. Raises StoreError where the live rows carry none."""
+    mark = store.read_mark()
+    if mark is None:
+        raise StoreError(
+            f"the live rows of {str(store.path)!r} are not consistent: the last process did not close the embedding. "
+            "Load a snapshot with `tierbed snapshot load`, or open and close the embedding, which goes back to the "
+            "snapshot that it saved or loaded last"
+        )
+    return mark
+
+
+# a file says how it is read; merging files is for a run that has the options they were made with
+_AS_IS = "disable_auto_compactions=true"

@@ -1,0 +1,81 @@
+"""Which snapshots of a store are kept, and the removal of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from ...engine.errors import SnapshotError
+from ...engine.numeric import whole_option
+from ...engine.store.durable import TEMPORARY, fsync_dir, remove_folder
+from ...engine.store.folder import StoreFolder
+from ..files.reader import Snapshot, list_snapshots
+
+
+class Retained(NamedTuple):
+    """Snapshots by what becomes of them, each from the oldest to the latest."""
+
+    kept: list[Snapshot]
+    removed: list[Snapshot]
+
+
+def plan_prune(
+    snapshots: list[Snapshot],
+    keep_last: int,
+    keep_every: int | None = None,
+    base: str | None = None,
+    replaced: Collection[str] = (),
+) -> Retained:
+    """Which of `snapshots`, from the oldest to the latest, a prune keeps.
+
+    keep_last: so many of the latest, at least 1. keep_every: for each so many steps, the first snapshot that reached
+    them. `base`, which live rows go back to after a kill, `replaced`, whose names others may take at any instant, and
+    all that a kept snapshot goes over are kept as well.
+    Raises OptionError, and SnapshotError where a kept one lacks a parent.
+    """
+    keep_last = whole_option("keep_last", keep_last, "a whole number from 1", 1)
+    if keep_every is not None:
+        keep_every = whole_option("keep_every", keep_every, "a whole number from 1", 1)
+    wanted = {s.name for s in snapshots[-keep_last:]} | {base, *replaced}
+    reached = -1
+    for snapshot in snapshots:
+        if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > reached:
+            reached = multiple
+            wanted.add(snapshot.name)
+    kept = {held.name for snapshot in snapshots if snapshot.name in wanted for held in snapshot.chain}
+    return Retained([s for s in snapshots if s.name in kept], [s for s in snapshots if s.name not in kept])
+
+
+def all_in(folder: Path) -> list[Snapshot]:
+    """The snapshots in a folder for `plan_prune`. Raises SnapshotError where a manifest is damaged."""
+    listing = list_snapshots(folder)
+    for error in listing.damaged.values():
+        raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
+    return listing.snapshots
+
+
+def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> Retained:
+    """Remove the snapshots of a store that `plan_prune` does not keep. Returns what was kept and removed.
+
+    Each is removed whole before the next, the latest first, so that at any instant, a kill included, every snapshot
+    that is left has all it goes over. Raises SnapshotError, and removes nothing, where a manifest is damaged: it is
+    unknown then what that snapshot goes over.
+    """
+    plan = plan_prune(all_in(store.snapshots), keep_last, keep_every, store.base, store.replaced)
+    for snapshot in reversed(plan.removed):
+        remove_snapshot(snapshot.folder)
+    return plan
+
+
+def remove_snapshot(folder: Path) -> None:
+    """Remove a snapshot, if it is there, so that a kill leaves it whole or not at all. Raises SnapshotError."""
+    temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # not that of a save, which may be under way
+    try:
+        remove_folder(temporary)
+        if folder.is_dir():
+            folder.rename(temporary)
+            fsync_dir(folder.parent)
+            remove_folder(temporary)
+    except OSError as error:
+        raise SnapshotError(f"snapshot {str(folder)!r} cannot be removed: {error}") from error

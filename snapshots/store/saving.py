@@ -1,0 +1,117 @@
+"""Saving the rows of a store as one of its snapshots, of any kind: what a running table and the CLI do alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...engine.errors import OptionError, SnapshotError
+from ...engine.store.contract import Chunks
+from ...engine.store.folder import StoreFolder
+from ..files.difference import Change, changes_between
+from ..files.format import KINDS, Manifest
+from ..files.reader import LONGEST_CHAIN, Snapshot, latest_snapshot
+from ..files.writer import Progress, check_free, clear_leftovers, write_incremental, write_snapshot
+
+if TYPE_CHECKING:
+    from ...engine.store.rocksdb import RocksDB
+
+log = logging.getLogger("tierbed")
+
+
+class Held(NamedTuple):
+    """Rows to save.
+
+    `scan`: all of them; `rocksdb`: the database that has them all, or will after `flush`, or None; `changes`: what
+    changed since the snapshot of an id, or None where that is not known.
+    """
+
+    description: dict[str, Any]
+    rows: int
+    scan: Callable[[], Chunks]
+    rocksdb: RocksDB | None = None
+    changes: Callable[[str], Iterator[Change] | None] = lambda since: None
+
+
+def check_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: bool) -> Path:
+    """Where the live rows of a store go as its snapshot `name`.
+
+    Raises OptionError for a kind that there is not or not of this store, SnapshotError for a name that cannot be used,
+    is taken, or with `overwrite` is that of a snapshot that cannot be replaced.
+    """
+    check_kind(kind)
+    place = store.snapshots / name
+    check_free(place, overwrite)
+    if kind == "checkpoint" and held.rocksdb is None:
+        raise OptionError("kind='checkpoint' is of RocksDB's files, for cached_ssd stores alone; give 'full'")
+    return place
+
+
+def begin_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: bool = False) -> Path:
+    """`check_save`; once the snapshot is there, the live rows go back to it after a kill. Raises StoreError too."""
+    place = check_save(store, name, kind, held, overwrite)
+    clear_leftovers(store.snapshots)
+    store.expect_base(name)
+    return place
+
+
+def save_held(
+    store: StoreFolder,
+    name: str,
+    kind: str,
+    held: Held,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+) -> Manifest:
+    """Write the live rows of a store as its snapshot `name`. Raises as `begin_save`.
+
+    Where an incremental one would make a chain that is too long to read, it is a full one, which the log says.
+    """
+    parent = parent_of(store) if kind == "incremental" else None
+    if parent is not None and len(parent.chain) == LONGEST_CHAIN:
+        log.warning(
+            "snapshot %r is full, not incremental: %r goes over %d others, and no more are read as one table",
+            name,
+            parent.name,
+            LONGEST_CHAIN - 1,
+        )
+        parent, kind = None, "full"
+    place = begin_save(store, name, kind, held, overwrite)
+    if parent is not None:
+        changed = held.changes(parent.manifest.id)
+        if changed is None:
+            changed = changes_between(parent.chunks(), held.scan())
+        return write_incremental(place, parent, held.description, held.rows, changed, progress, overwrite)
+    if kind == "checkpoint":
+        from ..files.checkpoint import write_checkpoint  # only where there is RocksDB
+
+        assert held.rocksdb is not None
+        return write_checkpoint(place, held.description, held.rows, held.rocksdb, progress, overwrite)
+    return write_snapshot(place, held.description, held.scan(), progress, overwrite)
+
+
+def check_kind(kind: str) -> None:
+    """Raises OptionError for a kind of snapshot that there is not."""
+    if kind not in KINDS:
+        raise OptionError(f"kind={kind!r}: give one of {', '.join(map(repr, KINDS))}")
+
+
+def base_of(store: StoreFolder) -> Snapshot | None:
+    """The snapshot that live rows without a mark go back to. Raises SnapshotError."""
+    base = store.base
+    if base:
+        return Snapshot.open(store.snapshots / base)
+    return None if base == "" else latest_snapshot(store.snapshots)
+
+
+def parent_of(store: StoreFolder) -> Snapshot:
+    """What the next incremental snapshot goes over: the one saved or loaded last. Raises SnapshotError, StoreError."""
+    base = base_of(store)
+    if base is None:
+        raise SnapshotError(
+            f"kind='incremental' goes over an earlier snapshot, and the rows in {str(store.path)!r} have none: save "
+            "one with kind='full' first"
+        )
+    return base

@@ -1,0 +1,122 @@
+"""Loading less than a whole snapshot: some tables or keys, or the weights without the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.errors import InputError
+from ...engine.store.contract import Chunks, row_dtype
+
+if TYPE_CHECKING:
+    from ..files.reader import Snapshot
+
+Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], NDArray[np.bool_]]
+
+
+@dataclass
+class LoadReport:
+    """What a load took. `rows` are loaded and `left_out` not; `remarks` say what did not fit and was done about it."""
+
+    rows: int = 0
+    left_out: int = 0
+    remarks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to load.
+
+    `tables`: indexes, or names until `fitting` finds theirs; `where`: of (tables [n], keys [n]), which rows [n];
+    `state`: the optimizer's; `padding`: the 64 bits of a key that is none of the table's.
+    """
+
+    tables: Collection[int | str] | None = None
+    where: Where | None = None
+    state: bool = True
+    padding: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether that is all there is."""
+        return self.has_every_row and self.state
+
+    @property
+    def has_every_row(self) -> bool:
+        """Whether no row is left out."""
+        return self.tables is None and self.where is None and self.padding is None
+
+    def description(self, description: dict[str, Any]) -> dict[str, Any]:
+        """What the selected rows belong to: without state, a table that no optimizer has trained."""
+        if self.state:
+            return description
+        bare: dict[str, Any] = {
+            "optimizer": None,
+            "states": [],
+            "state_widths": [],
+            "initial": [],
+            "hyper": [],
+            "step": 0,
+        }
+        return {**description, **bare, "width": sum(description["columns"])}
+
+    def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
+        """The selected rows of a snapshot, counted in `report`; without state, as a lookup sees them.
+
+        `progress` is told how many rows were read for each chunk.
+        """
+        chunks = snapshot.chunks()
+        if not self.state:
+            from ...engine.table.scanned import settled  # brings torch
+
+            chunks = settled(snapshot.description, chunks)
+        return self.chunks(_told(chunks, progress), snapshot.description, report)
+
+    def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
+        """The selected rows of a snapshot, counted in `report`."""
+        signed = description["key_type"] != "uint64"
+        dim = sum(description["columns"])
+        for bucket, rows in chunks:
+            taken = self._taken(rows, signed)
+            report.left_out += len(rows) - len(taken)
+            report.rows += len(taken)
+            if len(taken):
+                yield bucket, taken if self.state else _bare(taken, dim)
+
+    def _taken(self, rows: NDArray[np.void], signed: bool) -> NDArray[np.void]:
+        if self.tables is not None:
+            rows = rows[np.isin(rows["table"], list(self.tables))]
+        if self.padding is not None:
+            rows = rows[rows["key"] != np.uint64(self.padding)]
+        if self.where is not None:
+            keys = rows["key"].copy()
+            wanted = np.asarray(self.where(rows["table"].copy(), keys.view(np.int64) if signed else keys))
+            if wanted.dtype != bool or wanted.shape != keys.shape:
+                raise InputError(
+                    f"where gave {wanted.dtype} of shape {wanted.shape}: give bool of shape {keys.shape}, one for each "
+                    "row"
+                )
+            rows = rows[wanted]
+        return rows
+
+
+ALL = Selection()
+
+
+def _told(chunks: Chunks, progress: Callable[[int], None] | None) -> Chunks:
+    for bucket, rows in chunks:
+        yield bucket, rows
+        if progress is not None:
+            progress(len(rows))
+
+
+def _bare(rows: NDArray[np.void], dim: int) -> NDArray[np.void]:
+    bare = np.empty(len(rows), row_dtype(dim))
+    for name in ("table", "key", "updates"):
+        bare[name] = rows[name]
+    bare["values"], bare["step"] = rows["values"][:, :dim], 0
+    return bare

@@ -1,0 +1,156 @@
+"""What a store folder holds and what the next run would do with it, read without disturbing the process that has it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ...engine.errors import SnapshotError, StoreError
+from ...engine.spec.tables import labels_of, names_in
+from ...engine.store.folder_view import FolderView
+from ...engine.store.table_counts import counts_in
+from ..files.reader import Snapshot, list_snapshots
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Where the next run's rows come from.
+
+    `source`: "live" rows, a "snapshot", "empty" for none, or "nowhere", where it cannot start: `problem` says why.
+    `step`: theirs. `lost_steps`: how many steps after it are lost, None where that is not known.
+    """
+
+    source: Literal["live", "snapshot", "empty", "nowhere"]
+    step: int = 0
+    snapshot: str | None = None
+    lost_steps: int | None = 0
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class StoreStatus:
+    """A store folder at one instant.
+
+    `holder`: the id of the process that has it open, 0 where that is not known, None for none. `mark`: what describes
+    the live rows, None while they are of different steps or absent. `live`: "rows", "rocksdb" or None. `rows` of the
+    live rows, None without a mark. `step`: how far they came, None where it is not known. `base`: the snapshot that
+    they go back to, if any. `bytes`: of the live rows, the snapshots and the rest; a file that two parts share counts
+    in the first. `restart`: what a run that starts now would do; with a holder, one that starts after its kill.
+    """
+
+    path: Path
+    holder: int | None
+    mark: dict[str, Any] | None
+    live: str | None
+    rows: int | None
+    step: int | None
+    base: str | None
+    bytes: dict[str, int]
+    restart: Restart
+
+    @property
+    def rows_by_table(self) -> dict[str, int] | None:
+        """Of the live rows, by the tables' names or numbers; None where the mark does not tell."""
+        counts = None if self.mark is None else counts_in(self.mark, len(self.mark["tables"]))
+        if self.mark is None or counts is None:
+            return None
+        return dict(zip(labels_of(names_in(self.mark)), counts.tolist(), strict=True))
+
+    @property
+    def state(self) -> Literal["open", "closed", "unclean", "new"]:
+        """Open in a process, closed in good order, ended without being closed, or never written."""
+        if self.holder is not None:
+            return "open"
+        if self.mark is not None:
+            return "closed"
+        return "new" if self.live is None and self.step is None else "unclean"
+
+
+def store_status(path: Path) -> StoreStatus:
+    """Raises StoreError where there is no store or it cannot be read, SnapshotError where its snapshots cannot."""
+    path = existing_store(Path(path))
+    view = _AtOneInstant(path)
+    mark, base, noted = view.read_mark(), view.base, view.noted_step
+    live = _kind_of(view.live) if mark is None else mark["live"]
+    restart = _after_kill(path, base, noted) if mark is None else Restart("live", mark["step"])
+    if not view.was_open:
+        restart = replace(restart, lost_steps=0)  # its snapshots came from elsewhere
+    rows, step = (None, noted) if mark is None else (mark.get("rows"), mark["step"])
+    return StoreStatus(path, holder(path), mark, live, rows, step, base or None, _sizes(path, view.live), restart)
+
+
+class _AtOneInstant(FolderView):
+    """A folder with the mark as it was read first: the holder may write another."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._content = super()._read()
+
+    def _read(self) -> dict[str, Any]:
+        return self._content
+
+
+def existing_store(path: Path) -> Path:
+    """The path, if there is a store. Raises StoreError otherwise: a mistyped path must not become one."""
+    if not (os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")):
+        raise StoreError(f"{str(path)!r} is no store folder: give <persistent_path>/<embedding name>")
+    return path
+
+
+def holder(path: Path) -> int | None:
+    """The id of the process that has a store folder open, 0 where it is not known; None for none. Raises StoreError."""
+    try:
+        with open(path / "LOCK", "rb") as lock:
+            # one that was let go is blank; one of a killed process is looked at for an instant, as a holder would, and
+            # so is an empty one, which a full disk had no room for
+            content = lock.read(20)
+            if content.isspace():
+                return None
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(content) if content.strip().isdigit() else 0
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderView.remedy}") from error
+    return None
+
+
+def _after_kill(path: Path, base: str | None, noted: int | None) -> Restart:
+    try:
+        if base:
+            snapshot = Snapshot.open(path / "snapshots" / base)
+        elif base == "" or not (listing := list_snapshots(path / "snapshots")).snapshots:
+            return Restart("empty", lost_steps=noted)
+        elif listing.damaged:
+            raise next(iter(listing.damaged.values()))
+        else:
+            snapshot = listing.snapshots[-1]
+    except SnapshotError as error:
+        return Restart("nowhere", problem=str(error), lost_steps=noted)
+    step = snapshot.description["step"]
+    return Restart("snapshot", step, snapshot.name, None if noted is None else max(0, noted - step))
+
+
+def _kind_of(live: Path) -> str | None:
+    if not live.is_dir():
+        return None
+    return "rocksdb" if any(live.glob("shard-*")) else "rows"
+
+
+def _sizes(path: Path, live: Path) -> dict[str, int]:
+    """Of files, each once: `live`, `snapshots`, `other`, which another process may be changing."""
+    sizes, seen = {"live": 0, "snapshots": 0, "other": 0}, set()
+    for part, top in (("live", live), ("snapshots", path / "snapshots"), ("other", path)):
+        for folder, _, files in os.walk(top):
+            for name in files:
+                with contextlib.suppress(FileNotFoundError):
+                    found = os.lstat(os.path.join(folder, name))
+                    if (found.st_dev, found.st_ino) not in seen:
+                        seen.add((found.st_dev, found.st_ino))
+                        sizes[part] += found.st_size
+    return sizes
