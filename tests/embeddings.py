@@ -14,8 +14,8 @@ from torch import Tensor
 from tierbed import engine
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad
+from tierbed.engine.row_format import row_dtype
 from tierbed.engine.spec.inputs import Lookup
-from tierbed.engine.store.contract import row_dtype
 
 DIM = 5
 STORES = ["device", "host", "cached_host", "ssd", "ssd_host"]

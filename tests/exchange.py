@@ -12,7 +12,7 @@ from embeddings import DIM
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from tierbed.engine.store.contract import row_dtype
+from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.exchange.columns import Columns
 from tierbed.snapshots.exchange.importing import import_snapshot

@@ -10,8 +10,8 @@ import torch
 from embeddings import DIM, contents, make, train
 
 from tierbed.engine import CapacityError, MultiTableEmbedding
+from tierbed.engine.row_format import Chunks, row_dtype
 from tierbed.engine.store import image, rocksdb
-from tierbed.engine.store.contract import Chunks, row_dtype
 from tierbed.engine.table.open_rows import OpenRows
 
 in_memory = pytest.mark.parametrize("store", ["device", "host", "cached_host"])

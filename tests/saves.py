@@ -11,7 +11,7 @@ import pytest
 from images import joined, table_of
 
 from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.store.contract import Chunks
+from tierbed.engine.row_format import Chunks
 from tierbed.engine.store.image import MemoryImage
 
 

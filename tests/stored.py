@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierbed.engine import _core
-from tierbed.engine.store.contract import LAST_STEP, row_dtype
+from tierbed.engine.row_format import LAST_STEP, row_dtype
 from tierbed.snapshots import Manifest, write_snapshot
 
 Chunk = tuple[int, NDArray[np.void]]

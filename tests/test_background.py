@@ -15,7 +15,7 @@ from images import change, changed, small_chunks, table_of
 from saves import Writer, no_thread_is_left, until, waits_of
 
 from tierbed.engine import ClosedError, StoreError
-from tierbed.engine.store.contract import Chunks
+from tierbed.engine.row_format import Chunks
 
 __all__ = ["no_thread_is_left", "small_chunks"]
 pytestmark = pytest.mark.usefixtures("small_chunks")

@@ -19,10 +19,9 @@ from stored import chunked
 
 from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError, _core
 from tierbed.engine.ops import naive
-from tierbed.engine.store.contract import row_dtype
+from tierbed.engine.row_format import KEY, Change, row_dtype
 from tierbed.engine.table import changes
-from tierbed.snapshots.files.difference import Change, changes_between, difference
-from tierbed.snapshots.files.format import KEY
+from tierbed.snapshots.files.difference import changes_between, difference
 
 Row = tuple[int, int]  # table, key as 64 bits without sign
 Rows = NDArray[np.void]

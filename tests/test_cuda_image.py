@@ -17,8 +17,8 @@ from images import check_image, joined, small_chunks, table_of
 from test_changes import Calls, calls, check_noted
 
 from tierbed.engine.ops.cuda.device import Device
+from tierbed.engine.row_format import Chunks, row_dtype
 from tierbed.engine.spec.inputs import Lookup
-from tierbed.engine.store.contract import Chunks, row_dtype
 from tierbed.engine.store.cuda import image, tracking
 from tierbed.engine.store.image import MemoryImage
 from tierbed.snapshots import Snapshot

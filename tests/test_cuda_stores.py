@@ -17,7 +17,7 @@ from tierbed.engine.errors import CapacityError, InputError
 from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.ops.cuda.faults import Faults
-from tierbed.engine.store.contract import Chunks
+from tierbed.engine.row_format import Chunks
 from tierbed.engine.store.cuda.full import FullStore
 from tierbed.engine.store.full import FullTable
 

@@ -15,9 +15,9 @@ from tierbed.engine.ops import step
 from tierbed.engine.spec.inputs import Lookup
 from tierbed.graph.passes import common as passes
 from tierbed.graph.passes.dense import dense_step
+from tierbed.graph.passes.lookahead import cut_lookups
 from tierbed.graph.passes.sharing import share_batches
 from tierbed.graph.passes.step_end import StepEnd, accumulate, end_step, schedule
-from tierbed.graph.run.ahead import cut_lookups
 
 aten = torch.ops.aten
 ROWS = embedding()

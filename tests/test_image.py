@@ -14,8 +14,8 @@ from images import change, check_image, in_memory, joined, small_chunks, table_o
 from test_lifecycle_stores import POLICIES, batches
 
 from tierbed.engine import ClosedError, StoreError
+from tierbed.engine.row_format import row_dtype
 from tierbed.engine.spec.inputs import Lookup
-from tierbed.engine.store.contract import row_dtype
 from tierbed.engine.store.image import MemoryImage
 
 __all__ = ["small_chunks"]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from rows import SPECIAL_KEYS, Table
 
 from tierbed.engine import _core
-from tierbed.engine.store.contract import BUCKETS, row_dtype
+from tierbed.engine.row_format import BUCKETS, row_dtype
 
 SLOT_BYTES = 16
 OLD_INDEX = BUCKETS * 1024 * SLOT_BYTES  # of `growing`

@@ -79,7 +79,7 @@ def test_a_graph_trains_over_rows_of_another_kind_as_plain_torch() -> None:
 def test_a_checkpoint_that_would_lack_rows_is_refused(tmp_path: Path, call: str) -> None:
     path = tmp_path / "checkpoint"
     if call == "load":
-        rating("host").save(path)
+        rating("host", None).save(path)
     with pytest.raises(GraphError, match="rows is a Frozen, whose rows no checkpoint holds"):
         getattr(Scoring(torch.zeros(3, 4)), call)(path)
     assert path.exists() == (call == "load")

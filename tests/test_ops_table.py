@@ -6,7 +6,7 @@ from rows import SPECIAL_KEYS, Table, same_bits
 
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
-from tierbed.engine.store.contract import BUCKETS, row_dtype
+from tierbed.engine.row_format import BUCKETS, row_dtype
 
 SGD = "sgd", [0.5, 0.0, 0.0, 0.0, 0.0]
 

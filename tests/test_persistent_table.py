@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from rows import any_key
 
 from tierbed.engine.errors import ClosedError, InputError, OptionError, SnapshotError, StoreError
+from tierbed.engine.row_format import row_dtype
 from tierbed.engine.spec.initializers import make_constant_initializer
-from tierbed.engine.store.contract import row_dtype
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.exchange import sorting

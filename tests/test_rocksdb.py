@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from rows import any_key
 
 from tierbed.engine import StoreError
+from tierbed.engine.row_format import row_dtype
 from tierbed.engine.store import rocksdb
-from tierbed.engine.store.contract import row_dtype
 from tierbed.engine.store.rocksdb import RocksDB
 
 WIDTH = 3

@@ -21,7 +21,8 @@ from killed import remarks
 from stored import description, files, flip_bit, joined, make_rows
 
 from tierbed.engine import SnapshotError, StoreError, _core
-from tierbed.engine.store.rocksdb import RocksDB, options_text
+from tierbed.engine.spec.rocksdb_options import options_text
+from tierbed.engine.store.rocksdb import RocksDB
 from tierbed.engine.table.scanned import line_addresses
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
 from tierbed.snapshots.files.checkpoint import write_checkpoint

@@ -12,7 +12,7 @@ import pytest
 from stored import Chunk, chunked, description, flip_bit, joined, least_keys, make_buckets, make_rows, run_python, save
 
 from tierbed.engine.errors import SnapshotError
-from tierbed.engine.store.contract import row_dtype
+from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot, check_name, latest_snapshot, list_snapshots, write_snapshot
 from tierbed.snapshots.files.format import npy_header
 from tierbed.snapshots.files.writer import clear_leftovers

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stored import description, flip_bit, save
 
 from tierbed.engine.errors import SnapshotError
-from tierbed.engine.store.contract import row_dtype
+from tierbed.engine.row_format import row_dtype
 from tierbed.engine.store.durable import seal, unseal
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files.format import npy_header

@@ -18,7 +18,7 @@ from stored import chunked, description, flip_bit, least_keys, make_buckets
 from torch import Tensor
 
 from tierbed.engine.errors import InputError, OptionError, SnapshotError
-from tierbed.engine.store.contract import LAST_STEP
+from tierbed.engine.row_format import LAST_STEP
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange.export import FORMATS, export_snapshot
 

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tierbed.engine import SnapshotError, StoreError, TierbedError, _core
-from tierbed.engine.store.contract import LAST_STEP
+from tierbed.engine.row_format import LAST_STEP
 from tierbed.snapshots.files.format import LAST_SEQUENCE
 
 pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")

@@ -26,8 +26,8 @@ from forged import (
 from stored import key_in
 
 from tierbed.engine import MultiTableEmbedding, _core
+from tierbed.engine.row_format import KEY
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.files.format import KEY
 
 pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from stored import Chunk, description, flip_bit, key_in
 
 from tierbed.engine.errors import SnapshotError
-from tierbed.engine.store.contract import row_dtype
+from tierbed.engine.row_format import KEY, row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
 from tierbed.snapshots.files.aligned import aligned, among, sort_keys
-from tierbed.snapshots.files.format import KEY
 from tierbed.snapshots.files.reader import LONGEST_CHAIN
 from tierbed.snapshots.files.soundness import chains_of, verify_all
 

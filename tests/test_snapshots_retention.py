@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from stored import description, flip_bit, make_rows
 
 from tierbed.engine.errors import OptionError, SnapshotError
+from tierbed.engine.row_format import KEY
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
-from tierbed.snapshots.files.format import KEY
 from tierbed.snapshots.store.retention import plan_prune, prune
 
 

@@ -18,11 +18,11 @@ from ..errors import ClosedError, GraphError, InputError, OptimizerError, Option
 from ..ops import lookup as ops
 from ..ops.segments import segment
 from ..optim.optimizers import RowOptimizer, row_optimizer
+from ..optim.row_state import RowState
 from ..persist.opened import TableHandle
 from ..spec.initializers import make_normal_initializer
 from ..spec.inputs import Lookup, check_lookup, check_output_dtype, check_row, check_weights, keys_from, rows_from
 from ..spec.options import store_options_from_dict
-from ..spec.row_state import RowState
 from ..spec.table_spec import check_dtype, table_spec
 from ..spec.tables import numbered
 from ..table.pinned import PinnedBatch

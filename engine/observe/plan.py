@@ -14,8 +14,8 @@ from .. import _core
 from .._core import WAY_BYTES, WAYS
 from ..errors import InputError, OptionError
 from ..numeric import real, whole, whole_option
-from ..ops.naive import MASK64
-from ..store.contract import BUCKETS
+from ..row_format import BUCKETS
+from ..spec.initial_values import MASK64
 from .stack_distance import Model, Sample
 
 MB = 1 << 20

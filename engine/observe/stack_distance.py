@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from .. import _core
 from .._core import GROUP
-from ..store.contract import BUCKETS
+from ..row_format import BUCKETS
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]

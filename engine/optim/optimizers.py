@@ -13,9 +13,9 @@ import torch
 
 from ..errors import OptimizerError
 from ..numeric import real
-from ..spec.row_state import RowState
 from .kernel import CLIPS
 from .own import LARGEST, SMALLEST, number
+from .row_state import RowState
 from .rule import Group, Rule, all_rules
 
 _REFUSED = ("amsgrad", "differentiable")

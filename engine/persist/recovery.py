@@ -26,11 +26,12 @@ from ..errors import SnapshotError, StoreError, TierbedError
 from ..interrupts import uninterrupted
 from ..lifecycle.lifecycle import Lifecycle
 from ..optim.optimizers import RowOptimizer
-from ..processors.processor import processor_of
+from ..optim.row_state import RowState
+from ..processors.choose import processor_of
+from ..row_format import Chunks
 from ..spec.options import CachedSsdOptions, StoreOptions
-from ..spec.row_state import RowState
 from ..spec.table_spec import TableSpec
-from ..store.contract import Chunks, Table
+from ..store.contract import Table
 from ..store.durable import remove_folder
 from ..store.folder import StoreFolder
 from ..store.rocksdb import RocksDB

@@ -16,7 +16,7 @@ from ...snapshots.store.retention import prune, remove_snapshot
 from ...snapshots.store.saving import Held, begin_save, check_save, save_held
 from ...snapshots.store.selection import LoadReport, Selection
 from ..errors import OptionError, SnapshotError
-from ..store.contract import Chunks
+from ..row_format import Chunks
 from ..store.folder import StoreFolder
 from ..store.folder_view import snapshot_id
 from ..store.rocksdb import RocksDB

@@ -21,7 +21,7 @@ from ..store.full import FullTable
 from ..store.table_counts import Counts
 
 if TYPE_CHECKING:
-    from ..spec.row_state import RowState
+    from ..optim.row_state import RowState
     from ..spec.table_spec import TableSpec
     from .processor import Recorder
 

@@ -30,7 +30,7 @@ from ..store.table_counts import Counts
 from .processor import Factory, Late, Recorder
 
 if TYPE_CHECKING:
-    from ..spec.row_state import RowState
+    from ..optim.row_state import RowState
     from ..spec.table_spec import TableSpec
 
 

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import _core
-from ..errors import InputError, TierbedError
-from ..spec.inputs import DEVICES, Gradients, Lookup
-from ..spec.options import CachedHostMemOptions, StoreOptions
+from ..errors import TierbedError
+from ..spec.inputs import Gradients, Lookup
+from ..spec.options import CachedHostMemOptions
 from ..store.contract import FullStore, Store, Table, Tier
 from ..store.table_counts import Counts
 
 if TYPE_CHECKING:
-    from ..spec.row_state import RowState
+    from ..optim.row_state import RowState
     from ..spec.table_spec import TableSpec
 
 B = TypeVar("B")
@@ -127,32 +127,3 @@ class Processor(Protocol[B]):
 
 # makes the processor of a table: (spec, state, the most rows or None)
 Factory = Callable[["TableSpec", "RowState", int | None], Processor[Any]]
-
-
-def _cpu(device: torch.device, options: StoreOptions) -> Factory:
-    from .cpu import CpuProcessor
-
-    return CpuProcessor
-
-
-def _cuda(device: torch.device, options: StoreOptions) -> Factory:
-    from ..ops.cuda.device import cuda_device
-    from .cuda import on_device
-
-    return on_device(cuda_device(device.index), options)
-
-
-PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], Factory]] = {"cpu": _cpu, "cuda": _cuda}
-
-
-def processor_of(device: torch.device, options: StoreOptions) -> Factory:
-    """For tables on a device of torch. InputError for one that has no tables, OptionError for options that it lacks.
-
-    StoreError where the software for it is not installed.
-    """
-    if device.type not in DEVICES:
-        raise InputError(
-            f"the embedding was moved to {device}; tables live on the CPU or on CUDA devices: move it by .cpu() or "
-            ".cuda()"
-        )
-    return PROCESSORS[device.type](device, options)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import OptionError
-from ..ops.naive import CONSTANT, NORMAL, UNIFORM, normal_quantile
+from .initial_values import CONSTANT, NORMAL, UNIFORM, normal_quantile
 from .plain import PlainDict
 from .tables import check_table_name
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..errors import OptionError
 from ..numeric import budget_option, real, whole, whole_option
-from ..store.contract import BUCKETS
-from ..store.rocksdb import CACHE_MB, READ_MODES, options_text, require_rocksdb
+from ..row_format import BUCKETS
 from .plain import PlainDict
+from .rocksdb_options import CACHE_MB, READ_MODES, options_text, require_rocksdb
 
 CACHE_POLICIES = ("lru", "lfu")
 IO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # the other cores are for the dense part of a step

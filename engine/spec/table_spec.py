@@ -14,9 +14,9 @@ import torch
 from .. import _core
 from ..errors import OptionError
 from ..numeric import whole, whole_option
-from ..store.durable import is_folder_name
+from ..optim.row_state import RowState
 from .initializers import AnyTableOptions, InitialValues, as_arrays, make_table_options
-from .row_state import RowState
+from .names import is_folder_name
 from .tables import FIELD, check_distinct, labels_of
 
 KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
+from ..row_format import Chunks, Keys, Tables
 
-Tables = NDArray[np.uint32]  # [n]
-Keys = NDArray[np.uint64]  # [n]
 Lines = NDArray[np.uint64]  # [n], the address of a line each
 Found = NDArray[np.bool_]  # [n]
 Asked = NDArray[np.int64]  # [tables, 2], hits and misses
 
-Chunks = Iterator[tuple[int, NDArray[np.void]]]  # (bucket, rows of `row_dtype`), as `Tier.scan` yields them
-
-BUCKETS = 64
-LAST_STEP = 2**32 - 2  # of a table: rows keep a step as u32, and what is due of one is told by the step after
-
 B = TypeVar("B", contravariant=True)  # the batches of a processor
-
-
-def row_dtype(width: int) -> np.dtype[np.void]:
-    """One stored row as NumPy sees it, packed: what `scan` yields and what snapshots hold.
-
-    `width` is in floats, optimizer state included.
-    """
-    return np.dtype(
-        [("table", "<u4"), ("key", "<u8"), ("values", "<f4", (width,)), ("updates", "<u4"), ("step", "<u4")]
-    )
 
 
 class Room(NamedTuple):

@@ -26,12 +26,6 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
 _trying = Lock()  # of `check_exchange`: a save in the background does it as well
 
 
-def is_folder_name(name: Any) -> bool:
-    """Whether it is 1 to 200 printable bytes of UTF-8, without separators and a leading dot."""
-    plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not set(name) & set("/\\")
-    return plain and 1 <= len(name.encode()) <= 200
-
-
 def remedy_for(error: OSError, otherwise: str) -> str:
     """What to do about an error of the system, `otherwise` where it depends on what was asked for."""
     return MORE_FILES if error.errno in (errno.EMFILE, errno.ENFILE) else otherwise

@@ -8,7 +8,8 @@ import numpy as np
 
 from .. import _core
 from ..errors import CapacityError
-from .contract import BUCKETS, Asked, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
+from ..row_format import BUCKETS, Chunks, Keys, Tables, row_dtype
+from .contract import Asked, Found, Lines, Room, WithoutAnnouncements
 
 
 def check_room(new: int, room: Room | None) -> None:

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import ClosedError
+from ..row_format import BUCKETS, Chunks, Keys, Tables, row_dtype
 from ..threads import LOOK
-from .contract import BUCKETS, Chunks, Keys, TableImage, Tables, row_dtype
+from .contract import TableImage
 
 KEPT_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20  # what is read while steps wait

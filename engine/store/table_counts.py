@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .contract import Chunks, Tables
+from ..row_format import Chunks, Tables
 
 Counts = NDArray[np.int64]  # [tables]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import _core
 from ..errors import StoreError
-from ..store.contract import Chunks
+from ..row_format import Chunks
 from ..store.image import Image
 from ..threads import LOOK, Thread, wait_for
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ...snapshots.files.difference import Change, keys_of
 from .. import _core
-from ..store.contract import BUCKETS, Keys, Store, Tables, Tracker, row_dtype
+from ..row_format import BUCKETS, Change, Keys, Tables, keys_of, row_dtype
+from ..store.contract import Store, Tracker
 from .scanned import line_addresses
 
 CHUNK_BYTES = 1 << 23  # of rows that are read at once

@@ -14,8 +14,9 @@ from ..interrupts import uninterrupted
 from ..lifecycle.lifecycle import Lifecycle
 from ..ops.segments import rows_of
 from ..optim.rule import catches_up
+from ..row_format import Chunks, Keys, Tables
 from ..spec.inputs import Lookup
-from ..store.contract import Chunks, Keys, Store, Tables
+from ..store.contract import Store
 from ..store.image import KEPT_BYTES, DiskImage, Image, MemoryImage
 from ..store.rocksdb import RocksDB
 from ..store.table_counts import Counts, by_label, counted, counted_chunks
@@ -27,10 +28,10 @@ from .scanned import checked_rows, line_addresses
 from .stack import Stack
 
 if TYPE_CHECKING:
-    from ...snapshots.files.difference import Change
     from ..optim.optimizers import RowOptimizer
+    from ..optim.row_state import RowState
     from ..processors.processor import Processor
-    from ..spec.row_state import RowState
+    from ..row_format import Change
     from ..spec.table_spec import TableSpec
     from .pinned import PinnedBatch
 

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..errors import SnapshotError, StoreError
+from ..optim.row_state import RowState
 from ..optim.rule import catches_up
+from ..row_format import Chunks, row_dtype
 from ..spec.initializers import make_constant_initializer, make_table_options
-from ..spec.row_state import RowState
 from ..spec.table_spec import TableSpec
-from ..store.contract import Chunks, row_dtype
 from ..store.table_counts import Counts, counted
 from .stack import Stack
 

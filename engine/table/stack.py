@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cache.cached import CachedStore
 from ..spec.options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions
+from ..spec.rocksdb_options import options_text
 from ..store.contract import Store, Table, Tier
-from ..store.rocksdb import SHARDS, RocksDB, options_text
+from ..store.rocksdb import SHARDS, RocksDB
 
 if TYPE_CHECKING:
     from ..processors.processor import Processor

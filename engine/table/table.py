@@ -14,8 +14,9 @@ from torch import Tensor
 from ..errors import OptimizerError, StoreError
 from ..interrupts import uninterrupted
 from ..ops.segments import rows_of
+from ..row_format import LAST_STEP
 from ..spec.inputs import Gradients, Lookup, check_grad, check_weights
-from ..store.contract import LAST_STEP, Room
+from ..store.contract import Room
 from .open_rows import OpenRows
 from .pinned import PinnedBatch
 

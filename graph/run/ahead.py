@@ -1,26 +1,15 @@
-"""What the batches to come will look up, for the embeddings to make ready: hints, as each step computes its ids itself.
-
-A pass cuts from a compiled step what the ids of its training lookups are made of, to be run on the inputs of a batch.
-"""
+"""Announcing the batches of a run to its embeddings, which make their rows ready."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from typing import Any
-
-import torch
-from torch import fx
-from torch.utils import _pytree as pytree
 
 from ...engine.errors import TierbedError
-from ...engine.ops import step
 from ...engine.ops.rows import Rows
 from ...engine.spec.inputs import Lookup
-from ..passes.step_end import StepEnd, accumulate
-from ..trace.alias import external, is_random, storages, written
-
-Coming = list[tuple[Rows, list[Lookup]]]
+from ..passes.lookahead import Coming
+from ..passes.step_end import StepEnd
 
 
 class Announcer:
@@ -46,64 +35,3 @@ class Announcer:
             for embedding, lookups in self._together.items():
                 with contextlib.suppress(TierbedError):
                     embedding.announce(lookups)
-
-
-def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
-    """A module with the placeholders of the compiled `module` that returns (embedding, lookups) for all it trains.
-
-    Left out are those whose ids depend on rows, on random numbers, on what this step changes outside of it, or on an op
-    that is not torch's own. None where nothing is left.
-    """
-    known = known_ahead(module)
-    if not known:
-        return None
-    needed = set().union(*(_sources(node, lookups) for node, lookups in known))
-    cut = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node in needed or node.op == "placeholder":
-            copies[node] = cut.node_copy(node, copies.__getitem__)
-    cut.output([fx.map_arg(lookups, copies.__getitem__) for _, lookups in known])
-    return fx.GraphModule(module, cut)
-
-
-def known_ahead(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """The (embedding, lookups) whose rows can be brought up before the step runs, and the node that pins them."""
-    trained: list[tuple[fx.Node, Any]] = []
-    for node in module.graph.find_nodes(op="call_function", target=step.prefetch):
-        trained.append((node, node.args[:2]))
-    for node in module.graph.find_nodes(op="call_function", target=accumulate):
-        rows: Any = node.args[1]
-        trained += [(node, row[:2]) for row in rows]
-    outside = external(module.graph)
-    return [
-        (node, lookups)
-        for node, lookups in trained
-        if all(_is_repeatable(source, outside) for source in _sources(node, lookups))
-    ]
-
-
-def _sources(user: fx.Node, arguments: Any) -> set[fx.Node]:
-    """The nodes that these arguments of it are made of, with those that wrote to their memory before it."""
-    writers: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in user.graph.nodes:
-        if node is user:
-            break
-        for storage in written(node):
-            writers[storage].append(node)
-    sources: set[fx.Node] = set()
-    pending = [node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node)]
-    while pending:
-        node = pending.pop()
-        if node not in sources:
-            sources.add(node)
-            pending += node.all_input_nodes
-            pending += [writer for storage in storages(node) for writer in writers[storage]]
-    return sources
-
-
-def _is_repeatable(node: fx.Node, outside: set[int]) -> bool:
-    if node.op != "call_function" or isinstance(node.meta.get("val"), torch.SymInt):
-        return True
-    is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
-    return is_torch and not (is_random(node.target, node.args) or written(node) & outside)

@@ -28,6 +28,7 @@ from ..passes.common import (
     name_placeholders,
 )
 from ..passes.inductor import compile_dense
+from ..passes.lookahead import Coming, cut_lookups
 from ..passes.lookups import expand_reads, expand_trained, refuse_used
 from ..passes.open_sizes import sizes_from_inputs
 from ..passes.sharing import share_batches
@@ -38,7 +39,6 @@ from ..trace.built import Built
 from ..trace.names import identifiers, tensor_names
 from ..trace.sizes import Sizes
 from ..trace.trace import Trace, trace
-from .ahead import Coming, cut_lookups
 from .attempt import Attempt
 from .captured import Captured
 

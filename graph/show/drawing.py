@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ...engine.ops.rows import Rows
-from ..run.ahead import known_ahead
+from ..passes.lookahead import known_ahead
 from ..trace.trace import LIVE
 from .listing import describe, op_name, statement
 from .stages import STAGES, rows_at, stages

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
 from ...engine.modules.saved_rows import SavedRows
+from ...engine.spec.names import is_folder_name
 from ...engine.store.durable import (
     UnsyncedError,
     check_exchange,
     fsync_file,
-    is_folder_name,
     made_aside,
     open_regular,
     read_record,

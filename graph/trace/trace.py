@@ -31,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ... import engine
 from ...engine.errors import GraphError
 from .alias import is_random
 from .built import Built
@@ -42,7 +41,7 @@ from .swap import changed_setting, swapped, unused_grads
 
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
-    for folder in (Path(torch.__file__).parent, Path(engine.__file__).parent, Path(__file__).parents[1])
+    for folder in (Path(torch.__file__).parent, Path(__file__).parents[2] / "engine", Path(__file__).parents[1])
 )
 _SEED = 0x7165_7262_6564
 BACKWARD = "backward"  # in the meta of nodes that autograd recorded

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import InputError, SnapshotError
+from ...engine.row_format import row_dtype
 from ...engine.spec.tables import choices, names_in, table_number
-from ...engine.store.contract import row_dtype
 
 TABLE, KEY, EMBEDDING, UPDATES, STEP = "table", "key", "embedding", "updates", "step"
 TABLE_NAME = "table_name"  # beside the table's number, in formats that have text

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.errors import InputError, SnapshotError
+from ...engine.row_format import Chunks
 from ...engine.spec.tables import Names, choices, names_in, table_number
-from ...engine.store.contract import Chunks
 from ...engine.store.durable import TEMPORARY, UnsyncedError, fsync_file, make_folder, put_in_place
 from ..files.reader import Snapshot
 from ..files.writer import Progress, write_snapshot

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...engine import _core
 from ...engine.errors import SnapshotError
-from ...engine.store.contract import BUCKETS, Chunks, row_dtype
+from ...engine.row_format import BUCKETS, Chunks, row_dtype
 from ...engine.store.durable import make_folder
 from .columns import chunk_rows
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine import _core
-from ...engine.store.contract import BUCKETS, Chunks
+from ...engine.row_format import BUCKETS, Chunks
 
 Rows = NDArray[np.void]
 

@@ -16,7 +16,7 @@ from typing import IO
 import numpy as np
 
 from ...engine import _core
-from ...engine.store.contract import Chunks, row_dtype
+from ...engine.row_format import Chunks, row_dtype
 from ...engine.store.rocksdb import SCAN_BYTES
 from .apart_child import END, FAILED, HEADER, READY
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ...engine.errors import SnapshotError
-from ...engine.store.contract import Chunks
+from ...engine.row_format import Chunks, keys_of
 from .aligned import changed
-from .difference import keys_of
 from .format import Manifest
 
 Progress = Callable[[int], None]

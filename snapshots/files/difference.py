@@ -9,11 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine import _core
-from ...engine.store.contract import BUCKETS, Chunks
-from .format import KEY
-
-Rows = NDArray[np.void]
-Change = tuple[int, Rows, Rows]  # bucket, rows new or changed, keys [n] of `KEY` of those gone
+from ...engine.row_format import BUCKETS, Change, Chunks, Rows, keys_of
 
 _NEW = 2  # of `_core.join_rows`
 
@@ -53,13 +49,6 @@ def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
     """What makes the table `after` of the table `before`, as `difference` finds it."""
     for bucket, rows, _, gone in difference(before, after):
         yield bucket, rows, keys_of(gone)
-
-
-def keys_of(rows: Rows) -> Rows:
-    """The keys [n] of `KEY` of rows [n]."""
-    keys = np.empty(len(rows), KEY)
-    keys["table"], keys["key"] = rows["table"], rows["key"]
-    return keys
 
 
 class _Ahead:

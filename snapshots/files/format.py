@@ -14,9 +14,10 @@ from ...engine import _core
 from ...engine.errors import SnapshotError
 from ...engine.optim.kernel import CLIPS
 from ...engine.optim.rule import rule_named
+from ...engine.row_format import BUCKETS, KEY, LAST_STEP, row_dtype
+from ...engine.spec.names import is_folder_name
 from ...engine.spec.tables import FIELD, are_names
-from ...engine.store.contract import BUCKETS, LAST_STEP, row_dtype
-from ...engine.store.durable import is_folder_name, seal, unseal
+from ...engine.store.durable import seal, unseal
 from ...engine.store.folder_view import MANIFEST as MANIFEST
 from ...engine.store.folder_view import OWN
 from ...engine.store.table_counts import FIELD as TABLE_ROWS
@@ -24,7 +25,6 @@ from ...engine.store.table_counts import FIELD as TABLE_ROWS
 FORMAT = 2
 ROCKSDB = "rocksdb"  # the folder of a checkpoint's files
 HEADER_BYTES = 256
-KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # of a deleted row
 
 Kind = Literal["full", "incremental", "checkpoint"]
 KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import SnapshotError
-from ...engine.store.contract import Chunks
+from ...engine.row_format import Chunks
 from ...engine.store.durable import open_regular, read_record
 from ...engine.store.folder_view import snapshot_id
 from .chain import table_of, verify_chain

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from ...engine import _core
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.store.contract import Chunks
+from ...engine.row_format import Chunks
+from ...engine.spec.rocksdb_options import require_rocksdb
 from ...engine.store.durable import check_regular, open_regular
-from ...engine.store.rocksdb import require_rocksdb
 from .apart import ApartError, NotStartedError, rows_apart
 from .format import ROCKSDB, Manifest
 from .unread import UnreadError, cause_of, damaged, unread

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...engine.errors import SnapshotError
-from ...engine.store.contract import Chunks
+from ...engine.row_format import Chunks
 from .aligned import changed
 from .chain import Link, Progress, read_all, told, verify_chain
 from .reader import Snapshot

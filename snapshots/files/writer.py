@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...engine import _core
 from ...engine.errors import SnapshotError
-from ...engine.store.contract import BUCKETS
+from ...engine.row_format import BUCKETS
 from ...engine.store.durable import UnsyncedError, made_aside, remove_leftovers
 from .format import (
     HEADER_BYTES,

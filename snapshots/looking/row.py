@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ...engine import _core
 from ...engine.errors import InputError
+from ...engine.row_format import Chunks, row_dtype
 from ...engine.spec.tables import choices, names_in, numbered, table_number
-from ...engine.store.contract import Chunks, row_dtype
 from ...engine.store.folder import StoreFolder
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from ..files.format import bucket_file, deleted_file

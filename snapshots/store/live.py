@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.store.contract import Chunks
+from ...engine.row_format import Chunks
 from ...engine.store.durable import remove_folder
 from ...engine.store.folder import StoreFolder
 from ..files.format import OF_THE_MARK, Manifest, check_name
@@ -77,7 +77,8 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
     mark = marked(store)
     if mark["live"] != "rocksdb":
         return None
-    from ...engine.store.rocksdb import RocksDB, options_text  # only where it holds the rows
+    from ...engine.spec.rocksdb_options import options_text  # only where it holds the rows
+    from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
 
     def held() -> int:
         return sum(file.stat().st_size for file in store.live.glob("shard-*/*.sst"))

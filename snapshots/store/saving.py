@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...engine.errors import OptionError, SnapshotError
-from ...engine.store.contract import Chunks
+from ...engine.row_format import Change, Chunks
 from ...engine.store.folder import StoreFolder
-from ..files.difference import Change, changes_between
+from ..files.difference import changes_between
 from ..files.format import KINDS, Manifest
 from ..files.reader import LONGEST_CHAIN, Snapshot, latest_snapshot
 from ..files.writer import Progress, check_free, clear_leftovers, write_incremental, write_snapshot

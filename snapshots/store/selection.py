@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import InputError
-from ...engine.store.contract import Chunks, row_dtype
+from ...engine.row_format import Chunks, row_dtype
 
 if TYPE_CHECKING:
     from ..files.reader import Snapshot

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tierbed import engine
 from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.store.contract import row_dtype
+from tierbed.engine.row_format import row_dtype
 
 DIM = 3
 BEGIN = [0.25, -0.5]  # each table's initial value

@@ -17,7 +17,7 @@ from embeddings import contents
 from killed import Warm
 
 from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.store.contract import row_dtype
+from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots
 
 from .expected import Expected, Saved

@@ -14,7 +14,7 @@ from ...ops.cuda.batch import Batch, one_row
 from ...ops.cuda.device import Argument, launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
-from ...store.contract import BUCKETS
+from ...row_format import BUCKETS
 
 POLICIES = ("lru", "lfu")
 COUNTS = ("evictions_clean", "evictions_dirty", "overflows")

@@ -14,7 +14,8 @@ from ...ops.cuda.faults import Faults
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import copy_present, count_new, initialise_lines
-from ...store.contract import Asked, Chunks, Found, Keys, Lines, Room, Tables, Tier
+from ...row_format import Chunks, Keys, Tables
+from ...store.contract import Asked, Found, Lines, Room, Tier
 from ...store.cuda.full import SCAN_ROWS
 from ...store.cuda.tracking import WrittenBelow
 from ...store.full import check_room

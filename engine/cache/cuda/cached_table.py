@@ -14,7 +14,8 @@ from ...ops.cuda.device import Argument, launch
 from ...ops.cuda.faults import NO_ROOM, Faults
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.step import copy_present, initialise_lines, initialise_missing, lanes_for
-from ...store.contract import Asked, Chunks, Found, Keys, Lines, Room, Tables
+from ...row_format import Chunks, Keys, Tables
+from ...store.contract import Asked, Found, Lines, Room
 from ...store.cuda.full import FullStore
 from ...store.cuda.tracking import Marks
 from .cache import Admission, Cache

@@ -15,7 +15,8 @@ from ...ops.cuda.faults import Faults
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines, initialise_missing
-from ..contract import BUCKETS, Asked, Chunks, Found, Keys, Lines, Room, Tables, WithoutAnnouncements, row_dtype
+from ...row_format import BUCKETS, Chunks, Keys, Tables, row_dtype
+from ..contract import Asked, Found, Lines, Room, WithoutAnnouncements
 from .image import Held, TableImage
 from .table import FullTable
 from .tracking import Marks

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...ops.cuda.batch import Batch, rows_of
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
-from ..contract import BUCKETS, Keys, Tables, row_dtype
+from ...row_format import BUCKETS, Keys, Tables, row_dtype
 from .table import FullTable
 
 Kept = tuple[NDArray[np.int64], NDArray[np.uint8]]  # places [n], ascending, and lines [n, stored_bytes]

@@ -9,7 +9,7 @@ import torch
 
 from ... import _core
 from ...ops.cuda.batch import Batch, keys_of
-from ..contract import BUCKETS, Keys, Tables
+from ...row_format import BUCKETS, Keys, Tables
 from .table import FullTable
 
 

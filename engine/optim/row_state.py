@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..store.contract import Chunks, row_dtype
+from ..row_format import Chunks, row_dtype
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,41 @@
+"""The processor of a table, by the device of its module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..errors import InputError
+from ..spec.inputs import DEVICES
+from ..spec.options import StoreOptions
+from .processor import Factory
+
+
+def _cpu(device: torch.device, options: StoreOptions) -> Factory:
+    from .cpu import CpuProcessor
+
+    return CpuProcessor
+
+
+def _cuda(device: torch.device, options: StoreOptions) -> Factory:
+    from ..ops.cuda.device import cuda_device
+    from .cuda import on_device
+
+    return on_device(cuda_device(device.index), options)
+
+
+PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], Factory]] = {"cpu": _cpu, "cuda": _cuda}
+
+
+def processor_of(device: torch.device, options: StoreOptions) -> Factory:
+    """For tables on a device of torch. InputError for one that has no tables, OptionError for options that it lacks.
+
+    StoreError where the software for it is not installed.
+    """
+    if device.type not in DEVICES:
+        raise InputError(
+            f"the embedding was moved to {device}; tables live on the CPU or on CUDA devices: move it by .cpu() or "
+            ".cuda()"
+        )
+    return PROCESSORS[device.type](device, options)
