@@ -1,12 +1,11 @@
-"""Scripts written for OneEmbedding's documentation train as they are, but for the names of packages.
+"""Every example of OneEmbedding's documentation runs with torch for tensors and layers and tierbed for `one_embedding`.
 
-Arguments, their names, order and sizes are those of its examples; torch's names stand for OneFlow's, and an ordinary
-MLP for FusedMLP, and the CPU for cuda. Dense PyTorch tables say what the losses and rows have to be.
+Dense PyTorch tables say what losses and rows have to be.
 """
 
 from __future__ import annotations
 
-import inspect
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,104 +13,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_embedding_calls import CALLS, FusedMLP, document, examples, run
 from torch import Tensor, nn
 
-import tierbed.engine as one_embedding
-from tierbed.engine import optim
-from tierbed.graph import Graph
-
-SIZES = [39884407, 39043, 17289]
-SCALES = np.sqrt(1 / np.array(SIZES))
-IDS = np.random.default_rng(0).integers(0, 1000, (100, 3), dtype=np.int64)
+from tierbed import one_embedding
 
 
-def fused_mlp(in_features: int, hidden_features: list[int], out_features: int) -> nn.Sequential:
-    """`FusedMLP(..., skip_final_activation=True)`."""
-    widths = [in_features, *hidden_features]
-    hidden = [layer for pair in zip(widths, hidden_features, strict=False) for layer in (nn.Linear(*pair), nn.ReLU())]
-    return nn.Sequential(*hidden, nn.Linear(widths[-1], out_features))
+def columns(made: dict[str, Any]) -> list[int]:
+    """The widths that an example gave its embedding."""
+    return made["embedding_size_list"] if "embedding_size_list" in made else [made["embedding_size"]]
 
 
-def ssd_options(path: Path, **others: Any) -> Any:
-    return one_embedding.make_cached_ssd_store_options(persistent_path=str(path), **others)
+def again(made: dict[str, Any], name: str, store_options: Any) -> Any:
+    """An embedding that begins as an example's does."""
+    return one_embedding.Embedding(name, columns(made), torch.float, torch.int64, made["tables"], store_options)
 
 
-def guided(path: Path) -> nn.Module:
-    """The guide's own steps: tables, the storage of the tables, the embedding."""
-    tables = [
-        one_embedding.make_table_options(one_embedding.make_uniform_initializer(low=-0.1, high=0.1)),
-        one_embedding.make_table_options(one_embedding.make_uniform_initializer(low=-0.05, high=0.05)),
-        one_embedding.make_table_options(one_embedding.make_uniform_initializer(low=-0.15, high=0.15)),
-    ]
-    store_options = ssd_options(path, cache_budget_mb=8142, capacity=40000000, size_factor=1, physical_block_size=4096)
-    return one_embedding.MultiTableEmbedding(
-        name="my_embedding",
-        embedding_dim=128,
-        dtype=torch.float,
-        key_type=torch.int64,
-        tables=tables,
-        store_options=store_options,
-    )
-
-
-def multi_table(path: Path) -> nn.Module:
-    """The example of `MultiTableEmbedding`."""
-    tables = [
-        one_embedding.make_table_options(one_embedding.make_uniform_initializer(low=-scale, high=scale))
-        for scale in SCALES
-    ]
-    return one_embedding.MultiTableEmbedding(
-        name="my_embedding",
-        embedding_dim=128,
-        dtype=torch.float,
-        key_type=torch.int64,
-        tables=tables,
-        store_options=ssd_options(path, cache_budget_mb=8192, capacity=sum(SIZES)),
-    )
-
-
-def multi_column(path: Path) -> nn.Module:
-    """The example of `MultiTableMultiColumnEmbedding`."""
-    tables = [
-        one_embedding.make_table_options(
-            [
-                one_embedding.make_column_options(one_embedding.make_uniform_initializer(low=-scale, high=scale)),
-                one_embedding.make_column_options(one_embedding.make_normal_initializer(mean=0, std=scale)),
-            ]
-        )
-        for scale in SCALES
-    ]
-    return one_embedding.MultiTableMultiColumnEmbedding(
-        name="my_embedding",
-        embedding_dim=[10, 1],
-        dtype=torch.float,
-        key_type=torch.int64,
-        tables=tables,
-        store_options=ssd_options(path, cache_budget_mb=8192, capacity=sum(SIZES)),
-    )
-
-
-class TrainGraph(Graph):
-    def __init__(self, embedding: nn.Module, mlp: nn.Module) -> None:
-        super().__init__()
-        self.embedding_lookup = embedding
-        self.mlp = mlp
-        self.add_optimizer(torch.optim.SGD(self.embedding_lookup.parameters(), lr=0.1, momentum=0.0))
-        self.add_optimizer(torch.optim.SGD(self.mlp.parameters(), lr=0.1, momentum=0.0))
-
-    def build(self, ids: Tensor) -> Tensor:
-        embedding = self.embedding_lookup(ids)
-        loss = self.mlp(torch.reshape(embedding, (-1, self.mlp[0].in_features)))
-        loss = loss.sum()
-        loss.backward()
-        return loss
-
-
-def eager_steps(tables: nn.ParameterList, mlp: nn.Module, count: int) -> Iterator[float]:
+def eager_steps(tables: nn.ParameterList, mlp: nn.Module, ids: Tensor, count: int) -> Iterator[float]:
     """The same steps with dense tables of 1000 rows."""
     optimizer = torch.optim.SGD([*tables, *mlp.parameters()], lr=0.1)
     for _ in range(count):
-        rows = torch.stack([table[column] for table, column in zip(tables, torch.tensor(IDS).T, strict=True)], 1)
+        rows = torch.stack([table[column] for table, column in zip(tables, ids.T, strict=True)], 1)
         loss = mlp(rows.flatten(1)).sum()
         optimizer.zero_grad()
         loss.backward()
@@ -119,63 +41,80 @@ def eager_steps(tables: nn.ParameterList, mlp: nn.Module, count: int) -> Iterato
         yield loss.item()
 
 
-@pytest.mark.parametrize("example", [guided, multi_table, multi_column])
-def test_a_documented_example_trains_as_dense_tables_do(example: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    embedding = example(tmp_path)
-    mlp = fused_mlp(in_features=3 * embedding.dim, hidden_features=[512, 256, 128], out_features=1)
+@pytest.mark.skipif(document() is None, reason="TIERBED_SEEDS names no folder with OneEmbedding's documentation")
+@pytest.mark.parametrize("name", CALLS)
+def test_the_copy_of_an_example_is_the_documents(name: str) -> None:
+    assert ast.unparse(ast.parse(CALLS[name])) == ast.unparse(ast.parse(examples()[name]))
+
+
+def test_the_example_of_an_ordinary_embedding(tmp_path: Path) -> None:
+    made = run("embedding", tmp_path)
+    assert torch.equal(made["y"], made["embedding"].weight[made["indices"].long()])
+
+
+def test_the_example_of_table_options(tmp_path: Path) -> None:
+    made = run("table_options", tmp_path, scale=0.5)
+    assert made["tables"] == [{"initializer": {"type": "uniform", "low": -0.5, "high": 0.5}}] * 2
+    assert one_embedding.make_table(made["initializer"]) == made["table1"]
+
+
+@pytest.mark.parametrize("name", ["guide", "multi_table", "multi_column"])
+def test_the_example_of_training_does_what_dense_tables_do(name: str, tmp_path: Path) -> None:
+    np.random.seed(0)
+    made = run(name, tmp_path)
+    embedding = made["embedding"]
+    if "loss" in made:
+        ids, graph = made["ids_tensor"], made["graph"]
+        losses = [made["loss"].item()]
+    else:
+        ids, graph = torch.randint(1000, (100, 3), generator=torch.Generator().manual_seed(0)), made["TrainGraph"]()
+        losses = [graph(ids).item()]
+    losses.append(graph(ids).item())
+
     keys = torch.arange(1000)
-    tables = nn.ParameterList(embedding.get(keys, table) for table in range(3))
-    plain = fused_mlp(in_features=3 * embedding.dim, hidden_features=[512, 256, 128], out_features=1)
-    plain.load_state_dict(mlp.state_dict())
-    graph = TrainGraph(embedding, mlp)
-    ids_tensor = torch.tensor(IDS, requires_grad=False)
-    losses = [graph(ids_tensor).item() for _ in range(2)]
-    assert losses == pytest.approx(list(eager_steps(tables, plain, 2)), rel=1e-4)
+    with again(made, "untrained", one_embedding.make_device_mem_store_options()) as untrained:
+        tables = nn.ParameterList(untrained.get(keys, table) for table in range(3))
+    mlp = FusedMLP(3 * embedding.dim, [512, 256, 128], 1, skip_final_activation=True)
+    assert losses == pytest.approx(list(eager_steps(tables, mlp, ids, 2)), rel=1e-4)
     assert losses[1] < losses[0]
-    assert embedding.size() == len({(table, key) for row in IDS.tolist() for table, key in enumerate(row)})
+    assert embedding.size() == len({(table, key) for row in ids.tolist() for table, key in enumerate(row)})
     for table, expected in enumerate(tables):
         torch.testing.assert_close(embedding.get(keys, table), expected.detach(), rtol=0, atol=1e-5)
 
-    trained = embedding(ids_tensor)
+    trained = embedding(ids)
     embedding.save_snapshot("two_steps")
-    graph(ids_tensor)
-    assert not torch.equal(embedding(ids_tensor), trained)
+    graph(ids)
+    assert not torch.equal(embedding(ids), trained)
     embedding.load_snapshot("two_steps")
-    assert torch.equal(embedding(ids_tensor), trained)
+    assert torch.equal(embedding(ids), trained)
     embedding.close()
-    with example(tmp_path) as again:
-        assert torch.equal(again(ids_tensor), trained)
+    with again(made, "my_embedding", made["store_options"]) as resumed:
+        assert torch.equal(resumed(ids), trained)
 
 
 def test_columns_begin_as_their_own_initializers_say(tmp_path: Path) -> None:
-    with multi_column(tmp_path) as embedding:
-        for table, scale in enumerate(SCALES):
+    made = run("multi_column", tmp_path)
+    with made["embedding"], again(made, "untrained", one_embedding.make_device_mem_store_options()) as embedding:
+        for table, scale in enumerate(made["scales"]):
             wide, narrow = embedding.get(torch.arange(1000), table).split([10, 1], dim=1)
             assert 0.99 * scale < wide.abs().max() <= scale
             assert narrow.std().item() == pytest.approx(scale, rel=0.1)
             assert narrow.abs().max() > 2 * scale
 
 
-def test_ftrl_has_the_documented_arguments_and_steps_after_backward() -> None:
-    given = {name: p.default for name, p in inspect.signature(optim.Ftrl).parameters.items() if name != "params"}
-    documented = {
-        "lr": 1e-3,
-        "weight_decay": 0.0,
-        "lr_power": -0.5,
-        "initial_accumulator_value": 0.1,
-        "lambda1": 0.0,
-        "lambda2": 0.0,
-        "beta": 0.0,
-    }
-    assert given | documented == given
-    assert list(given)[: len(documented)] == list(documented)
+def test_the_example_of_ftrl(tmp_path: Path) -> None:
     net = nn.Linear(1, 1, bias=False)
-    ftrl = optim.Ftrl(net.parameters(), lr=1e-3)
-    for _ in range(3):
-        before = net.weight.item()
-        loss = net(torch.ones(1, 1)).sum()
-        loss.backward()
-        ftrl.step()
-        ftrl.zero_grad()
-        assert net.weight.item() < before
+    nn.init.constant_(net.weight, 0.5)
+    seen = []
+
+    def compute_loss() -> Tensor:
+        seen.append(net.weight.item())
+        assert net.weight.grad is None
+        return net(torch.ones(1, 1)).sum()
+
+    made = run("ftrl", tmp_path, net=net, epochs=3, compute_loss=compute_loss, one_embedding=one_embedding)
+    seen.append(net.weight.item())
+    assert type(made["ftrl"]) is one_embedding.Ftrl
+    assert len(seen) == 4
+    assert seen == sorted(seen, reverse=True)
+    assert len(set(seen)) == 4

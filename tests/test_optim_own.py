@@ -131,6 +131,17 @@ def test_ftrl_does_not_divide_by_an_accumulator_that_underflowed() -> None:
     assert torch.equal(embedding.get([1, 2]), before)
 
 
+@pytest.mark.parametrize("kind", [RowWiseAdagrad, Ftrl])
+def test_a_sparse_gradient_is_refused_before_a_parameter_moved(kind: Any) -> None:
+    before, sparse = torch.nn.Linear(1, 1), torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = kind([*before.parameters(), *sparse.parameters()], lr=0.1)
+    (before(torch.ones(1)) * sparse(torch.tensor([1])).sum()).sum().backward()
+    values = [p.clone() for p in (*before.parameters(), *sparse.parameters())]
+    with pytest.raises(OptimizerError, match=r"shape \(5, 3\) has a gradient of layout torch.sparse_coo; give dense"):
+        optimizer.step()
+    assert all(map(torch.equal, values, (*before.parameters(), *sparse.parameters())))
+
+
 @pytest.mark.parametrize("kind", [RowWiseAdagrad, Ftrl, CatchUpAdam])
 def test_the_dense_step_moves_any_shape_runs_a_closure_and_is_saved(kind: type[torch.optim.Optimizer]) -> None:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3, 4), (5,), ())]

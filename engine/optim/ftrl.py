@@ -78,6 +78,11 @@ class Ftrl(OwnOptimizer):
             _hyper(group, 1)
             _initial(group)
 
+    @property
+    def support_sparse(self) -> bool:
+        """Whether dense parameters may have sparse gradients, as OneFlow's optimizers tell: False. Rows have none."""
+        return False
+
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         x = _hyper(group, 1)
         if not state:

@@ -48,13 +48,21 @@ class OwnOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Move every parameter that has a gradient. Returns what `closure`, which computes the gradients, returns."""
+        """Move every parameter that has a gradient. Returns what `closure`, which computes the gradients, returns.
+
+        Raises OptimizerError for a sparse gradient, and no parameter has moved.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.move(parameter, parameter.grad, self.state[parameter], group)
+        reached = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, _ in reached:
+            if parameter.grad.layout is not torch.strided:
+                raise OptimizerError(
+                    f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} has a gradient of layout "
+                    f"{parameter.grad.layout}; give dense ones, as of nn.Embedding(sparse=False)"
+                )
+        for parameter, group in reached:
+            self.move(parameter, parameter.grad, self.state[parameter], group)
         return loss
