@@ -29,6 +29,7 @@ sanitize: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/layers
 
 types: install
 	PYTHON=$(BIN)/python scripts/typecheck

@@ -1,5 +1,5 @@
 """The static graph: a user's step, traced once an input signature and run as one compiled step."""
 
-from .graph import Graph
+import lazy_loader
 
-__all__ = ["Graph"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
-from ..engine import EagerOptimizer, MultiTableMultiColumnEmbedding, OptimizerError
+from ..engine.errors import OptimizerError
+from ..engine.modules.eager import EagerOptimizer
+from ..engine.modules.embedding import MultiTableMultiColumnEmbedding
 from ..engine.optim import CatchUpAdam
 
 

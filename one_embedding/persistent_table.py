@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine import OptionError
+from ..engine.errors import OptionError
 from ..snapshots import exchange
 
 if TYPE_CHECKING:

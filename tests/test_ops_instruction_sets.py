@@ -125,7 +125,7 @@ def hyper(rule: Rule, step: int, clips: tuple[float, float]) -> list[float]:
 @pytest.mark.parametrize("dim", DIMS)
 def test_updates_and_what_lookups_see_of_rows_that_missed_steps(rule: Rule, dim: int) -> None:
     name = rule.kernel.name
-    states = rule.state_widths(dim)
+    states = rule.kernel.state_widths(dim)
     table = Table([dim], [0.1] * len(states), tables=1, state_widths=states)
 
     def run() -> list[NDArray]:

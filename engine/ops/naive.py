@@ -270,8 +270,8 @@ def clip(grads: F32, value: np.float32, norm: np.float32) -> F32:
 def _named(rule: Rule, rows: F32, dim: int, hyper: Sequence[float]) -> dict[str, Any]:
     """Weights, states and hyper-parameters by the names of the rule's kernel."""
     kernel = rule.kernel
-    ends = np.cumsum([dim, *rule.state_widths(dim)]).tolist()
-    names = dict(zip(rule.states, (rows[:, begin:end] for begin, end in pairwise(ends)), strict=True))
+    ends = np.cumsum([dim, *rule.kernel.state_widths(dim)]).tolist()
+    names = dict(zip(rule.kernel.states, (rows[:, begin:end] for begin, end in pairwise(ends)), strict=True))
     values = dict(zip(kernel.all_hypers, hyper[: -len(CLIPS)], strict=True))
     rounded = {name: np.float32(value) if name in kernel.hypers else value for name, value in values.items()}
     return {"w": rows[:, :dim], **names, **rounded}

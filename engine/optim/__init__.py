@@ -3,8 +3,6 @@
 Those that torch.optim has not are optimizers of their own here, which move dense parameters as well.
 """
 
-from .catch_up_adam import CatchUpAdam
-from .ftrl import Ftrl
-from .rowwise_adagrad import RowWiseAdagrad
+import lazy_loader
 
-__all__ = ["CatchUpAdam", "Ftrl", "RowWiseAdagrad"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -24,6 +24,7 @@ import ast
 import re
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ class Kernel:
         """In the order that the native rule takes them, clipping apart."""
         return self.hypers + self.doubles
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names, in the order of the line."""
+        return self.element_states + self.row_states
+
+    def state_widths(self, dim: int) -> tuple[int, ...]:
+        """Floats of each state in a row of `dim` elements."""
+        return (dim,) * len(self.element_states) + (1,) * len(self.row_states)
+
 
 def declared(folder: Path = Path(__file__).parent) -> list[Kernel]:
     """Every kernel of the files in `folder`, by name. Raises ValueError for one that is not made of literals."""
@@ -81,10 +91,16 @@ def declared(folder: Path = Path(__file__).parent) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: str(kernel.name))
 
 
+@cache
+def kernels() -> dict[str, Kernel]:
+    """Every kernel of this folder, by name, without loading torch."""
+    return {str(kernel.name): kernel for kernel in declared()}
+
+
 def header() -> str:
     """The C++ text: a struct for each rule, and `AllRules`, the list of them."""
-    kernels = declared()
-    names = ", ".join(_struct_name(kernel) for kernel in kernels)
+    found = declared()
+    names = ", ".join(_struct_name(kernel) for kernel in found)
     return "\n".join(
         [
             "// Made by engine/optim/kernel.py of the kernels in engine/optim.",
@@ -92,7 +108,7 @@ def header() -> str:
             '#include "rule.h"',
             "",
             "namespace tierbed {",
-            *(_struct(kernel) for kernel in kernels),
+            *(_struct(kernel) for kernel in found),
             f"\nusing AllRules = Rules<{names}>;",
             "\n}  // namespace tierbed\n",
         ]

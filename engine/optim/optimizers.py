@@ -37,7 +37,7 @@ class RowOptimizer:
         self._index = next(index for index, other in enumerate(optimizer.param_groups) if other is group)
         self._rule = _rule_of(optimizer, group)
         self.rule = self._rule.kernel.name
-        self.states = self._rule.states
+        self.states = self._rule.kernel.states
         values = self._rule.initial(group)
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
         self._checked: dict[str, Any] | None = None  # settings that were found right
@@ -75,7 +75,7 @@ class RowOptimizer:
 
     def row_state(self, dim: int) -> RowState:
         """What a row of `dim` elements carries."""
-        return RowState(self.rule, self.states, self._rule.state_widths(dim), tuple(self.initial))
+        return RowState(self.rule, self.states, self._rule.kernel.state_widths(dim), tuple(self.initial))
 
 
 def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:

@@ -63,15 +63,6 @@ class Rule:
     when: Callable[[Group], bool] = _always
     catch_up: Callable[[Row], None] | None = None
 
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Names, in the order of the line."""
-        return self.kernel.element_states + self.kernel.row_states
-
-    def state_widths(self, dim: int) -> tuple[int, ...]:
-        """Floats of each state in a row of `dim` elements."""
-        return (dim,) * len(self.kernel.element_states) + (1,) * len(self.kernel.row_states)
-
 
 @cache
 def all_rules() -> tuple[Rule, ...]:

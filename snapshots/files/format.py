@@ -12,8 +12,7 @@ import numpy as np
 
 from ...engine import _core
 from ...engine.errors import SnapshotError
-from ...engine.optim.kernel import CLIPS
-from ...engine.optim.rule import rule_named
+from ...engine.optim.kernel import CLIPS, kernels
 from ...engine.row_format import BUCKETS, KEY, LAST_STEP, row_dtype
 from ...engine.spec.names import is_folder_name
 from ...engine.spec.tables import FIELD, are_names
@@ -254,20 +253,20 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     """States and `hyper` are those of the rule, where it is known here; `hyper` is empty before its first update."""
     name = value["optimizer"]
     try:
-        rule = rule_named(name)
+        kernel = kernels()[name]
     except KeyError:
         return
-    states = list(zip(rule.states, rule.state_widths(dim), strict=True))
+    states = list(zip(kernel.states, kernel.state_widths(dim), strict=True))
     found = list(zip(value["states"], value["state_widths"], strict=True))
     _require(found == states, f"description has 'states' and 'state_widths' {found}, and rule {name!r} has {states}")
-    given, taken = len(value["hyper"]), len(rule.kernel.all_hypers) + len(CLIPS)
+    given, taken = len(value["hyper"]), len(kernel.all_hypers) + len(CLIPS)
     _require(given in (0, taken), f"description has 'hyper' of {given} numbers, and rule {name!r} takes {taken}")
 
 
 def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:
     """The description with `hyper` as numbers by name; as the list that is stored where the rule is not known here."""
     try:
-        names = (*rule_named(description["optimizer"]).kernel.all_hypers, *CLIPS)
+        names = (*kernels()[description["optimizer"]].all_hypers, *CLIPS)
     except KeyError:
         return description
     return {**description, "hyper": dict(zip(names, description["hyper"], strict=False))}  # of no number yet, or all

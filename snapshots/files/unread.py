@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from ...engine.errors import SnapshotError
+from ...engine.errors import SnapshotError as SnapshotError
 from ...engine.store.durable import MORE_FILES
 
 _OF_PROCESS = {

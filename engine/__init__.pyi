@@ -1,0 +1,37 @@
+"""The names of the engine's face, with their types. `__init__.py` resolves each at its first use."""
+
+from . import optim as optim
+from .errors import CapacityError as CapacityError
+from .errors import ClosedError as ClosedError
+from .errors import GraphError as GraphError
+from .errors import InputError as InputError
+from .errors import OptimizerError as OptimizerError
+from .errors import OptionError as OptionError
+from .errors import SnapshotError as SnapshotError
+from .errors import StoreError as StoreError
+from .errors import TierbedError as TierbedError
+from .modules.eager import EagerOptimizer as EagerOptimizer
+from .modules.embedding import MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding
+from .modules.multi_table import MultiTableEmbedding as MultiTableEmbedding
+from .observe.metrics import MetricsCollector as MetricsCollector
+from .observe.metrics import prometheus_text as prometheus_text
+from .observe.metrics import write_tensorboard as write_tensorboard
+from .observe.plan import Curve as Curve
+from .observe.plan import Plan as Plan
+from .observe.plan import plan as plan
+from .optim.optimizers import RowOptimizer as RowOptimizer
+from .optim.optimizers import row_optimizer as row_optimizer
+from .spec.initializers import make_column_options as make_column_options
+from .spec.initializers import make_constant_initializer as make_constant_initializer
+from .spec.initializers import make_normal_initializer as make_normal_initializer
+from .spec.initializers import make_table as make_table
+from .spec.initializers import make_table_options as make_table_options
+from .spec.initializers import make_trunc_normal_initializer as make_trunc_normal_initializer
+from .spec.initializers import make_uniform_initializer as make_uniform_initializer
+from .spec.options import load_store_options as load_store_options
+from .spec.options import make_cached_host_mem_store_options as make_cached_host_mem_store_options
+from .spec.options import make_cached_ssd_store_options as make_cached_ssd_store_options
+from .spec.options import make_device_mem_store_options as make_device_mem_store_options
+from .spec.options import make_host_mem_store_options as make_host_mem_store_options
+from .store.rocksdb import rocksdb_info as rocksdb_info
+from .version import __version__ as __version__
