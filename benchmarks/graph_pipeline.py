@@ -16,6 +16,7 @@ from tier_report import Figure, listed
 from tier_stores import Mismatch, top_tier, wait_until_idle
 from torch import Tensor
 
+from tierbed.engine.table.pinned import PinnedBatch
 from tierbed.engine.table.table import OpenTable
 
 SECTION = "pipeline"
@@ -98,7 +99,8 @@ def _turn(graph: GraphStep, steps: Iterable[Tensor]) -> Turn:
         timed_ops(watches["dense"], graph, is_op),
         timed_calls(watches["dense"], graph.optimizer, "step"),
         timed_calls(watches["fetch"], OpenTable, "pin"),
-        timed_calls(watches["rows"], OpenTable, "gather", "update"),
+        timed_calls(watches["rows"], PinnedBatch, "gather"),
+        timed_calls(watches["rows"], OpenTable, "update"),
     ):
         losses.append(next(ends))
         for watch in watches.values():

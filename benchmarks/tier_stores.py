@@ -24,6 +24,7 @@ from tierbed.engine import (
     make_table_options,
     make_uniform_initializer,
 )
+from tierbed.engine.table.pinned import PinnedBatch
 from tierbed.engine.table.table import OpenTable
 from tierbed.graph import Graph
 
@@ -159,7 +160,8 @@ def wait_until_idle(seconds: float = 0.02, longest: float = 60.0) -> float:
 @contextmanager
 def _parts(taken: dict[str, float]) -> Iterator[None]:
     """Add up how long the calls of a step to its table take."""
-    methods: dict[str, Callable[..., Any]] = {name: getattr(OpenTable, name) for name in ("pin", "gather", "update")}
+    classes = {"pin": OpenTable, "gather": PinnedBatch, "update": OpenTable}
+    methods: dict[str, Callable[..., Any]] = {name: getattr(holder, name) for name, holder in classes.items()}
 
     def timed(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -171,13 +173,13 @@ def _parts(taken: dict[str, float]) -> Iterator[None]:
 
         return call
 
-    for name in methods:
-        setattr(OpenTable, name, timed(name))
+    for name, holder in classes.items():
+        setattr(holder, name, timed(name))
     try:
         yield
     finally:
         for name, method in methods.items():
-            setattr(OpenTable, name, method)
+            setattr(classes[name], name, method)
 
 
 def check_results(what: str, one: Turn, other: Turn) -> None:

@@ -12,7 +12,7 @@ from embeddings import DIM, contents, make, train
 from tierbed.engine import CapacityError, MultiTableEmbedding
 from tierbed.engine.row_format import Chunks, row_dtype
 from tierbed.engine.store import image, rocksdb
-from tierbed.engine.table.open_rows import OpenRows
+from tierbed.engine.table.table import OpenTable
 
 in_memory = pytest.mark.parametrize("store", ["device", "host", "cached_host"])
 
@@ -62,7 +62,7 @@ def check_image(how: Any, other: Any, gaps: list[int], before: int, place: Any =
         for number in range(before):
             change(embedding, number)
         expected = contents(embedding).tobytes()
-        image = embedding._table().image()
+        image = embedding._table().watch.image()
         steps = iter(range(before, 20))
 
         def read() -> Chunks:
@@ -83,5 +83,5 @@ def check_image(how: Any, other: Any, gaps: list[int], before: int, place: Any =
     assert rows == changed(other, range(last + 1))
 
 
-def table_of(embedding: MultiTableEmbedding) -> OpenRows:
+def table_of(embedding: MultiTableEmbedding) -> OpenTable:
     return embedding._table()

@@ -50,7 +50,7 @@ class Writer:
 
 
 def waits_of(embedding: MultiTableEmbedding) -> int:
-    image = table_of(embedding)._image
+    image = table_of(embedding).watch._image
     assert isinstance(image, MemoryImage)
     return image.waits
 

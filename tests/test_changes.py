@@ -208,23 +208,23 @@ def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int
             return {row for _, rows in steps for row in rows} | left
 
         go(before)
-        table.track_changes(FIRST)
+        table.watch.track_changes(FIRST)
         held = by_name(contents(embedding))
         touched = go(during)
-        assert table.changed(SECOND) is None
-        failing = table.changed(FIRST)
+        assert table.watch.changed(SECOND) is None
+        failing = table.watch.changed(FIRST)
         assert failing is not None
         next(failing, None)  # the save fails here: nothing is forgotten
         touched |= go(after)
-        found = table.changed(FIRST)
+        found = table.watch.changed(FIRST)
         assert found is not None
         now, names = applied(held, found)
         assert now == by_name(contents(embedding))
         assert names <= touched
-        table.changes_saved(SECOND)
+        table.watch.changes_saved(SECOND)
         touched = go(during)
-        assert table.changed(FIRST) is None
-        found = table.changed(SECOND)
+        assert table.watch.changed(FIRST) is None
+        found = table.watch.changed(SECOND)
         assert found is not None
         now, names = applied(now, found)
         assert now == by_name(contents(embedding))
@@ -260,10 +260,10 @@ def test_only_what_was_written_is_noted(tmp_path: Path, store: str) -> None:
         table = embedding._table()
         train(embedding, range(50))
         train(embedding, range(50))
-        table.track_changes(FIRST)
+        table.watch.track_changes(FIRST)
         embedding.get(np.arange(50), 0)
         train(embedding, range(40, 60))  # ten of them are seen for the first time, and refused
-        found = table.changed(FIRST)
+        found = table.watch.changed(FIRST)
         assert found is not None
         rows, gone = zip(*((rows, gone) for _, rows, gone in found), strict=True)
         assert sorted(np.concatenate(rows)["key"].tolist()) == list(range(40, 50))
@@ -273,9 +273,9 @@ def test_only_what_was_written_is_noted(tmp_path: Path, store: str) -> None:
 def test_chunks_of_changes_are_bounded() -> None:
     with make(options("device"), "sgd") as embedding, in_small_chunks(4):
         table = embedding._table()
-        table.track_changes(FIRST)
+        table.watch.track_changes(FIRST)
         train(embedding, range(2000))
-        found = table.changed(FIRST)
+        found = table.watch.changed(FIRST)
         assert found is not None
         sizes = [len(rows) for _, rows, _ in found]
         assert sum(sizes) == 2000
@@ -285,13 +285,13 @@ def test_chunks_of_changes_are_bounded() -> None:
 def test_what_is_tracked_begins_anew() -> None:
     with make(options("device"), "sgd") as embedding:
         table = embedding._table()
-        assert table.changed(FIRST) is None
-        table.track_changes(FIRST)
+        assert table.watch.changed(FIRST) is None
+        table.watch.track_changes(FIRST)
         train(embedding, range(9))
-        table.track_changes(SECOND)
+        table.watch.track_changes(SECOND)
         train(embedding, [4])
-        assert table.changed(FIRST) is None
-        found = table.changed(SECOND)
+        assert table.watch.changed(FIRST) is None
+        found = table.watch.changed(SECOND)
         assert found is not None
         assert [rows["key"].tolist() for _, rows, _ in found] == [[4]]
 
@@ -299,9 +299,9 @@ def test_what_is_tracked_begins_anew() -> None:
 def test_changes_of_a_closed_table_are_not_read() -> None:
     embedding = make(options("device"), "sgd")
     table = embedding._table()
-    table.track_changes(FIRST)
+    table.watch.track_changes(FIRST)
     train(embedding, range(9))
-    found = table.changed(FIRST)
+    found = table.watch.changed(FIRST)
     assert found is not None
     next(found)
     embedding.close()

@@ -46,7 +46,7 @@ def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, store: str) -> None:
         ids, tables = torch.arange(100), torch.zeros(100, dtype=torch.int64)
         pinned = embedding.pin([Lookup(ids, tables)])  # some are new
         expected = contents(embedding).tobytes()
-        image = embedding._table().image()
+        image = embedding._table().watch.image()
         pinned.update([torch.ones(100, DIM)])
         assert contents(embedding).tobytes() != expected
         assert joined(image.chunks()) == expected
@@ -60,7 +60,7 @@ def test_an_image_while_batches_are_prefetched(tmp_path: Path, store: str) -> No
         for lookup in lookups:
             embedding.prefetch(lookup.ids, lookup.table_ids)
         expected = contents(embedding).tobytes()
-        chunks = embedding._table().image().chunks()
+        chunks = embedding._table().watch.image().chunks()
         read = []
         for lookup in lookups:
             train(embedding, lookup.ids, lookup.table_ids)
@@ -74,7 +74,7 @@ def test_an_image_while_batches_are_prefetched(tmp_path: Path, store: str) -> No
 def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, store: str) -> None:
     with make(options(store, tmp_path), "adagrad") as embedding:
         train(embedding, range(3000))
-        image = table_of(embedding).image()
+        image = table_of(embedding).watch.image()
         assert isinstance(image, MemoryImage)
         chunks = image.chunks()
         train(embedding, range(3000))
@@ -97,11 +97,11 @@ def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, store: str) -> None:
 def test_there_is_one_image_at_a_time() -> None:
     with make(options("device"), "adagrad") as embedding:
         table = table_of(embedding)
-        image = table.image()
+        image = table.watch.image()
         with pytest.raises(StoreError, match="has an image already"):
-            table.image()
+            table.watch.image()
         image.close()
         image.close()
         with pytest.raises(ClosedError):
             next(image.chunks())
-        table.image()
+        table.watch.image()

@@ -26,6 +26,7 @@ from ..spec.options import store_options_from_dict
 from ..spec.table_spec import check_dtype, table_spec
 from ..spec.tables import numbered
 from ..table.pinned import PinnedBatch
+from ..table.report import metrics, settled, where
 from ..table.table import OpenTable
 from .ranks import refuse_lookup
 from .saved_rows import SavedRows
@@ -151,7 +152,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         table = self._table()
         with table.lock:
             table.check()
-            return table.rows
+            return table.counts.rows
 
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
         """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
@@ -182,7 +183,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
 
         A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
         """
-        for _, rows in self._table().settled():
+        for _, rows in settled(self._table()):
             keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
             values = rows["values"][:, : self.dim].copy()
             tables = torch.from_numpy(rows["table"].astype(np.int64))
@@ -228,7 +229,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
 
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Numbers of the whole (`table`), of each tier from the top, of each table: docs/metrics.md explains them."""
-        return self._table().metrics()
+        return metrics(self._table())
 
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
         """Where one row is now, for people. Nothing changes by it. `table` may be left out where there is one.
@@ -239,7 +240,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         `pinned` (a step or a prefetch holds it there). Raises InputError.
         """
         key, at = check_row(self.spec, key, table)
-        tiers, why = self._table().where(self._lookup([key], at))
+        tiers, why = where(self._table(), self._lookup([key], at))
         row = {**numbered(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}

@@ -7,39 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..interrupts import uninterrupted
-
-if TYPE_CHECKING:
-    from ..spec.inputs import Lookup
-    from ..table.pinned import PinnedBatch
-    from ..table.table import OpenTable
-    from .saved_rows import SavedRows
+from ..spec.inputs import Lookup
+from ..table.pinned import PinnedBatch
+from ..table.recorded import begin_replay, record_peek, record_pin, record_update
+from ..table.table import OpenTable
+from .saved_rows import SavedRows
 
 
 def prefetch(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
     """As that of `step.py`, whose `gather` and `weights_grad` take what it returns."""
-    return embedding.opened().table.record_pin(lookups, embedding.output_dtype, like)
+    return record_pin(embedding.opened().table, lookups, embedding.output_dtype, like)
 
 
 def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
     """As that of `step.py`."""
-    batch.record_update(grads, weights)
+    table = batch.table
+    assert isinstance(table, OpenTable)
+    record_update(table, batch, table.gradients(batch, grads, weights or [None] * len(batch.lookups)))
 
 
 def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
     """As that of `step.py`."""
     table = embedding.opened().table
-    return table.processor.gather(table.record_peek(lookup), 0, lookup, weights, embedding.output_dtype)
+    return table.processor.gather(record_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
 
 
 def read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
     """As that of `step.py`."""
     table = embedding.opened().table
-    return table.processor.weights_grad(table.record_peek(lookup), 0, lookup, grad)
+    return table.processor.weights_grad(record_peek(table, lookup), 0, lookup, grad)
 
 
 @contextmanager
@@ -59,8 +59,8 @@ def replayed(trained: Sequence[OpenTable], read: Sequence[OpenTable], clip_value
     Raises what the step would, before the replay.
     """
     for table in read:
-        table.begin_replay(False, None)
-    begun = [(table, table.begin_replay(True, clip_value)) for table in trained]
+        begin_replay(table, False, None)
+    begun = [(table, begin_replay(table, True, clip_value)) for table in trained]
     try:
         yield
     except BaseException as error:

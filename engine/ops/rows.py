@@ -46,9 +46,6 @@ class Pinned(Protocol):
         is multiplied by `scale`, then each element clipped to [-clip_value, clip_value].
         """
 
-    def record_update(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-        """`update`, for a device that records what it launches."""
-
     def release(self) -> None:
         """End the pin; the rows stay as they are."""
 

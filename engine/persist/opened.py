@@ -89,7 +89,7 @@ class TableHandle:
         known = held.names == wanted.names and held.rule in (None, wanted.rule)
         as_before = table.optimizer is None or table.optimizer.initial == optimizer.initial
         stateless = held.rule is None and not held.names  # rows that were put
-        if table.rows and not stateless and not (known and as_before):
+        if table.counts.rows and not stateless and not (known and as_before):
             raise OptimizerError(
                 f"embedding {self._name!r} has rows of optimizer {held.rule} with state {list(held.names)} that "
                 f"begins as {list(held.initial)}, not of {wanted.rule} with {list(wanted.names)} from "
@@ -213,7 +213,7 @@ class TableHandle:
     def status(self) -> dict[str, Any]:
         """As `Served`."""
         table = self.table
-        return {"name": self._name, "step": table.step, "rows": table.rows}
+        return {"name": self._name, "step": table.step, "rows": table.counts.rows}
 
     def close(self) -> None:
         """Bring the rows down and let the folder go. Where that fails, everything stays open, to be closed again,
@@ -235,7 +235,7 @@ class TableHandle:
     def _close(self) -> None:
         if self._table is not None and self._process == os.getpid():
             with _disable_current_modes():  # garbage may be collected during a trace, which would record this
-                unsaved = self._table.finish_saving()
+                unsaved = self._table.watch.finish_saving()
                 self._stop_serving()
                 late = self._table.late_error(wait=True) or unsaved  # concerns no row: they are kept first
                 try:
@@ -263,7 +263,7 @@ class TableHandle:
             log.error("embedding %r could not be closed: %s; %s", self._name, error, kept)
 
     def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
-        before.finish_saving()  # what went wrong with it was logged
+        before.watch.finish_saving()  # what went wrong with it was logged
         try:
             self._table = build()
         except BaseException:

@@ -142,7 +142,7 @@ class TableHome:
         if self.folder is not None:
             self.close(table)
             return self.open(optimizer)
-        wider = self._build(optimizer, {**table.describe(), "rows": table.rows, "shards": None}, None)
+        wider = self._build(optimizer, {**table.describe(), "rows": table.counts.rows, "shards": None}, None)
         self._fill(wider, table.describe(), table.scan())
         table.close()
         return wider
@@ -300,8 +300,8 @@ class TableHome:
             chunks = table.state.added_to(chunks)
         checked = checked_rows(chunks, self.spec.num_tables)
         remembered = table.lifecycle.remember(checked)
-        table.stored = load_rows(table.stack, remembered, table.layout.width, self.spec.num_tables)
-        return int(table.stored.sum())
+        table.counts.stored = load_rows(table.stack, remembered, table.layout.width, self.spec.num_tables)
+        return int(table.counts.stored.sum())
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
         """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
@@ -317,14 +317,14 @@ class TableHome:
         table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.io_threads)
         table.optimizer = optimizer
         if stored is not None:
-            table.stored_rows, table.step = rows, stored["step"]
+            table.counts.stored_rows, table.step = rows, stored["step"]
             table.hyper = stored["hyper"] if stored["optimizer"] == state.rule else []
         if stored is not None and shards is not None:  # rows are there, in RocksDB
-            table.stored = counts_in(stored, self.spec.num_tables)
+            table.counts.stored = counts_in(stored, self.spec.num_tables)
             if lifecycle.remembers:
                 try:
                     remembered = lifecycle.remember(checked_rows(table.scan(), self.spec.num_tables))
-                    table.stored = counted_chunks(remembered, self.spec.num_tables)
+                    table.counts.stored = counted_chunks(remembered, self.spec.num_tables)
                 except BaseException:
                     table.close()
                     raise
@@ -352,9 +352,9 @@ class TableHome:
         assert table.stack is not None
         bottom = table.stack.bottom
         live = {"live": "rocksdb", "shards": bottom.shards} if isinstance(bottom, RocksDB) else {"live": "rows"}
-        counts = table.known_table_rows
+        counts = table.counts.known_by_table
         known = {} if counts is None else {FIELD: counts.tolist()}
-        return {**table.describe(), **live, "rows": table.rows, **known}
+        return {**table.describe(), **live, "rows": table.counts.rows, **known}
 
 
 def _drop(table: OpenTable, place: Path | None) -> None:

@@ -99,12 +99,12 @@ class HomeSnapshots:
         folder = self._folder_of(name)
         with table.lock:  # rows of one step
             table.check()
-            table.check_not_saving()
+            table.watch.check_not_saving()
             if kind == "checkpoint":
                 table.flush()
             manifest = save_held(folder, name, kind, self._held(table), progress, overwrite)
-            if kind == "incremental" or table.is_tracking:
-                table.track_changes(manifest.id)
+            if kind == "incremental" or table.watch.changes is not None:
+                table.watch.track_changes(manifest.id)
             return manifest
 
     def save_in_background(
@@ -119,14 +119,14 @@ class HomeSnapshots:
             )
         with table.lock:
             table.check()
-            table.check_not_saving()
+            table.watch.check_not_saving()
             held = self._held(table)
             place = begin_save(folder, name, kind, held, overwrite)
 
             def write(chunks: Chunks) -> None:
-                table.changes_saved(write_snapshot(place, held.description, chunks, overwrite=overwrite).id)
+                table.watch.changes_saved(write_snapshot(place, held.description, chunks, overwrite=overwrite).id)
 
-            return table.save_in_background(f"snapshot {name!r}", write)
+            return table.watch.save_in_background(f"snapshot {name!r}", write)
 
     def load(self, table: OpenTable, name: str, selection: Selection, strict: bool) -> tuple[OpenTable, LoadReport]:
         """The table with the rows of a snapshot. Until they are verified, `table` and its rows stay as they were."""
@@ -141,7 +141,7 @@ class HomeSnapshots:
         """Remove all but some snapshots. Returns the names of those removed. OptionError, SnapshotError."""
         folder = self._folder()
         with table.lock:  # what is saved in the background is not listed yet, and goes over none
-            if table.saving is None or table.saving.done:
+            if table.watch.saving is None or table.watch.saving.done:
                 clear_leftovers(folder.snapshots)
             return [snapshot.name for snapshot in prune(folder, keep_last, keep_every).removed]
 
@@ -201,7 +201,7 @@ class HomeSnapshots:
         assert table.stack is not None
         bottom = table.stack.bottom
         rocksdb = bottom if isinstance(bottom, RocksDB) else None
-        return Held(table.describe(), table.rows, table.scan, rocksdb, table.changed)
+        return Held(table.describe(), table.counts.rows, table.scan, rocksdb, table.watch.changed)
 
     def _folder_of(self, name: str) -> StoreFolder:
         folder = self._folder()

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from threading import RLock
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..spec.inputs import Lookup
+from ..processors.processor import Processor
+from ..spec.inputs import Gradients, Lookup
 
 
 class Steps(Protocol):
-    """What a table does for a step, with a batch that it pinned."""
+    """What a step needs of the table that pinned its rows."""
 
-    def gather(self, pinned: PinnedBatch, index: int, weights: Tensor | None) -> Tensor: ...
+    lock: RLock
+    processor: Processor[Any]
 
-    def weights_grad(self, pinned: PinnedBatch, index: int, grad: Tensor) -> Tensor: ...
+    @property
+    def rule(self) -> str:
+        """Of the optimizer."""
 
-    def square_gradients(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> float: ...
+    def check_pinned(self, pinned: PinnedBatch) -> None:
+        """StoreError where the rows were let go."""
 
-    def update(
-        self,
-        pinned: PinnedBatch,
-        grads: list[Tensor],
-        weights: list[Tensor | None],
-        scale: float,
-        clip_value: float | None,
-    ) -> None: ...
+    def gradients(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> Gradients:
+        """The gradients of a step, checked. InputError."""
 
-    def record_update(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> None: ...
+    def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None: ...
 
     def release(self) -> None: ...
 
@@ -40,22 +41,30 @@ class PinnedBatch:
         self.core = core  # the processor's batch
         self.lookups = lookups
         self.dtype = dtype
-        self._table = table
+        self.table = table
 
     def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
         """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
 
         weights: float32 of the shape of its ids, or None.
         """
-        return self._table.gather(self, index, weights)
+        with self.table.lock:
+            self.table.check_pinned(self)
+            return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
         """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is as its result."""
-        return self._table.weights_grad(self, index, grad)
+        with self.table.lock:
+            self.table.check_pinned(self)
+            return self.table.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """The sum of the squares of the gradients of the rows, each summed over its occurrences, as `update` does."""
-        return self._table.square_gradients(self, grads, weights or [None] * len(self.lookups))
+        gradients = self._gradients(grads, weights)
+        with self.table.lock:
+            self.table.check_pinned(self)
+            squares = self.table.processor.square_gradients(self.core, gradients, self.table.rule)
+            return float(squares.cpu().numpy().sum(dtype=np.float64))  # NumPy's order depends on no threads
 
     def update(
         self,
@@ -68,12 +77,11 @@ class PinnedBatch:
 
         A row's summed gradient is multiplied by `scale`, then each element clipped to [-clip_value, clip_value].
         """
-        self._table.update(self, grads, weights or [None] * len(self.lookups), scale, clip_value)
-
-    def record_update(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-        """`update`, for a device that records what it launches."""
-        self._table.record_update(self, grads, weights or [None] * len(self.lookups))
+        self.table.update(self, self._gradients(grads, weights), scale, clip_value)
 
     def release(self) -> None:
         """End the pin; the rows stay as they are."""
-        self._table.release()
+        self.table.release()
+
+    def _gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
+        return self.table.gradients(self, grads, weights or [None] * len(self.lookups))

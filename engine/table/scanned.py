@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from threading import RLock
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..errors import SnapshotError, StoreError
+from ..interrupts import uninterrupted
 from ..optim.row_state import RowState
 from ..optim.rule import catches_up
 from ..row_format import Chunks, row_dtype
@@ -18,6 +20,8 @@ from ..spec.initializers import make_constant_initializer, make_table_options
 from ..spec.table_spec import TableSpec
 from ..store.table_counts import Counts, counted
 from .stack import Stack
+
+T = TypeVar("T")
 
 
 def checked_rows(chunks: Chunks, tables: int) -> Chunks:
@@ -65,3 +69,14 @@ def settled(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
         rows = rows.copy()
         _core.catch_up(layout, line_addresses(rows), rule, hyper, stored["step"] + 1)
         yield bucket, rows
+
+
+def locked(items: Iterator[T], lock: RLock, use: Callable[[], object]) -> Iterator[T]:
+    """What is read of the rows of a table, each item with its lock. `use` raises where it can no longer be used."""
+    while True:
+        with lock, uninterrupted():
+            use()
+            item = next(items, None)
+        if item is None:
+            return
+        yield item

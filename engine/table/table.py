@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,177 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import OptimizerError, StoreError
+from ..errors import ClosedError, OptimizerError, StoreError, TierbedError
 from ..interrupts import uninterrupted
+from ..lifecycle.lifecycle import Lifecycle
 from ..ops.segments import rows_of
-from ..row_format import LAST_STEP
+from ..optim.optimizers import RowOptimizer
+from ..optim.row_state import RowState
+from ..optim.rule import catches_up
+from ..processors.processor import Processor
+from ..row_format import LAST_STEP, Chunks, Keys, Tables
 from ..spec.inputs import Gradients, Lookup, check_grad, check_weights
-from ..store.contract import Room
-from .open_rows import OpenRows
+from ..spec.table_spec import TableSpec
+from ..store.contract import Room, Store
+from ..store.rocksdb import RocksDB
+from ..store.table_counts import Counts, counted
+from .boundary import Boundary
+from .counts import RowCounts
+from .erasure import Erasure
 from .pinned import PinnedBatch
+from .prefetch import Prefetcher
+from .scanned import locked
+from .stack import Stack
+from .watch import Watch
 
 
-class OpenTable(OpenRows):
-    """Rows in a stack of tiers, used on a processor: a batch at a time."""
+class OpenTable:
+    """Rows in a stack of tiers, used on a processor, a batch at a time.
+
+    `step` counts the updates of the whole table. `state` is what rows carry beside the embedding; `optimizer` is None
+    where the table is open for reading and `put` alone. `before_write` is told, before each write, the step that it is
+    of.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        processor: Processor[Any],
+        stack: Stack,
+        state: RowState,
+        lifecycle: Lifecycle,
+        before_write: Callable[[int], None],
+        io_threads: int,
+    ) -> None:
+        self.spec = spec
+        self.processor = processor
+        self.layout = processor.layout
+        self.stack: Stack | None = stack
+        self.state = state
+        self.hyper: list[float] = []  # the rule's numbers at its last update; empty before its first
+        self.optimizer: RowOptimizer | None = None
+        self.step = 0
+        self.updates = 0  # that the processor was asked for
+        self.failure: BaseException | None = None  # what left the rows in doubt
+        self.lifecycle = lifecycle
+        self.before_write = before_write
+        self._pinned: PinnedBatch | None = None
+        self.prefetcher = Prefetcher(processor, stack.top, io_threads)
+        self.untold: TierbedError | None = None  # found late by a visitor of the boundary
+        self.boundary = Boundary()
+        self.lock = RLock()  # native loops let other threads of Python run
+        self.counts = RowCounts(spec.num_tables, processor, lifecycle)
+        self.watch = Watch(spec.name, stack, self.layout.width, self.lock, self.use, self.check)
+        self._erasure = Erasure(self.counts, lifecycle, self.watch, lambda: before_write(self.step))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a call that failed in the middle left rows in doubt: they are never marked clean."""
+        bottom = None if self.stack is None else self.stack.bottom
+        return self.failure is not None or (isinstance(bottom, RocksDB) and bottom.failed)
+
+    @property
+    def in_step(self) -> bool:
+        return self._pinned is not None
+
+    @property
+    def rule(self) -> str:
+        """What the next update follows."""
+        assert self.optimizer is not None
+        return self.optimizer.rule
+
+    def describe(self) -> dict[str, Any]:
+        return self.spec.describe(self.state, self.hyper, self.step)
+
+    def scan(self) -> Chunks:
+        """Every written row, as `Tier.scan`. Raises ClosedError if the table is closed or replaced on the way."""
+        yield from locked(self.use().scan(), self.lock, self.use)
+
+    def flush(self) -> None:
+        with self.lock, uninterrupted():
+            self.use().flush()
+
+    def compact(self) -> None:
+        with self.lock, uninterrupted():
+            self.use()
+            assert self.stack is not None
+            self.stack.compact()
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether one makes announced batches ready."""
+        return self.prefetcher.has_thread
+
+    def rest(self) -> None:
+        """Forget announced batches, and end the thread that makes them ready."""
+        with self.lock, uninterrupted():
+            self.prefetcher.close()
+
+    def close(self) -> None:
+        """Release memory and files without flushing. May be called again."""
+        with self.lock, uninterrupted():
+            stack, self.stack, self._pinned = self.stack, None, None
+            if stack is not None:
+                self.watch.close()
+                self.prefetcher.close()
+                stack.top.close()
+
+    def check(self, wait: bool = True) -> None:
+        """Raise what an earlier call did wrong, of all with `wait` for the processor. InputError, CapacityError."""
+        error = self.late_error(wait)
+        if error is not None:
+            raise error
+
+    def late_error(self, wait: bool) -> TierbedError | None:
+        """What an earlier call did wrong and the processor found late, once; the steps since did not happen."""
+        untold, self.untold = self.untold, None
+        late = None if untold else self.processor.late(wait)
+        if late is None:
+            return untold
+        undone, self.updates = self.updates - late.taken, late.taken
+        self.step -= undone
+        if undone and self.optimizer is not None:
+            self.hyper = self.optimizer.hyper(self.step) if self.step else []
+        return late.error
+
+    def _erase(self, tables: Tables, keys: Keys, cause: str, there: Counts | None = None) -> None:
+        """Take rows out of every tier; `there` of each table had been written, all where it is None.
+
+        Where StoreError is raised, all are there, or some may be out: then no tier is used before the rest is as well.
+        """
+        self._erasure.ask(tables, keys, counted(tables, self.spec.num_tables) if there is None else there, cause)
+        self.use()
+
+    def use(self) -> Store[Any]:
+        """The top of the stack, when all rows that were to leave have left. ClosedError, StoreError."""
+        store = self.opened()
+        if self._erasure.is_due:
+            try:
+                self._erasure.finish(store)
+            except StoreError:
+                raise  # erased again by the next call
+            except BaseException as error:
+                self.failure = error
+                raise
+        return store
+
+    def opened(self) -> Store[Any]:
+        if self.stack is None:
+            raise ClosedError(f"embedding {self.spec.name!r} was closed or its rows were replaced; use it anew")
+        if self.failure is not None:
+            raise StoreError(
+                f"embedding {self.spec.name!r} failed in the middle of a write ({self.failure!r}); create it again: "
+                "with a persistent_path it goes back to its last snapshot"
+            ) from self.failure
+        return self.stack.top
+
+    @property
+    def lagging(self) -> str | None:
+        """The rule, where rows may lack steps that they take when they are next used."""
+        return self.state.rule if self.hyper and catches_up(self.state.rule) else None
+
+    def hyper_now(self) -> list[float]:
+        return self.hyper if self.optimizer is None else self.optimizer.hyper(self.step + 1)
 
     def read(self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows of ids, or pooled bags of them: lookup.shape + (dim,). Unknown rows are initial and stay unknown."""
@@ -54,14 +214,14 @@ class OpenTable(OpenRows):
         self.give_way()
         with self.lock, uninterrupted():
             pinned = self._pin(lookups, dtype, like)
-            self._set_numbers()
-            self._settle(pinned.core)
+            self.set_numbers()
+            self.settle(pinned.core)
             return pinned
 
     def give_way(self) -> None:
         """Before a training step: let a visitor of the boundary go first."""
         self._check_optimizer()
-        self._next_step()
+        self.next_step()
         if self.boundary.wanted:
             self.boundary.give_way(self)
 
@@ -69,40 +229,15 @@ class OpenTable(OpenRows):
         """A coming step has these lookups: its batch may be made ready ahead. Steps are announced in their order."""
         self._check_optimizer()
         with self.lock, uninterrupted():
-            self._store()
-            self._prefetcher.announce(lookups)
+            self.use()
+            self.prefetcher.announce(lookups)
 
-    def gather(self, pinned: PinnedBatch, index: int, weights: Tensor | None) -> Tensor:
-        with self.lock:
-            self._check_pinned(pinned)
-            return self.processor.gather(pinned.core, index, pinned.lookups[index], weights, pinned.dtype)
-
-    def weights_grad(self, pinned: PinnedBatch, index: int, grad: Tensor) -> Tensor:
-        with self.lock:
-            self._check_pinned(pinned)
-            return self.processor.weights_grad(pinned.core, index, pinned.lookups[index], grad)
-
-    def square_gradients(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> float:
+    def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None:
+        """Apply the optimizer to the rows of a batch, and end its pin."""
         assert self.optimizer is not None
-        gradients = self._gradients(pinned, grads, weights)
-        with self.lock:
-            self._check_pinned(pinned)
-            squares = self.processor.square_gradients(pinned.core, gradients, self.optimizer.rule)
-            return float(squares.cpu().numpy().sum(dtype=np.float64))  # NumPy's order depends on no threads
-
-    def update(
-        self,
-        pinned: PinnedBatch,
-        grads: list[Tensor],
-        weights: list[Tensor | None],
-        scale: float,
-        clip_value: float | None,
-    ) -> None:
-        assert self.optimizer is not None
-        rule, step = self.optimizer.rule, self._next_step()
+        rule, step = self.optimizer.rule, self.next_step()
         hyper = self.optimizer.hyper(step, clip_value)
-        gradients = self._gradients(pinned, grads, weights)
-        self._wait_for_image()
+        self.watch.wait_for_room()
         with self.lock, uninterrupted():
             with self._writing(pinned, step):
                 self.processor.set_numbers(rule, hyper, step, scale)
@@ -112,60 +247,6 @@ class OpenTable(OpenRows):
             if expired := self.lifecycle.expired(step):
                 with suppress(StoreError):  # this step was taken: the next call erases them, or says why it cannot
                     self._erase(*expired, "expired")
-
-    @property
-    def recorded(self) -> Hashable | None:
-        """What the `record_` calls depend on: while it stays, what they launched may be run again.
-
-        None while it may not: a snapshot is being saved in the background, and what changes has to be kept for it.
-        """
-        if self._image is not None:
-            return None
-        return self.optimizer and self.optimizer.rule, self._lagging, self._changes
-
-    def record_pin(self, lookups: list[Lookup], dtype: torch.dtype, like: PinnedBatch | None) -> PinnedBatch:
-        """The launches of `pin` alone, for a device that records them. What else a step does is `begin_replay`'s."""
-        batch = self.processor.batch(lookups, None if like is None else like.core)
-        self._opened().pin(batch, self._room)
-        self._settle(batch)
-        self._pinned = PinnedBatch(self, batch, lookups, dtype)
-        return self._pinned
-
-    def record_update(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> None:
-        """Those of `update`."""
-        assert self.optimizer is not None
-        self._check_pinned(pinned)
-        self._before_batch(pinned.core)
-        self.processor.update(pinned.core, self._gradients(pinned, grads, weights), self.optimizer.rule)
-        self.release()
-
-    def record_peek(self, lookup: Lookup) -> Any:
-        """Those of a lookup that only reads, up to what it is read for."""
-        batch = self.processor.batch([lookup])
-        self._opened().peek(batch)
-        self._settle(batch)
-        return batch
-
-    def begin_replay(self, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
-        """Before what was recorded runs: what the host does in `pin` and `update`, or in `read`, up to the launches.
-
-        Returns step and numbers for `updated`. Raises what they do, and nothing has changed.
-        """
-        if trains:
-            self.release()
-            with self._prefetcher.step(()):
-                pass  # a recorded step makes its batch itself
-        self._store()
-        self._raise_late(wait=False)
-        if not trains:
-            self._set_numbers()
-            return self.step, self.hyper
-        assert self.optimizer is not None
-        step = self._next_step()
-        hyper = self.optimizer.hyper(step, clip_value)
-        self._before_write(step)
-        self.processor.set_numbers(self.optimizer.rule, hyper, step)
-        return step, hyper
 
     def updated(self, step: int, hyper: list[float]) -> None:
         """An update was launched."""
@@ -179,23 +260,23 @@ class OpenTable(OpenRows):
                 f"embedding {self.spec.name!r} is open for reading: its rows carry the state of optimizer "
                 f"{self.state.rule}; add that optimizer before put"
             )
-        self._wait_for_image()
+        self.watch.wait_for_room()
         with self.lock, uninterrupted():
             pinned = self._pin([lookup], torch.float32, None, is_step=False)
             self.check()
             with self._writing(pinned, self.step):
-                if rule := self._lagging:
-                    self._set_numbers()
+                if rule := self.lagging:
+                    self.set_numbers()
                     self.processor.catch_up(pinned.core, rule)
                 self.processor.assign(pinned.core, values, self.step)
                 self.lifecycle.written(pinned.core, self.step)
 
     def delete(self, lookup: Lookup) -> int:
         """Forget the rows of ids, in every tier. Returns how many had been written."""
-        self._wait_for_image()
+        self.watch.wait_for_room()
         with self.lock, uninterrupted():
             self.release()
-            with self._prefetcher.step(None):
+            with self.prefetcher.step(None):
                 there = self.processor.count_written(self._peek(lookup))
                 self.check()
                 if there.any():
@@ -213,52 +294,61 @@ class OpenTable(OpenRows):
         self, lookups: list[Lookup], dtype: torch.dtype, like: PinnedBatch | None, is_step: bool = True
     ) -> PinnedBatch:
         self.release()
-        self._store()  # what is leaving has left before rows are counted
-        with self._prefetcher.step(lookups if is_step else None) as prepared:
+        self.use()  # what is leaving has left before rows are counted
+        with self.prefetcher.step(lookups if is_step else None) as prepared:
             batch = self._batch(lookups, like) if prepared is None else prepared
             step = self.step + is_step
             if victims := self.lifecycle.admit(batch, self.layout, step, training=is_step):
                 self._erase(*victims, "evicted")
-            self._store().pin(batch, self._room)
+            self.use().pin(batch, self.room)
+        return self.hold(batch, lookups, dtype)
+
+    def hold(self, batch: Any, lookups: list[Lookup], dtype: torch.dtype) -> PinnedBatch:
+        """The step's hold on a batch whose rows are up."""
         self._pinned = PinnedBatch(self, batch, lookups, dtype)
         return self._pinned
 
+    def make_own_batch(self) -> None:
+        """A step under way makes its batch itself, whatever was announced."""
+        with self.prefetcher.step(()):
+            pass
+
     def _unpin(self, pinned: PinnedBatch, dirty: bool) -> None:
-        self._store().unpin(pinned.core, dirty)
-        self._prefetcher.ended()
+        self.use().unpin(pinned.core, dirty)
+        self.prefetcher.ended()
 
     @property
-    def _room(self) -> Room | None:
+    def room(self) -> Room | None:
         """What the store watches: it is the one to count new rows where nothing remembers them."""
         capacity = self.lifecycle.capacity
         if capacity is None or self.lifecycle.remembers:
             return None
-        return Room(self.spec.name, capacity, lambda: max(capacity - self.rows, 0))
+        return Room(self.spec.name, capacity, lambda: max(capacity - self.counts.rows, 0))
 
     def _peek(self, lookup: Lookup) -> Any:
         batch = self._batch([lookup])
-        self._store().peek(batch)
-        self._set_numbers()
-        self._settle(batch)
+        self.use().peek(batch)
+        self.set_numbers()
+        self.settle(batch)
         return batch
 
-    def _settle(self, batch: Any) -> None:
+    def settle(self, batch: Any) -> None:
         """Let lookups of the batch see rows as they are after the last step."""
-        if rule := self._lagging:
+        if rule := self.lagging:
             self.processor.settle(batch, rule)
 
-    def _set_numbers(self) -> None:
+    def set_numbers(self) -> None:
         """Those of the step that comes, where rows may lag."""
-        if rule := self._lagging:
-            self.processor.set_numbers(rule, self._hyper_now(), self.step + 1)
+        if rule := self.lagging:
+            self.processor.set_numbers(rule, self.hyper_now(), self.step + 1)
 
     @contextmanager
     def _writing(self, pinned: PinnedBatch, step: int) -> Iterator[None]:
         """Around what writes the lines of a pinned batch at `step`; ends the pin."""
-        self._check_pinned(pinned)
+        self.check_pinned(pinned)
         with uninterrupted():
-            self._before_batch(pinned.core)
-            self._before_write(step)
+            self.watch.before_batch(pinned.core)
+            self.before_write(step)
             written = False
             try:
                 yield
@@ -270,14 +360,14 @@ class OpenTable(OpenRows):
                     self.failure, self._pinned = error, None
                 raise
 
-    def _check_pinned(self, pinned: PinnedBatch) -> None:
+    def check_pinned(self, pinned: PinnedBatch) -> None:
         if pinned is not self._pinned:
             raise StoreError(
                 f"embedding {self.spec.name!r}: the batch is no longer pinned: put, delete or a load let its rows go "
                 "in the middle of the step; let one thread at a time write to it"
             )
 
-    def _gradients(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> Gradients:
+    def gradients(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> Gradients:
         for lookup, grad, given in zip(pinned.lookups, grads, weights, strict=True):
             check_grad(self.spec, lookup, grad, pinned.dtype)
             check_weights(self.spec, lookup, given)
@@ -287,7 +377,7 @@ class OpenTable(OpenRows):
         if self.optimizer is None:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
 
-    def _next_step(self) -> int:
+    def next_step(self) -> int:
         """The step that comes. Raises StoreError where rows could not keep its number."""
         if self.step >= LAST_STEP:
             raise StoreError(
@@ -297,5 +387,5 @@ class OpenTable(OpenRows):
         return self.step + 1
 
     def _batch(self, lookups: list[Lookup], like: PinnedBatch | None = None) -> Any:
-        self._raise_late(wait=False)
+        self.check(wait=False)
         return self.processor.batch(lookups, None if like is None else like.core)

@@ -17,6 +17,7 @@ from ...engine.modules.saved_rows import SavedRows
 from ...engine.ops import step
 from ...engine.ops.rows import Rows
 from ...engine.processors.processor import Recorder
+from ...engine.table.recorded import replay_key
 from ...engine.table.table import OpenTable
 from ..passes.dense import dense_step
 from ..passes.halves import split
@@ -90,7 +91,7 @@ class Captured:
 
     def _recording(self, tables: list[OpenTable], tensors: list[Tensor]) -> Recording | None:
         """That of a call, made where it is time to; None where the call is to run plainly."""
-        state = [table.recorded for table in tables]
+        state = [replay_key(table) for table in tables]
         if None in state:
             return None
         live = [*(tensors[index] for index in self._used), *self._constants]

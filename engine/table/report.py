@@ -1,0 +1,53 @@
+"""What a table tells people of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import _core
+from ..ops.segments import rows_of
+from ..row_format import Chunks
+from ..spec.inputs import Lookup
+from ..store.table_counts import by_label
+from .scanned import line_addresses
+from .table import OpenTable
+
+
+def metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
+    """Numbers of the whole (`table`), of each tier from the top, and of each table (`tables`), of one instant."""
+    with table.lock:
+        store = table.opened()
+        table.check()
+        counts = {**table.lifecycle.metrics, **table.prefetcher.counts}
+        tiers, (hits, misses) = store.metrics(), store.asked().T
+        next(iter(tiers.values())).update(hits=int(hits.sum()), misses=int(misses.sum()))
+        by_table = table.counts.by_table(table.scan)
+        return {
+            "table": {"rows": table.counts.rows, "step": table.step, **counts},
+            **tiers,
+            "tables": by_label(table.spec.labels, rows=by_table, hits=hits, misses=misses),
+        }
+
+
+def where(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
+    """Where the row of one id is, `Level.where`, and why it is not stored; None where it is. Changes nothing."""
+    with table.lock:
+        store = table.use()
+        table.check()
+        tables, keys = rows_of(table.spec, lookup)
+        if not len(keys):
+            return [], f"padding_idx={table.spec.padding_idx} is no row"
+        tiers = store.where(int(tables[0]), int(keys[0]))
+        if not tiers:
+            return [], table.lifecycle.why_absent()
+        return tiers, None if tiers[0]["updates"] else "brought up for a step that has not written it"
+
+
+def settled(table: OpenTable) -> Chunks:
+    """`OpenTable.scan`, with every row as it is after the last step, where rows catch up late."""
+    for bucket, rows in table.scan():
+        if rule := table.lagging:
+            rows = rows.copy()
+            with table.lock:
+                _core.catch_up(table.layout, line_addresses(rows), rule, table.hyper_now(), table.step + 1)
+        yield bucket, rows

@@ -1,0 +1,152 @@
+"""What watches the rows of an open table while they change: which ones changed, an image of all, a background save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from threading import RLock
+from typing import Any
+
+from ..errors import StoreError
+from ..interrupts import uninterrupted
+from ..row_format import Change, Chunks, Keys, Tables
+from ..store.contract import Store
+from ..store.image import KEPT_BYTES, DiskImage, Image, MemoryImage
+from ..store.rocksdb import RocksDB
+from .background import BackgroundSave
+from .changes import Changes
+from .scanned import locked
+from .stack import Stack
+
+
+class Watch:
+    """The watchers of one table, which tells them of rows before it changes them.
+
+    `lock` is the table's. `use` gives the top of `stack` where the table can be used, and raises where it cannot.
+    `check` raises what an earlier call did wrong.
+    """
+
+    def __init__(
+        self, name: str, stack: Stack, width: int, lock: RLock, use: Callable[[], Store[Any]], check: Callable[[], None]
+    ) -> None:
+        self._name, self._stack, self._width = name, stack, width
+        self._lock, self._use, self._check = lock, use, check
+        self.saving: BackgroundSave | None = None  # the last one, which may have ended
+        self.changes: Changes | None = None
+        self._image: Image | None = None
+
+    @property
+    def has_image(self) -> bool:
+        """Whether an image is open, for which what changes is kept."""
+        return self._image is not None
+
+    def track_changes(self, since: str) -> None:
+        """Note which rows change from here on; as they are now, they are those of the snapshot of that id."""
+        with self._lock:
+            if self.changes is not None:
+                self.changes.cut()
+                self.changes.saved(since)
+            else:
+                self.changes = Changes(since, self._use().tracker())
+
+    def changed(self, since: str) -> Iterator[Change] | None:
+        """What changed since the snapshot of that id, read while it is asked for; None where that was not noted.
+
+        To be followed by `changes_saved`; without it, the same and what changes later is found by the next call. Raises
+        StoreError while a snapshot is being saved in the background.
+        """
+        with self._lock:
+            store = self._use()
+            self.check_not_saving()
+            if self.changes is None or self.changes.since != since:
+                return None
+            self.changes.cut()
+            return locked(self.changes.rows(store, self._width), self._lock, self._use)
+
+    def changes_saved(self, since: str) -> None:
+        """What `changed` gave last, or the last `image` has, is in the snapshot of that id."""
+        with self._lock:
+            if self.changes is not None:
+                self.changes.saved(since)
+
+    def image(self, kept_bytes: int = KEPT_BYTES) -> Image:
+        """All rows as they are now, for another thread to read while they change, until it is closed.
+
+        Where they are in memory, up to about `kept_bytes` are kept aside; then steps wait until some were read.
+        Raises StoreError, also while there is another.
+        """
+        with self._lock, uninterrupted():
+            top = self._use()
+            self._check()
+            self.check_not_saving()
+            if self._image is not None:
+                raise StoreError(f"embedding {self._name!r} has an image already; close it first")
+            top.flush()
+            if self.changes is not None:
+                self.changes.cut()
+            bottom = self._stack.bottom
+            if isinstance(bottom, RocksDB):
+                self._image = DiskImage(bottom.scan(), self._lock, self._forget)
+            else:
+                self._image = MemoryImage(bottom.image(top), self._width, kept_bytes, self._lock, self._forget)
+            return self._image
+
+    def save_in_background(
+        self, what: str, write: Callable[[Chunks], object], kept_bytes: int = KEPT_BYTES
+    ) -> BackgroundSave:
+        """Let a thread hand all rows as they are now to `write`, which must not wait for what steps hold.
+
+        Raises StoreError as `image`, which has `kept_bytes`, and while another is being saved. `what`: for messages.
+        """
+        with self._lock:
+            image = self.image(kept_bytes)
+            try:
+                self.saving = BackgroundSave(what, image, write, self._lock)
+            except BaseException:
+                image.close()
+                raise
+            return self.saving
+
+    def check_not_saving(self) -> None:
+        """Raises StoreError while a snapshot is being saved in the background."""
+        if self.saving is not None and not self.saving.done:
+            raise StoreError(
+                f"{self.saving.what} is still being saved in the background, and there is one save at a time: call "
+                "wait() of what save_snapshot returned, then try again"
+            )
+
+    def finish_saving(self) -> BaseException | None:
+        """Wait for what is being saved in the background. Returns what went wrong with it, if nobody was told yet."""
+        return None if self.saving is None else self.saving.finish()
+
+    def before_batch(self, batch: Any) -> None:
+        """The lines of a pinned batch will be written."""
+        if self._image is not None:
+            self._image.before_write(batch)
+        if self.changes is not None:
+            self.changes.note(batch)
+
+    def before_erase(self, tables: Tables, keys: Keys) -> None:
+        """Rows, given once each, will be erased."""
+        if self._image is not None:
+            self._image.before_erase(tables, keys)
+        if self.changes is not None:
+            self.changes.note_rows(tables, keys)
+
+    def wait_for_room(self) -> None:
+        """Before a call that changes rows, and before it has begun anything: what is being saved may hold it up."""
+        if self._image is not None:
+            with self._lock:
+                if self._image is not None:
+                    self._image.wait_for_room(self._is_unread)
+
+    def close(self) -> None:
+        """End the image: the rows go. May be called again."""
+        if self._image is not None:
+            self._image.close()
+
+    def _forget(self, image: Image) -> None:
+        self._image = None
+
+    def _is_unread(self) -> bool:
+        """Whether the thread that was to read the image is no more."""
+        return self.saving is not None and self.saving.image is self._image and self.saving.done
