@@ -38,6 +38,7 @@ class RowOptimizer:
         self._rule = _rule_of(optimizer, group)
         self.rule = self._rule.kernel.name
         self.states = self._rule.kernel.states
+        self._names = self._rule.kernel.all_hypers
         values = self._rule.initial(group)
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
         self._checked: dict[str, Any] | None = None  # settings that were found right
@@ -59,7 +60,7 @@ class RowOptimizer:
         value, norm = self._clips
         if clip_value is not None:
             value = min(clip_value, value or clip_value)
-        return [*(float(values[name]) for name in self._rule.kernel.all_hypers), value, norm]
+        return [*(float(values[name]) for name in self._names), value, norm]
 
     def _check(self, group: Group, settings: dict[str, Any]) -> None:
         rule = _rule_of(self._optimizer, group)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,11 +34,11 @@ class TableSpec:
     padding_idx: int | None
     seed: int
 
-    @property
+    @cached_property
     def dim(self) -> int:
         return sum(self.columns)
 
-    @property
+    @cached_property
     def num_tables(self) -> int:
         return len(self.tables)
 
@@ -50,7 +51,7 @@ class TableSpec:
         """What messages and metrics call each table: its name, else its number."""
         return labels_of(self.table_names)
 
-    @property
+    @cached_property
     def padding_key(self) -> int | None:
         """The 64 bits of `padding_idx`."""
         return None if self.padding_idx is None else self.padding_idx % 2**64

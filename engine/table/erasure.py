@@ -22,26 +22,21 @@ class Erasure:
 
     def __init__(self, counts: RowCounts, lifecycle: Lifecycle, watch: Watch, before_write: Callable[[], None]) -> None:
         self._counts, self._lifecycle, self._watch, self._before_write = counts, lifecycle, watch, before_write
-        self._asked: tuple[Tables, Keys, Counts, str] | None = None
-
-    @property
-    def is_due(self) -> bool:
-        """Whether rows that were asked for may still be in a tier."""
-        return self._asked is not None
+        self.asked: tuple[Tables, Keys, Counts, str] | None = None  # what may still be in a tier
 
     def ask(self, tables: Tables, keys: Keys, there: Counts, cause: str) -> None:
         """Let rows leave by the next `finish`. `there` of each table had been written. Raises StoreError."""
         self._before_write()  # first: where there is no room to write, the rows can still be read
-        self._asked = tables, keys, there, cause
+        self.asked = tables, keys, there, cause
         self._counts.leaving = there  # they count as gone
 
     def finish(self, store: Store[Any]) -> None:
         """Take them out. Where StoreError is raised, some may be out: no tier is to be used before the rest is."""
-        assert self._asked is not None
-        tables, keys, there, cause = self._asked
+        assert self.asked is not None
+        tables, keys, there, cause = self.asked
         with uninterrupted():
             self._watch.before_erase(tables, keys)
             self._before_write()
             store.erase(tables, keys)
             self._lifecycle.left(tables, keys, there, cause)
-            self._asked = self._counts.leaving = None
+            self.asked = self._counts.leaving = None

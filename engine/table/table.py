@@ -156,7 +156,7 @@ class OpenTable:
     def use(self) -> Store[Any]:
         """The top of the stack, when all rows that were to leave have left. ClosedError, StoreError."""
         store = self.opened()
-        if self._erasure.is_due:
+        if self._erasure.asked is not None:
             try:
                 self._erasure.finish(store)
             except StoreError:
@@ -286,14 +286,17 @@ class OpenTable:
     def release(self) -> None:
         """Drop the pin that a failed step left."""
         with self.lock, uninterrupted():
-            pinned, self._pinned = self._pinned, None
-            if pinned is not None:
-                self._unpin(pinned, dirty=False)
+            self._release()
+
+    def _release(self) -> None:
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            self._unpin(pinned, dirty=False)
 
     def _pin(
         self, lookups: list[Lookup], dtype: torch.dtype, like: PinnedBatch | None, is_step: bool = True
     ) -> PinnedBatch:
-        self.release()
+        self._release()
         self.use()  # what is leaving has left before rows are counted
         with self.prefetcher.step(lookups if is_step else None) as prepared:
             batch = self._batch(lookups, like) if prepared is None else prepared
@@ -344,21 +347,20 @@ class OpenTable:
 
     @contextmanager
     def _writing(self, pinned: PinnedBatch, step: int) -> Iterator[None]:
-        """Around what writes the lines of a pinned batch at `step`; ends the pin."""
+        """Around what writes the lines of a pinned batch at `step`, with signals held; ends the pin."""
         self.check_pinned(pinned)
-        with uninterrupted():
-            self.watch.before_batch(pinned.core)
-            self.before_write(step)
-            written = False
-            try:
-                yield
-                written, self._pinned = True, None
-                self._unpin(pinned, dirty=True)
-            except BaseException as error:
-                if written or not isinstance(error, (TypeError, ValueError)):  # those refuse before anything is written
-                    # lines, counters and the tiers below may disagree: nothing here may be served or marked clean
-                    self.failure, self._pinned = error, None
-                raise
+        self.watch.before_batch(pinned.core)
+        self.before_write(step)
+        written = False
+        try:
+            yield
+            written, self._pinned = True, None
+            self._unpin(pinned, dirty=True)
+        except BaseException as error:
+            if written or not isinstance(error, (TypeError, ValueError)):  # those refuse before anything is written
+                # lines, counters and the tiers below may disagree: nothing here may be served or marked clean
+                self.failure, self._pinned = error, None
+            raise
 
     def check_pinned(self, pinned: PinnedBatch) -> None:
         if pinned is not self._pinned:
