@@ -2,128 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from captured import RECORDED, Model, Pair, batches, bits
 from cuda_tables import on_one_device, tables_on
 from embeddings import DIM, OPTIMIZERS, contents, make, options
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch import Tensor
 
-from tierbed.engine import CapacityError, GraphError, MultiTableEmbedding, OptionError
+from tierbed.engine import CapacityError
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.graph import Graph
-
-PADDING = 3
-RECORDED = "# recorded as a CUDA graph"
-Batch = tuple[Tensor, ...]
 
 
 @pytest.fixture
 def place(device: Device) -> Iterator[torch.device]:
     with tables_on(device) as where:
         yield where
-
-
-class Model(Graph):
-    """Two embeddings, one of them pooled with weights that are trained, before an MLP; all learning rates decay."""
-
-    def __init__(self, optimizer: str, path: Path | None = None, capacity: int = 500) -> None:
-        super().__init__()
-        self.rows = make(options("device", path, capacity=capacity), name="rows", padding_idx=PADDING)
-        self.bags = make(options("device", capacity=500), name="bags", tables=1)
-        self.mlp = nn.Sequential(nn.Linear(3 * DIM, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
-        self.weights = nn.Parameter(torch.ones(2))
-        kind, settings = OPTIMIZERS[optimizer]
-        of_rows = kind([*self.rows.parameters(), *self.bags.parameters()], **settings)  # type: ignore[arg-type]
-        of_rest = torch.optim.AdamW([self.weights, *self.mlp.parameters()], lr=0.01)
-        for one in (of_rows, of_rest):
-            self.add_optimizer(one, ExponentialLR(one, 0.9))
-
-    def build(self, ids: Tensor, tables: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        rows = self.rows(ids, tables)
-        bags = self.bags(ids, 0, pooling="mean", weights=self.weights.expand(ids.shape).contiguous())
-        found = torch.cat([rows.flatten(1), bags], 1)
-        loss = (self.mlp(found).squeeze(1) - y).square().mean()
-        loss.backward()
-        return loss, rows
-
-
-def batches(count: int, size: int = 6, ids: int = 60, seed: int = 0) -> list[Batch]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randint(0, ids, (size, 2), generator=generator),
-            torch.randint(0, 3, (size, 2), generator=generator),
-            torch.rand(size, generator=generator),
-        )
-        for _ in range(count)
-    ]
-
-
-def counts(rows: MultiTableEmbedding) -> dict[str, dict[str, float]]:
-    """Its metrics, but for batches made ahead, which a recorded step has none of."""
-    metrics = rows.metrics()
-    metrics["table"] = {name: value for name, value in metrics["table"].items() if not name.startswith("prefetch")}
-    return metrics
-
-
-class Pair:
-    """A plain graph and one whose steps are recorded, to which the same happens."""
-
-    def __init__(self, place: torch.device, make_graph: Callable[[str], Graph]) -> None:
-        self.place = place
-        self.graphs: list[Any] = [make_graph(name).to(place) for name in ("plain", "recorded")]
-        for graph in self.graphs:
-            torch.manual_seed(3)
-            for module in graph.modules():
-                if isinstance(module, nn.Linear):
-                    module.reset_parameters()
-        self.graphs[1].cuda_graph()
-
-    def steps(self, given: list[Batch], errors: tuple[type[Exception], ...] = ()) -> list[str]:
-        """The errors that the steps raised, alike on both sides, as are all that they returned and what they left."""
-        seen: list[list[Any]] = []
-        for graph in self.graphs:
-            torch.manual_seed(4)
-            seen.append([])
-            for batch in given:
-                try:
-                    out = graph(*(tensor.to(self.place) for tensor in batch))
-                    seen[-1] += [tensor.cpu() for tensor in (out if isinstance(out, tuple) else (out,))]
-                except errors as error:
-                    seen[-1].append(str(error))
-                if self.place.type == "cuda":
-                    torch.cuda.synchronize()  # so that what the step found has arrived
-        for one, other in zip(*seen, strict=True):
-            assert bits(one) == bits(other)
-        self.check()
-        return [one for one in seen[0] if isinstance(one, str)]
-
-    def check(self) -> None:
-        plain, recorded = ([m for m in graph.children() if hasattr(m, "chunks")] for graph in self.graphs)
-        for one, other in zip(plain, recorded, strict=True):
-            assert contents(one).tobytes() == contents(other).tobytes()
-            assert counts(one) == counts(other)
-        states = [graph.state_dict() for graph in self.graphs]
-        for (name, one), other in zip(states[0].items(), states[1].values(), strict=True):
-            assert not isinstance(one, Tensor) or bits(one) == bits(other), name
-
-    def each(self, act: Callable[[Any], object]) -> list[Any]:
-        return [act(graph) for graph in self.graphs]
-
-    @property
-    def is_recorded(self) -> bool:
-        assert RECORDED not in repr(self.graphs[0])
-        return RECORDED in repr(self.graphs[1])
-
-
-def bits(value: Any) -> Any:
-    return value.cpu().reshape(-1).view(torch.uint8).tolist() if isinstance(value, Tensor) else value
 
 
 @on_one_device
@@ -341,130 +240,3 @@ def test_evaluation_and_profiles_run_plainly(place: torch.device) -> None:
     pair.each(lambda graph: torch.manual_seed(1) and graph.profile(given))
     pair.check()
     pair.steps(batches(2, seed=3))
-
-
-@on_one_device
-def test_a_step_that_waits_for_the_device_is_refused_with_its_cause(place: torch.device) -> None:
-    class Masked(Model):
-        def build(self, ids: Tensor, tables: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            rows = self.rows(ids, tables)
-            loss = (rows.sum((1, 2)) - y).square()
-            scale = torch.ones_like(y)
-            scale[y > 0.5] = scale[:1] * 2
-            (loss * scale).mean().backward()
-            return loss.detach().sum(), rows
-
-    pair = Pair(place, lambda _: Masked("adam"))
-    with pytest.raises(GraphError, match=r"cuda_graph: aten.index_put.*waits for the device.*torch.where"):
-        pair.graphs[1](*(tensor.to(place) for tensor in batches(1)[0]))
-    pair.graphs[0].rows.opened()  # as the refused step did
-    pair.check()  # it left nothing
-    pair.graphs[1].cuda_graph(False)
-    pair.steps(batches(3, seed=1))
-
-
-@torch.library.custom_op("tierbed_tests::read", mutates_args=())
-def read(given: Tensor) -> Tensor:
-    return given * (2 if given.sum().item() > 0 else 1)
-
-
-read.register_fake(torch.empty_like)
-read.register_autograd(lambda context, grad: grad)
-
-
-@on_one_device
-def test_an_op_that_reads_a_value_is_told_by_the_fourth_call_and_tried_once(
-    place: torch.device, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Reading(Model):
-        def build(self, ids: Tensor, tables: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            rows = self.rows(ids, tables)
-            loss = (read(rows).sum((1, 2)) - y).square().mean()
-            loss.backward()
-            return loss, rows
-
-    tries = []
-    record = device.record
-    monkeypatch.setattr(device, "record", lambda launches: tries.append(launches) or record(launches))
-    pair = Pair(place, lambda _: Reading("adam"))
-    pair.steps(batches(3))
-    for _ in range(2):
-        with pytest.raises(
-            GraphError, match=r"cuda_graph: the step could not be recorded: .*(captur|permitted).*reads"
-        ):
-            pair.graphs[1](*(tensor.to(place) for tensor in batches(1)[0]))
-        pair.check()  # the step left nothing
-    assert len(tries) == 1
-    pair.graphs[1].cuda_graph(False)
-    pair.steps(batches(3, seed=1))
-
-
-class Small(Graph):
-    def __init__(self, where: Any, build: Callable[..., Any] | None = None) -> None:
-        super().__init__()
-        self.rows = make(where, tables=1)
-        self.add_optimizer(torch.optim.SGD(self.rows.parameters(), lr=0.1))
-        self.cuda_graph()
-        self.inside = build
-
-    def build(self, ids: Tensor, y: Tensor) -> Any:
-        loss = self.rows(ids, 0).sum()
-        loss.backward()
-        return loss, None if self.inside is None else self.inside(ids, y)
-
-
-@on_one_device
-@pytest.mark.parametrize(
-    ("store", "more"),
-    [("device", {}), ("host", {"capacity": 50}), ("cached_host", {"capacity": 50})],
-    ids=["growing", "host", "cached"],
-)
-def test_stores_that_wait_for_the_device_are_refused(place: torch.device, store: str, more: dict[str, Any]) -> None:
-    graph = Small(options(store, **more)).to(place)
-    ids, y = torch.arange(3, device=place), torch.ones(1, device=place)
-    with pytest.raises(OptionError, match=r"cuda_graph: embedding 'rows' has store='\w+', capacity=\w+, .*or call cud"):
-        graph(ids, y)
-    assert graph.rows.metrics()["table"]["step"] == 0
-    graph.cuda_graph(False)
-    graph(ids, y)
-
-
-def test_tables_on_the_cpu_are_refused() -> None:
-    with pytest.raises(GraphError, match=r"cuda_graph: embedding 'rows' is on cpu, .* move the graph by \.cuda\(\)"):
-        Small(options("device", capacity=50))(torch.arange(3), torch.ones(1))
-
-
-@on_one_device
-def test_arguments_of_another_device_or_changed_in_place_are_refused(place: torch.device) -> None:
-    ids, away = torch.arange(3, device=place), torch.ones(1, device="meta" if place.type == "cpu" else "cpu")
-    with pytest.raises(GraphError, match=r"cuda_graph: argument y is on (meta|cpu), .* make it on (cpu|cuda:0)"):
-        Small(options("device", capacity=50), lambda _, y: y * 2).to(place)(ids, away)
-    with pytest.raises(GraphError, match=r"cuda_graph: argument y is a slice or was expanded.*y.contiguous"):
-        Small(options("device", capacity=50), lambda _, y: y * 2).to(place)(ids, torch.ones(6, device=place)[::2])
-    with pytest.raises(GraphError, match=r"cuda_graph: build changes its argument y in place.* change a clone"):
-        Small(options("device", capacity=50), lambda _, y: y.add_(1)).to(place)(ids, torch.ones(1, device=place))
-
-
-@pytest.mark.parametrize(
-    ("method", "value"),
-    [
-        ("clip_grad_norm", 1.0),
-        ("accumulate_grads", 2),
-        ("set_grad_scaler", torch.amp.GradScaler("cpu")),
-        ("compile_dense", None),
-    ],
-)
-def test_what_asks_the_device_for_numbers_is_refused(method: str, value: Any) -> None:
-    given = [] if value is None else [value]
-    graph = Small(options("device", capacity=50))
-    with pytest.raises(OptionError, match=rf"cuda_graph and {method}: .*leave out one of them"):
-        getattr(graph, method)(*given)
-    graph.cuda_graph(False)
-    getattr(graph, method)(*given)
-    with pytest.raises(OptionError, match=rf"cuda_graph and {method}"):
-        graph.cuda_graph()
-    with pytest.raises(OptionError, match="enabled=1: give True or False"):
-        graph.cuda_graph(1)  # type: ignore[arg-type]
-    if method != "compile_dense":
-        getattr(graph, method)(1 if method == "accumulate_grads" else None)
-        graph.cuda_graph()
