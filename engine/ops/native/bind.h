@@ -131,11 +131,4 @@ inline void add_latencies(nb::dict& metrics, const std::string& name, const Hist
     metrics[(name + "_seconds_max").c_str()] = histogram.max();
 }
 
-void bind_stores(nb::module_& m);
-void bind_cache(nb::module_& m);
-void bind_rocksdb(nb::module_& m);  // after bind_stores, which binds its base
-void bind_ledger(nb::module_& m);
-void bind_rows(nb::module_& m);
-void bind_changes(nb::module_& m);  // after the three that bind tiers
-
 }  // namespace tierbed

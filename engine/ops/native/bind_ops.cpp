@@ -1,7 +1,5 @@
-// The Python module.
+// The binding of batches, layouts and the ops of a step.
 #include <algorithm>
-
-#include <pthread.h>
 
 #include "bind.h"
 #include "instruction_sets.h"
@@ -9,8 +7,7 @@
 #include "step.h"
 #include "update.h"
 
-using namespace tierbed;
-
+namespace tierbed {
 namespace {
 
 // (keys [n], tables [bags] or None, None | bag length | offsets [bags + 1]); `kept` holds the arrays alive
@@ -287,9 +284,7 @@ void bind_step(nb::module_& m) {
 
 }  // namespace
 
-NB_MODULE(_core, m) {
-    // what a forked child holds is its parent's, and left as it is: no leak to report at its end
-    pthread_atfork(nullptr, nullptr, [] { nb::set_leak_warnings(false); });
+void bind_ops(nb::module_& m) {
     m.def("set_threads", &set_threads);
     m.def("instruction_sets", &instruction_sets);
     m.def("use_instruction_set", &use_instruction_set);
@@ -312,10 +307,6 @@ NB_MODULE(_core, m) {
     bind_layout(m);
     bind_batch(m);
     bind_step(m);
-    bind_stores(m);
-    bind_cache(m);
-    bind_rocksdb(m);
-    bind_ledger(m);
-    bind_changes(m);
-    bind_rows(m);
 }
+
+}  // namespace tierbed
