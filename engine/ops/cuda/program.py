@@ -22,9 +22,9 @@ _INCLUDE = re.compile(r'#include "([\w./]+)"\n')
 
 @dataclass(frozen=True)
 class Program:
-    """Kernels of one file. `file`: its path from engine/. `macros`: values by name."""
+    """Kernels of one file. `macros`: values by name."""
 
-    file: str
+    file: str  # its path from engine/
     macros: tuple[tuple[str, str | int], ...] = ()
 
     def source(self) -> str:
