@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
-NATIVE := $(wildcard engine/ops/native/* engine/ops/kernels/* engine/optim/*.py)
+NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engine/optim/*.py)
 
 .PHONY: demo test test-slow crash sanitize lint types install clean
 .DELETE_ON_ERROR:

@@ -15,7 +15,7 @@
 #include <rocksdb/utilities/options_util.h>
 #include <rocksdb/write_batch.h>
 
-#include "../engine/ops/native/rocksdb_open.h"
+#include "../engine/store/native/rocksdb_open.h"
 
 namespace {
 

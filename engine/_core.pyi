@@ -159,7 +159,7 @@ def update(
     """Reduce the gradients of each row's occurrences, times `scale`, and apply the rule to each unique line.
 
     grads, means, weights: one for each lookup, as in `gather`. An occurrence's gradient is its bag's times
-    weight * (1 / rows of the bag); their order is that of positions, in blocks of 256 (kernels/gradients.h).
+    weight * (1 / rows of the bag); their order is that of positions, in blocks of 256 (ops/kernels/gradients.h).
     Returns how many rows were written for the first time, and adds those of each table to `by_table` [tables].
     """
 

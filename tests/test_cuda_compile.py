@@ -10,14 +10,14 @@ import pytest
 
 from tierbed.engine.errors import StoreError
 from tierbed.engine.ops.cuda.compiler import compiled
-from tierbed.engine.ops.cuda.program import FOLDERS, OPTIONS, Program
+from tierbed.engine.ops.cuda.program import ENGINE, OPTIONS, Program
 from tierbed.engine.ops.cuda.step import struct_name
 from tierbed.engine.optim.kernel import declared
 
 ARCHITECTURES = ("sm_80", "sm_90")
 MOST_REGISTERS = 128  # two blocks of 256 threads share a processor's registers
 RULES = {kernel.name: kernel for kernel in declared()}
-FILES = sorted(path.name for path in FOLDERS[0].glob("*.cu"))
+FILES = sorted(str(path.relative_to(ENGINE)) for path in ENGINE.rglob("*.cu"))
 
 
 def macros(dim: int, width: int) -> tuple[tuple[str, str | int], ...]:
@@ -46,12 +46,18 @@ def check(program: Program, architecture: str) -> None:
 
 
 def test_no_file_is_left_out() -> None:
-    assert FILES == ["batch.cu", "cache.cu", "cached_table.cu", "lines.cu", "staging.cu", "table.cu", "update.cu"]
+    folders = {
+        "cache": ["cache.cu", "cached_table.cu"],
+        "ops": ["batch.cu", "lines.cu", "staging.cu", "update.cu"],
+        "store": ["table.cu"],
+    }
+    expected = [f"{folder}/cuda/{name}" for folder, names in folders.items() for name in names]
+    assert expected == FILES
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dim", [1, 17, 128])
-@pytest.mark.parametrize("file", [file for file in FILES if file != "update.cu"])
+@pytest.mark.parametrize("file", [file for file in FILES if file != "ops/cuda/update.cu"])
 def test_kernels_compile(file: str, dim: int, architecture: str) -> None:
     check(Program(file, macros(dim, 3 * dim)), architecture)
 
@@ -64,12 +70,12 @@ def test_rules_compile(rule: str, gradients: str, architecture: str) -> None:
     dim = 128 if gradients == "Float32" else 17
     width = dim * (1 + len(kernel.element_states)) + len(kernel.row_states)
     rule_macros = (("TIERBED_RULE", struct_name(rule)), ("TIERBED_GRADIENTS", gradients))
-    check(Program("update.cu", macros(dim, width) + rule_macros), architecture)
+    check(Program("ops/cuda/update.cu", macros(dim, width) + rule_macros), architecture)
 
 
 def test_what_was_compiled_once_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kept"))
-    narrow, wide = (Program("table.cu", macros(dim, dim)) for dim in (4, 8))
+    narrow, wide = (Program("store/cuda/table.cu", macros(dim, dim)) for dim in (4, 8))
     path = compiled(nvrtc, narrow, "sm_90")
     assert path.read_bytes().startswith(b"\x7fELF")
     path.write_bytes(b"kept")
@@ -80,5 +86,5 @@ def test_what_was_compiled_once_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_does_not_compile_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     with pytest.raises(StoreError, match="TIERBED_DIM"):
-        compiled(nvrtc, Program("table.cu"), "sm_90")
+        compiled(nvrtc, Program("store/cuda/table.cu"), "sm_90")
     assert not list(tmp_path.iterdir())

@@ -105,7 +105,7 @@ def header() -> str:
         [
             "// Made by engine/optim/kernel.py of the kernels in engine/optim.",
             "#pragma once",
-            '#include "rule.h"',
+            '#include "ops/kernels/rule.h"',
             "",
             "namespace tierbed {",
             *(_struct(kernel) for kernel in found),

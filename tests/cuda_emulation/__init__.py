@@ -1,4 +1,4 @@
-"""Runs the kernels of engine/ops/cuda on a CPU: a Device whose launches go to a library that g++ makes of them."""
+"""Runs the kernels of a GPU on a CPU: a Device whose launches go to a library that g++ makes of them."""
 
 from __future__ import annotations
 

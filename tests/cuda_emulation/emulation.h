@@ -1,4 +1,4 @@
-// Enough of CUDA for the kernels of engine/ops/cuda to run on a CPU: blocks, warps of 32 lanes, collectives, atomics.
+// Enough of CUDA for the kernels of a GPU to run on a CPU: blocks, warps of 32 lanes, collectives, atomics.
 //
 // Each lane is a fiber. It runs until it ends or waits in a collective, which completes when every lane of its mask has
 // come. A few warps are resident at a time; with a seed, blocks start and lanes run in a random order, and lanes also

@@ -65,7 +65,7 @@ class Cache:
             sets = sets // BUCKETS * BUCKETS
         device = layout.device.torch_device
         self._layout = layout
-        self._program = layout.program("cache.cu")
+        self._program = layout.program("cache/cuda/cache.cu")
         self._sets = sets
         self._policy = POLICIES.index(policy)
         self._tags = torch.zeros(sets * WAYS, dtype=torch.uint8, device=device)

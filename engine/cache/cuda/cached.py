@@ -30,7 +30,7 @@ class CachedStore:
         self._layout, self._below, self._faults = layout, below, faults
         self._cache = cache
         self._window = Window(layout.device, cache)
-        self._program = layout.program("cache.cu")
+        self._program = layout.program("cache/cuda/cache.cu")
         self._down, self._up = Staging(layout), Staging(layout)  # of victims, and of rows to fetch
         self._overflows: tuple[Tensor, int] | None = None  # of the pinned batch: flags [size], and how many
         self._reads = torch.zeros_like(cache.asked)  # that `peek` served
@@ -218,5 +218,5 @@ class CachedStore:
         if not count:
             return
         memory = torch.empty(count * self._layout.line_bytes, dtype=torch.uint8, device=ranks.device)
-        address, program = np.uint64(batch.own(memory)), self._layout.program("lines.cu")
+        address, program = np.uint64(batch.own(memory)), self._layout.program("ops/cuda/lines.cu")
         launch(self._layout.device, program, "place_lines", batch.size, 1, ranks, batch.count, address, batch.lines)

@@ -33,7 +33,7 @@ class CachedTable:
         self._cache = cache
         self._window = Window(layout.device, cache)
         below.table.alone = self._window.turn
-        self._program = layout.program("cached_table.cu")
+        self._program = layout.program("cache/cuda/cached_table.cu")
         self._lanes = lanes_for((layout.dim + 3) // 4)  # that copy a line
         # rows that the table below had and had not, rows that went down, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)

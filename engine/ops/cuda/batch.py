@@ -20,7 +20,7 @@ from .program import Program
 # keys [n] int64, table ids [bags] int64 or None; None for no bags, their length, or offsets [bags + 1] int64
 Segment = tuple[Tensor, Tensor | None, int | Tensor | None]
 
-_PROGRAM = Program("batch.cu")
+_PROGRAM = Program("ops/cuda/batch.cu")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 // What a step and the tiers do with lines by their addresses: gather and pool to the output, copy, initialise, assign.
-#include "hash.h"
+#include "ops/kernels/hash.h"
 #include "layout.h"
-#include "pool.h"
+#include "ops/kernels/pool.h"
 #include "tally.h"
 
 using namespace tierbed;

@@ -12,19 +12,19 @@ from pathlib import Path
 
 from ...optim.kernel import header
 
-FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "kernels")
+ENGINE = Path(__file__).parents[2]
 # of NVRTC: rows have the bits that the CPU gives them; a file need not use every constant of its headers (177)
 OPTIONS = (
     "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--diag-suppress=177",
 )  # fmt: skip
-_INCLUDE = re.compile(r'#include "([\w.]+)"\n')
+_INCLUDE = re.compile(r'#include "([\w./]+)"\n')
 
 
 @dataclass(frozen=True)
 class Program:
     """Kernels of one file. `macros`: values by name."""
 
-    file: str
+    file: str  # its path from engine/
     macros: tuple[tuple[str, str | int], ...] = ()
 
     def source(self) -> str:
@@ -39,19 +39,16 @@ class Program:
 
 @cache
 def _text(file: str) -> str:
-    included: set[str] = set()
+    included: set[Path] = set()
 
-    def expand(name: str) -> str:
-        if name in included:
+    def expand(path: Path) -> str:
+        if path in included:
             return ""
-        included.add(name)
+        included.add(path)
         # the build makes rules.h of the rules' Python files; here it is made anew
-        text = header() if name == "rules.h" else _read(name)
-        return _INCLUDE.sub(lambda match: expand(match[1]), text.replace("#pragma once\n", ""))
+        text = header() if path.name == "rules.h" else path.read_text(encoding="utf-8")
+        text = text.replace("#pragma once\n", "")
+        # a header of the same folder goes by its name, any other by its path from engine/
+        return _INCLUDE.sub(lambda match: expand((ENGINE if "/" in match[1] else path.parent) / match[1]), text)
 
-    return expand(file)
-
-
-def _read(name: str) -> str:
-    path = next(folder / name for folder in FOLDERS if (folder / name).exists())
-    return path.read_text(encoding="utf-8")
+    return expand(ENGINE / file)

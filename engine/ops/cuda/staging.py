@@ -21,7 +21,7 @@ class Staging:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._program = layout.program("staging.cu")
+        self._program = layout.program("ops/cuda/staging.cu")
         self.room = 0
         self.reserve(SMALLEST)
 

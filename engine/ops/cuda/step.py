@@ -14,6 +14,7 @@ from .device import THREADS, Argument, launch
 from .layout import Layout
 from .program import Program
 
+LINES = "ops/cuda/lines.cu"
 WARP, SUM_BLOCK, MOST_PARTS, MOST_HYPERS = 32, 256, 8, 24  # as in update.cu
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
@@ -43,7 +44,7 @@ def gather(
 ) -> None:
     """out [rows of lookup `index`, dim], float32, float16 or bfloat16; pooled where the lookup has bags."""
     lookup, name = batch.lookups[index], _NAMES[out.dtype]
-    program = layout.program("lines.cu")
+    program = layout.program(LINES)
     if lookup.pooled:
         bags = _bags(batch, lookup, mean, weights)
         launch(layout.device, program, f"pool_{name}", lookup.bags, lanes_for(layout.dim), batch.views, bags, out)
@@ -60,7 +61,7 @@ def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: T
     lookup = batch.lookups[index]
     kernel = f"weights_grad_{_NAMES[grads.dtype]}"
     bags = _bags(batch, lookup, mean, None)
-    launch(layout.device, layout.program("lines.cu"), kernel, lookup.bags, WARP, batch.views, bags, grads, out)
+    launch(layout.device, layout.program(LINES), kernel, lookup.bags, WARP, batch.views, bags, grads, out)
 
 
 class RuleKernels:
@@ -151,7 +152,7 @@ class RuleKernels:
 
     def _program(self, dtype: torch.dtype) -> Program:
         macros = {"TIERBED_RULE": struct_name(self._rule), "TIERBED_GRADIENTS": _TYPES[dtype]}
-        return self._layout.program("update.cu", **macros)
+        return self._layout.program("ops/cuda/update.cu", **macros)
 
 
 def new_numbers(device: torch.device) -> Tensor:
@@ -163,7 +164,7 @@ def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Ten
     """Write values [size, dim] to the rows of unpooled lookups, the last occurrence standing; see `update`."""
     groups = batch.groups
     launch(
-        layout.device, layout.program("lines.cu"), "assign_rows", batch.size, WARP, batch.lines, batch.tables,
+        layout.device, layout.program(LINES), "assign_rows", batch.size, WARP, batch.lines, batch.tables,
         groups.offsets, groups.positions, batch.count, values, np.uint32(step), written, faults,
     )  # fmt: skip
 
@@ -171,14 +172,14 @@ def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Ten
 def count_new(layout: Layout, lines: Tensor, count: Tensor) -> Tensor:
     """[1], how many of the first `count` [1] lines have `updates == 0`; a zero address counts as new."""
     total = torch.zeros(1, dtype=torch.int64, device=lines.device)
-    launch(layout.device, layout.program("lines.cu"), "count_new", len(lines), 1, lines, count, total)
+    launch(layout.device, layout.program(LINES), "count_new", len(lines), 1, lines, count, total)
     return total
 
 
 def count_written(layout: Layout, batch: Batch) -> Tensor:
     """[tables], how many rows of a batch whose lines are set were ever written."""
     written = torch.zeros(layout.tables, dtype=torch.int64, device=batch.lines.device)
-    program = layout.program("lines.cu")
+    program = layout.program(LINES)
     launch(layout.device, program, "count_written", batch.size, 1, batch.lines, batch.tables, batch.count, written)
     return written
 
@@ -189,7 +190,7 @@ def initialise_missing(batch: Batch, layout: Layout, ranks: Tensor) -> None:
         return
     memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
     absent, address = batch.lines == 0, np.uint64(batch.own(memory))
-    program = layout.program("lines.cu")
+    program = layout.program(LINES)
     launch(layout.device, program, "place_lines", batch.size, 1, ranks, batch.count, address, batch.lines)
     initialise_lines(batch, layout, absent)
 
@@ -197,7 +198,7 @@ def initialise_missing(batch: Batch, layout: Layout, ranks: Tensor) -> None:
 def initialise_lines(batch: Batch, layout: Layout, only: Tensor) -> None:
     """Give each row that is flagged in only [size] bool, and has a line, its initial values."""
     launch(
-        layout.device, layout.program("lines.cu"), "initialise_lines", batch.size, WARP, batch.hashes, batch.tables,
+        layout.device, layout.program(LINES), "initialise_lines", batch.size, WARP, batch.hashes, batch.tables,
         batch.count, batch.lines, only, layout.initial,
     )  # fmt: skip
 
@@ -206,7 +207,7 @@ def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
     """Copy lines [n] by their addresses; an address of 0 on either side is passed over."""
     lanes = lanes_for((layout.dim + 3) // 4)
     n = np.uint64(len(source))
-    launch(layout.device, layout.program("lines.cu"), "copy_lines", len(source), lanes, source, to, n)
+    launch(layout.device, layout.program(LINES), "copy_lines", len(source), lanes, source, to, n)
 
 
 def copy_present(batch: Batch, layout: Layout) -> None:
@@ -244,5 +245,5 @@ def _scales(batch: Batch, layout: Layout, means: Sequence[bool], weights: Sequen
     scales = batch.empty(torch.float32)
     for lookup, mean, given in zip(batch.lookups, means, weights, strict=True):
         bags, part = _bags(batch, lookup, mean, given), scales[lookup.begin :]
-        launch(layout.device, layout.program("lines.cu"), "scale_positions", lookup.bags, 1, bags, part)
+        launch(layout.device, layout.program(LINES), "scale_positions", lookup.bags, 1, bags, part)
     return scales[batch.groups.order]

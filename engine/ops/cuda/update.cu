@@ -7,7 +7,7 @@
 // one.
 #include "layout.h"
 #include "tally.h"
-#include "update.h"
+#include "ops/kernels/update.h"
 #include "rules.h"
 
 using namespace tierbed;

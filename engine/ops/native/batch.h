@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "../kernels/unique.h"
+#include "ops/kernels/unique.h"
 #include "layout.h"
 #include "memory.h"
 

@@ -7,7 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "../kernels/line.h"
+#include "ops/kernels/line.h"
 #include "histogram.h"
 #include "memory.h"
 
@@ -130,12 +130,5 @@ inline void add_latencies(nb::dict& metrics, const std::string& name, const Hist
     metrics[(name + "_seconds_p99").c_str()] = histogram.quantile(0.99);
     metrics[(name + "_seconds_max").c_str()] = histogram.max();
 }
-
-void bind_stores(nb::module_& m);
-void bind_cache(nb::module_& m);
-void bind_rocksdb(nb::module_& m);  // after bind_stores, which binds its base
-void bind_ledger(nb::module_& m);
-void bind_rows(nb::module_& m);
-void bind_changes(nb::module_& m);  // after the three that bind tiers
 
 }  // namespace tierbed

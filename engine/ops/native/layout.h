@@ -3,8 +3,8 @@
 #include <numeric>
 #include <vector>
 
-#include "../kernels/copy.h"
-#include "../kernels/initialise.h"
+#include "ops/kernels/copy.h"
+#include "ops/kernels/initialise.h"
 
 namespace tierbed {
 

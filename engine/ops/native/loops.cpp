@@ -2,8 +2,8 @@
 // function of the standard library that was compiled here could end up in code that runs on older processors.
 #include "loops.h"
 
-#include "../kernels/pool.h"
-#include "../kernels/update.h"
+#include "ops/kernels/pool.h"
+#include "ops/kernels/update.h"
 #include "rules.h"  // made of engine/optim
 
 namespace tierbed {

@@ -3,8 +3,8 @@
 #pragma once
 #include <cstddef>
 
-#include "../kernels/gradients.h"
-#include "../kernels/line.h"
+#include "ops/kernels/gradients.h"
+#include "ops/kernels/line.h"
 
 namespace tierbed {
 

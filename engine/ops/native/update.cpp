@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "../kernels/catch_up.h"
-#include "../kernels/pool.h"
+#include "ops/kernels/catch_up.h"
+#include "ops/kernels/pool.h"
 #include "instruction_sets.h"
 #include "pool.h"
 

@@ -35,7 +35,7 @@ class FullTable:
         """`load`: the most rows for each slot of the index. `on_host`: where lines are."""
         self._layout = layout
         self.device = layout.device
-        self._program = layout.program("table.cu")
+        self._program = layout.program("store/cuda/table.cu")
         self._fixed = capacity is not None
         self._load = load
         self._on_host = on_host

@@ -1,0 +1,29 @@
+// The Python module: every room binds what is its own. engine/_core.pyi is the contract of all of them.
+#include <nanobind/nanobind.h>
+#include <pthread.h>
+
+namespace nb = nanobind;
+
+namespace tierbed {
+
+void bind_ops(nb::module_& m);
+void bind_stores(nb::module_& m);
+void bind_cache(nb::module_& m);
+void bind_rocksdb(nb::module_& m);
+void bind_ledger(nb::module_& m);
+void bind_changes(nb::module_& m);
+void bind_rows(nb::module_& m);
+
+}  // namespace tierbed
+
+NB_MODULE(_core, m) {
+    // what a forked child holds is its parent's, and left as it is: no leak to report at its end
+    pthread_atfork(nullptr, nullptr, [] { nb::set_leak_warnings(false); });
+    tierbed::bind_ops(m);
+    tierbed::bind_stores(m);
+    tierbed::bind_cache(m);
+    tierbed::bind_rocksdb(m);  // after bind_stores, which binds its base
+    tierbed::bind_ledger(m);
+    tierbed::bind_changes(m);  // after the three that bind tiers
+    tierbed::bind_rows(m);
+}

@@ -1,0 +1,37 @@
+// A set-associative cache in device memory, and what it decided for the rows of a batch.
+#pragma once
+#include "cache/kernels/cache_set.h"
+#include "ops/cuda/layout.h"
+
+namespace tierbed {
+
+struct Cache {
+    u8* tags;   // [sets * WAYS], 0 where a way is free
+    Way* ways;  // [sets * WAYS]
+    u64 memory;
+    u32 sets;
+
+    TIERBED_FN SetView set(u64 number) const { return {tags + number * WAYS, ways + number * WAYS}; }
+    TIERBED_FN u64 line(u64 slot) const { return memory + slot * SHAPE.line_bytes; }
+    // The slot that holds the row, or NONE.
+    TIERBED_FN u32 find(Tile tile, u32 table, u64 hash) const {
+        const u32 number = set_of(hash, sets);
+        const u32 way = probe_set(tile, set(number), hash, table);
+        return way == NONE ? NONE : number * WAYS + way;
+    }
+    TIERBED_FN u32 updates(u64 slot) const { return record(line(slot), SHAPE)->updates; }
+    TIERBED_FN bool dirty(u64 slot) const { return tags[slot] && updates(slot) != ways[slot].stored; }
+};
+
+enum Gone : u8 { NOTHING, CLEAN, DIRTY };
+
+// What became of each row: its slot or NONE, its line or 0, whether it was there, and what its slot held before.
+struct Admission {
+    u32* slots;
+    u64* lines;
+    u8* hit;
+    u8* gone;
+    Way* before;
+};
+
+}  // namespace tierbed

@@ -1,0 +1,109 @@
+// A cache in device memory in front of a full table whose lines are in page-locked memory of the host: rows move by
+// kernels alone. Every row that is up has a line below, so it can always go down.
+#include "admission.h"
+#include "store/cuda/segments.h"
+#include "ops/cuda/tally.h"
+
+using namespace tierbed;
+
+namespace {
+
+// counts [4]: rows that the table below had and had not, rows that went down, lookups that the cache served
+enum Count : u32 { FOUND, NEW, WRITTEN, SERVED };
+
+struct Counts {
+    u64 found[4] = {};
+
+    TIERBED_FN void add_to(u64* counts) const {
+        for (u32 k = 0; k < 4; ++k)
+            if (found[k]) atomicAdd(&counts[k], found[k]);
+    }
+};
+
+TIERBED_FN void write_down(Tile tile, Slot* slots, u32 mask, const Segments& memory, const Way& way, u64 line) {
+    const u32 row = find_row(tile, IndexView{slots, mask}, way.hash, way.table);
+    copy_line(tile, memory.address(row - 1), line, SHAPE);
+}
+
+}  // namespace
+
+// Brings down what gave way for the first `count` rows. All of it, before anything comes up: a row that gave way may be
+// one that the batch needs.
+extern "C" __global__ void bring_down(Slot* slots, u32 mask, Segments memory, Admission all, const u32* count,
+                                      u64* counts) {
+    Counts counted;
+    for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
+        if (all.gone[i] != DIRTY) return;
+        write_down(tile, slots, mask, memory, all.before[i], all.lines[i]);
+        counted.found[WRITTEN] += tile.lane == 0;
+    });
+    counted.add_to(counts);
+}
+
+// lines [n]: where each of the first `count` rows is below -> where it is used, with the row there. A row without a
+// slot is used below; one without a place there, `nowhere`, stays so. asked [tables, 2]: misses.
+extern "C" __global__ void bring_up(Cache cache, Admission all, const u64* hashes, const u32* tables, const u32* count,
+                                    u64* lines, u64 nowhere, InitialRow initial, u64* counts, u64* asked) {
+    Counts counted;
+    Tally rows(asked);
+    for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
+        const u64 below = lines[i];
+        const u64 up = all.lines[i] ? all.lines[i] : below;
+        synchronise(tile);  // every lane has read `lines`
+        if (tile.lane == 0) lines[i] = up;
+        if (all.hit[i] || below == nowhere) return;
+        const u32 stored = record(below, SHAPE)->updates;
+        synchronise(tile);  // every lane has read the record, which may be that of `up`
+        if (tile.lane == 0) {
+            ++counted.found[stored ? FOUND : NEW];
+            rows.add(place_of(tables[i], true));
+            if (all.slots[i] != NONE) cache.ways[all.slots[i]].stored = stored;
+        }
+        if (stored == 0)
+            initialise_line(tile, up, SHAPE, initial, tables[i], key_of(tables[i], hashes[i]));
+        else if (up != below)
+            copy_line(tile, up, below, SHAPE);
+    });
+    rows.end();
+    counted.add_to(counts);
+}
+
+// lines [n]: where each of the first `count` rows can be read, 0 where it is nowhere; absent [n]: 1 for those, else 0;
+// asked [tables, 2]: hits and misses.
+extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, Segments memory, const u64* hashes,
+                                       const u32* tables, const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
+                                       u64* asked) {
+    Counts counted;
+    Tally rows(asked);
+    for_each_item<GROUP>(n, [&](Tile tile, u64 i) {
+        u64 line = 0;
+        if (i < *count) {
+            const u32 slot = cache.find(tile, tables[i], hashes[i]);
+            if (slot != NONE) line = cache.line(slot);
+            const u32 row = line ? 0 : find_row(tile, IndexView{slots, mask}, hashes[i], tables[i]);
+            const u64 below = row ? memory.address(row - 1) : 0;
+            const bool stored = below && record(below, SHAPE)->updates != 0;
+            if (tile.lane == 0) ++counted.found[line ? SERVED : stored ? FOUND : NEW];
+            if (tile.lane == 0) rows.add(place_of(tables[i], line == 0));
+            if (stored) line = below;
+        }
+        if (tile.lane != 0) return;
+        lines[i] = line;
+        absent[i] = i < *count && line == 0;
+    });
+    rows.end();
+    counted.add_to(counts);
+}
+
+// Brings every dirty row down; it stays up.
+extern "C" __global__ void flush_rows(Cache cache, Slot* slots, u32 mask, Segments memory, u64* counts) {
+    Counts counted;
+    for_each_item<COPY_LANES>(static_cast<u64>(cache.sets) * WAYS, [&](Tile tile, u64 slot) {
+        if (!cache.dirty(slot)) return;
+        write_down(tile, slots, mask, memory, cache.ways[slot], cache.line(slot));
+        synchronise(tile);
+        if (tile.lane == 0) cache.ways[slot].stored = cache.updates(slot);
+        counted.found[WRITTEN] += tile.lane == 0;
+    });
+    counted.add_to(counts);
+}

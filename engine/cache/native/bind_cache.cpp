@@ -1,0 +1,111 @@
+// The binding of caches.
+#include <nanobind/stl/shared_ptr.h>
+
+#include "ops/native/bind.h"
+#include "cached_tier.h"
+#include "ops/native/pool.h"
+
+namespace tierbed {
+namespace {
+
+Replacement policy_of(const std::string& name) {
+    require(name == "lru" || name == "lfu", "policy: lru or lfu");
+    return name == "lfu" ? LFU : LRU;
+}
+
+nb::dict metrics_of(const CachedTier& tier) {
+    const CachedTier::Metrics now = [&] {
+        nb::gil_scoped_release unlocked;
+        return tier.metrics();
+    }();
+    nb::dict all;
+    all["hits"] = now.counts.hits;
+    all["misses"] = now.counts.misses;
+    all["insertions"] = now.counts.insertions;
+    all["evictions_clean"] = now.counts.evictions_clean;
+    all["evictions_dirty"] = now.counts.evictions_dirty;
+    all["overflows"] = now.counts.overflows;
+    all["bytes_in"] = now.bytes_in;
+    all["bytes_out"] = now.bytes_out;
+    all["capacity"] = now.capacity;
+    all["resident_rows"] = now.resident_rows;
+    all["fill"] = static_cast<double>(now.resident_rows) / static_cast<double>(now.capacity);
+    all["bytes"] = now.bytes;
+    all["overflow_rows"] = now.overflow_rows;
+    all["overflow_peak_rows"] = now.overflow_peak_rows;
+    all["overflow_capacity"] = now.overflow_capacity;
+    all["overflow_bytes"] = now.overflow_bytes;
+    all["window_bytes"] = now.window_bytes;
+    all["prefetch_waits"] = now.prefetch_waits;
+    add_latencies(all, "fetch", tier.fetch_latency());
+    add_latencies(all, "write", tier.write_latency());
+    return all;
+}
+
+nb::object where(CachedTier& tier, u32 table, u64 key) {
+    const auto row = [&] {
+        nb::gil_scoped_release unlocked;
+        return tier.find(table, key);
+    }();
+    if (!row) return nb::none();
+    nb::dict all = described(row->record);
+    all["slot"] = row->slot;
+    all["overflow"] = row->slot < 0;
+    all["pinned"] = row->pinned;
+    all["dirty"] = row->dirty;
+    return all;
+}
+
+nb::tuple residents(CachedTier& tier) {
+    const auto rows = [&] {
+        nb::gil_scoped_release unlocked;
+        return tier.residents();
+    }();
+    std::vector<i64> slots;
+    std::vector<u32> tables;
+    std::vector<u64> keys;
+    for (const CachedTier::Resident& row : rows) {
+        slots.push_back(row.slot);
+        tables.push_back(row.table);
+        keys.push_back(key_of(row.table, row.hash));
+    }
+    const auto dirty = flags(rows.size(), [&](bool* out) {
+        for (const CachedTier::Resident& row : rows) *out++ = row.dirty;
+    });
+    return nb::make_tuple(own(std::move(slots)), own(std::move(tables)), own(std::move(keys)), dirty);
+}
+
+}  // namespace
+
+void bind_cache(nb::module_& m) {
+    const nb::call_guard<nb::gil_scoped_release> unlocked;
+    nb::class_<CachedTier, Tier>(m, "CachedTier")
+        .def(
+            "__init__",
+            [](CachedTier* self, const Layout& layout, Tier& below, std::size_t budget_bytes,
+               std::size_t overflow_bytes, const std::string& policy, std::size_t io_threads) {
+                const CacheOptions options{budget_bytes, overflow_bytes, policy_of(policy), io_threads};
+                nb::gil_scoped_release released;
+                new (self) CachedTier(layout, below, options);
+            },
+            nb::arg("layout"), nb::arg("below"), nb::kw_only(), nb::arg("budget_bytes"), nb::arg("overflow_bytes"),
+            nb::arg("policy"), nb::arg("io_threads"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+        .def("announce", &CachedTier::announce, unlocked)
+        .def("prefetch", &CachedTier::prefetch, unlocked)
+        .def("pin", &CachedTier::pin, unlocked)
+        .def("unpin", &CachedTier::unpin, unlocked)
+        .def("cancel", &CachedTier::cancel, unlocked)
+        .def("peek", &CachedTier::peek, unlocked)
+        .def("flush", &CachedTier::flush, unlocked)
+        .def("close", &CachedTier::close, unlocked)
+        .def("where", &where)
+        .def("residents", &residents)
+        .def("metrics", &metrics_of)
+        .def("asked", &asked<CachedTier>);
+    m.attr("WAYS") = WAYS;
+    m.attr("GROUP") = GROUP;
+    m.attr("WAY_BYTES") = sizeof(Way);
+    m.def("use_own_pool", &use_own_pool, nb::arg("threads"));
+}
+
+}  // namespace tierbed

@@ -1,0 +1,72 @@
+// The binding of the ledger of the row lifecycle.
+#include "ops/native/bind.h"
+#include "ledger.h"
+
+namespace tierbed {
+namespace {
+
+Eviction eviction_named(const std::string& name) {
+    constexpr const char* names[] = {"none", "lru", "lfu", "ttl", "distance_lfu"};
+    for (u32 i = 0; i < std::size(names); ++i)
+        if (name == names[i]) return static_cast<Eviction>(i);
+    throw std::invalid_argument("no eviction is called " + name);
+}
+
+nb::tuple arrays_of(RowNames&& names) {
+    return nb::make_tuple(own(std::move(names.tables)), own(std::move(names.keys)));
+}
+
+}  // namespace
+
+void bind_ledger(nb::module_& m) {
+    nb::class_<Admitted>(m, "Admitted")
+        .def_ro("fresh", &Admitted::fresh)
+        .def_ro("refused", &Admitted::refused)
+        .def_ro("lacking", &Admitted::lacking)
+        .def("take_victims", [](Admitted& admitted) { return arrays_of(std::move(admitted.victims)); });
+    nb::class_<Ledger>(m, "Ledger")
+        .def(
+            "__init__",
+            [](Ledger* self, const std::string& eviction, std::optional<std::size_t> capacity, u64 ttl_steps,
+               u32 sights, double chance, u64 seed) {
+                new (self)
+                    Ledger({eviction_named(eviction), capacity.value_or(SIZE_MAX), ttl_steps, sights, chance, seed});
+            },
+            nb::kw_only(), nb::arg("eviction"), nb::arg("capacity").none(), nb::arg("ttl_steps"), nb::arg("sights"),
+            nb::arg("chance"), nb::arg("seed"))
+        .def("admit", &Ledger::admit, nb::call_guard<nb::gil_scoped_release>())
+        .def("commit", &Ledger::commit, nb::call_guard<nb::gil_scoped_release>())
+        .def("expired",
+             [](const Ledger& ledger, u32 now) {
+                 RowNames names;
+                 {
+                     nb::gil_scoped_release unlocked;
+                     names = ledger.expired(now);
+                 }
+                 return arrays_of(std::move(names));
+             })
+        .def("load",
+             [](Ledger& ledger, InVector<u32> tables, InVector<u64> keys, InVector<u32> updates, InVector<u32> steps) {
+                 require(tables.size() == keys.size() && keys.size() == updates.size() && keys.size() == steps.size(),
+                         "tables, keys, updates and steps differ in length");
+                 nb::gil_scoped_release unlocked;
+                 ledger.load(tables.data(), keys.data(), updates.data(), steps.data(), keys.size());
+             })
+        .def("erase",
+             [](Ledger& ledger, InVector<u32> tables, InVector<u64> keys) {
+                 require(tables.size() == keys.size(), "tables and keys differ in length");
+                 nb::gil_scoped_release unlocked;
+                 return ledger.erase(tables.data(), keys.data(), keys.size());
+             })
+        .def("find",
+             [](const Ledger& ledger, InVector<u32> tables, InVector<u64> keys) {
+                 require(tables.size() == keys.size(), "tables and keys differ in length");
+                 std::vector<u32> updates(keys.size()), steps(keys.size());
+                 ledger.find(tables.data(), keys.data(), updates.data(), steps.data(), keys.size());
+                 return nb::make_tuple(own(std::move(updates)), own(std::move(steps)));
+             })
+        .def_prop_ro("rows", &Ledger::rows)
+        .def_prop_ro("bytes", &Ledger::bytes);
+}
+
+}  // namespace tierbed

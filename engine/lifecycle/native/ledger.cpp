@@ -1,0 +1,260 @@
+#include "ledger.h"
+
+#include <algorithm>
+#include <numeric>
+#include <tuple>
+
+#include "ops/native/pool.h"
+
+namespace tierbed {
+namespace {
+
+constexpr std::size_t AHEAD = 8;      // rows whose entries are fetched before they are probed
+constexpr std::size_t SHARE = 64;     // a capacity / SHARE rows leave at once: finding any takes a pass over all rows
+constexpr std::size_t MARGIN = 32;    // rows of a bucket that are looked at beyond its share of the victims
+constexpr std::size_t SMALLEST = 16;  // entries of a bucket
+
+u64 age(u32 step, u32 now) { return now > step ? now - step : 0; }
+
+}  // namespace
+
+std::size_t Ledger::Bucket::place(u64 hash, u32 table) const {
+    std::size_t at = home(hash);
+    while (entries[at].updates != 0 && (entries[at].hash != hash || entries[at].table != table)) at = next(at);
+    return at;
+}
+
+Ledger::Entry& Ledger::Bucket::find_or_insert(u64 hash, u32 table) {
+    std::size_t at = place(hash, table);
+    if (entries[at].updates == 0) {
+        if ((rows + 1) * 5 > entries.size() * 4) {
+            grow();
+            at = place(hash, table);
+        }
+        entries[at] = {hash, table, 0, 0, 0};
+        ++rows;
+    }
+    return entries[at];
+}
+
+bool Ledger::Bucket::erase(u64 hash, u32 table) {
+    std::size_t hole = place(hash, table);
+    if (entries[hole].updates == 0) return false;
+    const auto distance = [&](std::size_t from, std::size_t to) {
+        return to >= from ? to - from : to + entries.size() - from;
+    };
+    for (std::size_t at = next(hole); entries[at].updates != 0; at = next(at)) {
+        if (distance(home(entries[at].hash), at) < distance(hole, at)) continue;  // its home lies behind the hole
+        entries[hole] = entries[at];
+        hole = at;
+    }
+    entries[hole].updates = 0;
+    --rows;
+    return true;
+}
+
+void Ledger::Bucket::grow() {
+    std::vector<Entry> before(entries.size() + entries.size() / 4);
+    before.swap(entries);
+    for (const Entry& entry : before)
+        if (entry.updates != 0) entries[place(entry.hash, entry.table)] = entry;
+}
+
+Ledger::Ledger(const Policy& policy) : policy_(policy) {
+    for (Bucket& bucket : buckets_) bucket.entries.resize(SMALLEST);
+    if (policy.sights > 1) sights_.begin();
+}
+
+bool Ledger::is_kept(u64 hash, u32 table, u32 now) const {
+    if (policy_.sights > 1) return sights_.count(hash, table) + 1 >= policy_.sights;
+    const u64 draw = hash_row(table, hash ^ hash_row(now, policy_.seed));
+    return static_cast<double>(draw >> 11) * 0x1p-53 < policy_.chance;
+}
+
+Admitted Ledger::admit(Batch& batch, const Layout& layout, u32 now, bool training) {
+    const bool refuses = training && (policy_.sights > 1 || policy_.chance < 1);
+    const std::size_t held = rows();
+    Admitted admitted;
+    if (!refuses && batch.unique <= policy_.capacity - std::min(held, policy_.capacity)) return admitted;
+    ++batch_;
+    std::array<std::size_t, BUCKETS> fresh{}, refused{};
+    Buffer<u64> own(batch.unique);
+    parallel_for(BUCKETS, [&](std::size_t b) {
+        Bucket& bucket = buckets_[b];
+        const std::size_t end = batch.bucket_begin[b + 1];
+        for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
+            if (i + AHEAD < end) bucket.fetch(batch.hashes[i + AHEAD]);
+            own[i] = 0;
+            Entry& entry = bucket.entries[bucket.place(batch.hashes[i], batch.tables[i])];
+            if (entry.updates != 0) {
+                entry.batch = batch_;
+            } else if (refuses && !is_kept(batch.hashes[i], batch.tables[i], now)) {
+                own[i] = 1;
+                ++refused[b];
+            } else {
+                ++fresh[b];
+            }
+        }
+    });
+    admitted.fresh = std::accumulate(fresh.begin(), fresh.end(), std::size_t{0});
+    admitted.refused = std::accumulate(refused.begin(), refused.end(), std::size_t{0});
+    if (admitted.fresh != 0 && held + admitted.fresh > policy_.capacity) {
+        const std::size_t excess = held + admitted.fresh - policy_.capacity;
+        admitted.victims = choose_victims(excess, now);
+        const std::size_t found = admitted.victims.tables.size();
+        if (found < excess) {
+            admitted.lacking = excess - found;
+            return admitted;
+        }
+    }
+    if (admitted.refused == 0) return admitted;
+    const std::vector<u64> lines = batch.allocate(admitted.refused, layout.shape);
+    std::size_t taken = 0;
+    for (std::size_t i = 0; i < batch.unique; ++i)
+        if (own[i]) own[i] = lines[taken++];
+    parallel_for(BUCKETS, [&](std::size_t b) {
+        for (std::size_t i = batch.bucket_begin[b]; i < batch.bucket_begin[b + 1]; ++i)
+            if (own[i]) layout.initialise(own[i], batch.tables[i], batch.key(i));
+    });
+    batch.own_lines = std::move(own);
+    return admitted;
+}
+
+void Ledger::commit(const Batch& batch, u32 now) {
+    parallel_for(BUCKETS, [&](std::size_t b) {
+        Bucket& bucket = buckets_[b];
+        const std::size_t end = batch.bucket_begin[b + 1];
+        for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
+            if (i + AHEAD < end) bucket.fetch(batch.hashes[i + AHEAD]);
+            if (batch.own_lines.size() && batch.own_lines[i]) {
+                if (policy_.sights > 1) sights_.add(batch.hashes[i], batch.tables[i]);
+                continue;
+            }
+            Entry& entry = bucket.find_or_insert(batch.hashes[i], batch.tables[i]);
+            if (entry.updates != 0xFFFFFFFFu) ++entry.updates;
+            entry.step = now;
+        }
+    });
+}
+
+bool Ledger::is_expired(const Entry& entry, u32 now) const { return age(entry.step, now) > policy_.ttl_steps; }
+
+u64 Ledger::rank_of(const Entry& entry, u32 now) const {
+    if (policy_.eviction == Eviction::lfu) return static_cast<u64>(entry.updates) << 32 | entry.step;
+    if (policy_.eviction != Eviction::distance_lfu) return entry.step;
+    const double distance = static_cast<double>(age(entry.step, now) + 1);
+    return bits_of(static_cast<double>(entry.updates) /
+                   (distance * distance));  // in the order of the numbers: none is < 0
+}
+
+bool Ledger::Candidate::operator<(const Candidate& other) const {
+    return std::tie(rank, table, hash) < std::tie(other.rank, other.table, other.hash);
+}
+
+std::vector<Ledger::Candidate> Ledger::candidates(u32 bucket, u32 now, const Candidate& highest) const {
+    std::vector<Candidate> found;
+    for (const Entry& entry : buckets_[bucket].entries) {
+        if (entry.updates == 0 || entry.batch == batch_) continue;
+        if (policy_.eviction == Eviction::ttl && !is_expired(entry, now)) continue;
+        const Candidate candidate{rank_of(entry, now), entry.hash, entry.table};
+        if (!(highest < candidate)) found.push_back(candidate);
+    }
+    return found;
+}
+
+RowNames Ledger::choose_victims(std::size_t needed, u32 now) const {
+    if (policy_.eviction == Eviction::none) return {};
+    const std::size_t wanted = std::max(needed, policy_.capacity / SHARE);
+    // Hashes spread rows evenly, so one bucket tells where the lowest of all end, a little more than the wanted ones.
+    constexpr Candidate last{~u64{0}, ~u64{0}, ~u32{0}};
+    Candidate highest = last;
+    std::vector<Candidate> victims = candidates(0, now, last);
+    if (const std::size_t share = wanted / BUCKETS * 5 / 4 + MARGIN; share < victims.size()) {
+        std::nth_element(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(share), victims.end());
+        highest = victims[share];
+    }
+    std::array<std::vector<Candidate>, BUCKETS> found;
+    const auto gather = [&] {
+        parallel_for(BUCKETS, [&](std::size_t b) { found[b] = candidates(static_cast<u32>(b), now, highest); });
+        victims.clear();
+        for (const std::vector<Candidate>& part : found) victims.insert(victims.end(), part.begin(), part.end());
+    };
+    gather();
+    if (victims.size() < wanted && highest < last) {
+        highest = last;
+        gather();
+    }
+    if (victims.size() > wanted) {
+        std::nth_element(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(wanted), victims.end());
+        victims.resize(wanted);
+    }
+    std::sort(victims.begin(), victims.end(), [](const Candidate& a, const Candidate& b) { return a.hash < b.hash; });
+    RowNames names;
+    for (const Candidate& victim : victims) {
+        names.tables.push_back(victim.table);
+        names.keys.push_back(key_of(victim.table, victim.hash));
+    }
+    return names;
+}
+
+RowNames Ledger::expired(u32 now) const {
+    std::array<RowNames, BUCKETS> parts;
+    parallel_for(BUCKETS, [&](std::size_t b) {
+        for (const Entry& entry : buckets_[b].entries) {
+            if (entry.updates == 0 || !is_expired(entry, now)) continue;
+            parts[b].tables.push_back(entry.table);
+            parts[b].keys.push_back(key_of(entry.table, entry.hash));
+        }
+    });
+    RowNames names;
+    for (const RowNames& part : parts) {
+        names.tables.insert(names.tables.end(), part.tables.begin(), part.tables.end());
+        names.keys.insert(names.keys.end(), part.keys.begin(), part.keys.end());
+    }
+    return names;
+}
+
+void Ledger::load(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n) {
+    for (std::size_t i = 0; i < n; ++i) {
+        const u64 hash = hash_row(tables[i], keys[i]);
+        Entry& entry = buckets_[bucket_of(hash)].find_or_insert(hash, tables[i]);
+        entry.updates = updates[i];
+        entry.step = steps[i];
+    }
+}
+
+std::size_t Ledger::erase(const u32* tables, const u64* keys, std::size_t n) {
+    std::size_t count = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+        if (i + AHEAD < n) {
+            const u64 coming = hash_row(tables[i + AHEAD], keys[i + AHEAD]);
+            buckets_[bucket_of(coming)].fetch(coming);
+        }
+        const u64 hash = hash_row(tables[i], keys[i]);
+        count += buckets_[bucket_of(hash)].erase(hash, tables[i]);
+    }
+    return count;
+}
+
+void Ledger::find(const u32* tables, const u64* keys, u32* updates, u32* steps, std::size_t n) const {
+    for (std::size_t i = 0; i < n; ++i) {
+        const u64 hash = hash_row(tables[i], keys[i]);
+        const Bucket& bucket = buckets_[bucket_of(hash)];
+        const Entry& entry = bucket.entries[bucket.place(hash, tables[i])];
+        updates[i] = entry.updates;
+        steps[i] = entry.step;
+    }
+}
+
+std::size_t Ledger::rows() const {
+    return std::accumulate(buckets_.begin(), buckets_.end(), std::size_t{0},
+                           [](std::size_t total, const Bucket& bucket) { return total + bucket.rows; });
+}
+
+std::size_t Ledger::bytes() const {
+    return std::accumulate(
+        buckets_.begin(), buckets_.end(), sights_.bytes(),
+        [](std::size_t total, const Bucket& bucket) { return total + bucket.entries.capacity() * sizeof(Entry); });
+}
+
+}  // namespace tierbed

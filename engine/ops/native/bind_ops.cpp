@@ -1,0 +1,312 @@
+// The binding of batches, layouts and the ops of a step.
+#include <algorithm>
+
+#include "bind.h"
+#include "instruction_sets.h"
+#include "pool.h"
+#include "step.h"
+#include "update.h"
+
+namespace tierbed {
+namespace {
+
+// (keys [n], tables [bags] or None, None | bag length | offsets [bags + 1]); `kept` holds the arrays alive
+Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
+    const auto array = [&](auto values) {
+        kept.push_back(nb::cast(values));
+        return values;
+    };
+    const auto keys = array(as<InVector<u64>>(given[0], "keys must be contiguous uint64"));
+    Segment segment{keys.data(), nullptr, keys.size(), keys.size(), 1, nullptr, false};
+    if (nb::isinstance<nb::int_>(given[2])) {
+        segment.pooled = true;
+        segment.length = nb::cast<std::size_t>(given[2]);
+        require(segment.length > 0 ? keys.size() % segment.length == 0 : keys.size() == 0, "bags differ in length");
+        segment.bags = segment.length > 0 ? keys.size() / segment.length : 0;
+    } else if (!given[2].is_none()) {
+        const auto offsets = array(as<InVector<i64>>(given[2], "offsets must be contiguous int64"));
+        require(offsets.size() > 0 && offsets.data()[0] == 0 &&
+                    offsets.data()[offsets.size() - 1] == static_cast<i64>(keys.size()) &&
+                    std::is_sorted(offsets.data(), offsets.data() + offsets.size()),
+                "offsets must ascend from 0 to the number of keys");
+        segment.pooled = true;
+        segment.offsets = offsets.data();
+        segment.bags = offsets.size() - 1;
+    }
+    if (!given[1].is_none()) {
+        const auto tables = array(as<InVector<u32>>(given[1], "table ids must be contiguous uint32"));
+        require(tables.size() == segment.bags, "one table id for each bag");
+        segment.tables = tables.data();
+    }
+    return segment;
+}
+
+u64* counts_of(const Layout& layout, std::optional<OutVector<u64>>& by_table) {
+    require(!by_table || by_table->size() == layout.tables, "by_table must be [tables]");
+    return by_table ? by_table->data() : nullptr;
+}
+
+void bind_batch(nb::module_& m) {
+    nb::class_<Batch>(m, "Batch")
+        .def(
+            "__init__",
+            [](Batch* self, nb::sequence segments, u32 num_tables, std::optional<u64> padding) {
+                std::vector<nb::object> kept;
+                std::vector<Segment> views;
+                for (nb::handle item : segments) views.push_back(segment_from(nb::cast<nb::tuple>(item), kept));
+                require(num_tables > 0, "num_tables must be positive");
+                nb::gil_scoped_release unlocked;
+                new (self) Batch(std::make_shared<const Deduplicated>(views, num_tables, padding));
+            },
+            nb::arg("segments"), nb::arg("num_tables"), nb::arg("padding").none())
+        .def(
+            "sibling", [](const Batch& batch) { return new Batch(batch.shared()); },
+            nb::call_guard<nb::gil_scoped_release>())
+        .def_ro("size", &Batch::size)
+        .def_ro("sources", &Batch::sources)
+        .def_ro("unique", &Batch::unique)
+        .def_prop_ro("keys", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).keys(), self); })
+        .def_prop_ro("tables", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).tables, self); })
+        .def_prop_ro("lines", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).lines, self); })
+        .def_prop_ro("views",
+                     [](nb::handle_t<Batch> self) {
+                         Batch& batch = nb::cast<Batch&>(self);
+                         return view(batch.views.size() ? batch.views : batch.lines, self);
+                     })
+        .def_prop_ro("inverse", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).inverse, self); })
+        .def_prop_ro("occurrences",
+                     [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).occurrences, self); })
+        .def_prop_ro("offsets", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).offsets, self); })
+        .def_prop_ro("own_lines", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).own_lines, self); })
+        .def("use_own_lines", &Batch::use_own_lines)
+        .def("allocate",
+             [](Batch& b, std::size_t n, const Layout& layout) { return own(b.allocate(n, layout.shape)); });
+}
+
+void bind_layout(nb::module_& m) {
+    nb::class_<Layout>(m, "Layout")
+        .def(
+            "__init__",
+            [](Layout* self, u32 dim, std::vector<float> states, std::vector<u32> state_widths, u64 seed,
+               std::vector<u32> columns, std::vector<u32> kinds, In<float, nb::shape<-1, 2>> parameters,
+               In<double, nb::shape<-1, 2>> quantiles) {
+                require(states.size() == state_widths.size(), "states and state_widths differ in length");
+                require(kinds.size() == parameters.shape(0) && kinds.size() == quantiles.shape(0),
+                        "kinds, parameters and quantiles differ in length");
+                require(!columns.empty() && !kinds.empty() && kinds.size() % columns.size() == 0,
+                        "one entry for each table and column group");
+                std::size_t total = 0;
+                for (const u32 c : columns) total += c;
+                require(dim > 0 && total == dim, "columns must sum to dim");
+                std::size_t width = dim;
+                for (const u32 w : state_widths) width += w;
+                require(width <= std::size_t{1} << 28, "a line of over 2^28 floats");
+                std::vector<InitialValues> values;
+                for (std::size_t i = 0; i < kinds.size(); ++i) {
+                    require(kinds[i] <= 2, "kinds are 0, 1, 2");
+                    values.push_back({static_cast<Initial>(kinds[i]), parameters(i, 0), parameters(i, 1),
+                                      quantiles(i, 0), quantiles(i, 1)});
+                }
+                new (self) Layout(dim, std::move(states), state_widths, seed, columns, std::move(values));
+            },
+            nb::arg("dim"), nb::arg("states"), nb::arg("state_widths"), nb::arg("seed"), nb::arg("columns"),
+            nb::arg("kinds"), nb::arg("parameters"), nb::arg("quantiles"))
+        .def_prop_ro("dim", [](const Layout& l) { return l.shape.dim; })
+        .def_prop_ro("width", [](const Layout& l) { return l.shape.width; })
+        .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });
+}
+
+using InRows = Exact<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutRows = Exact<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+Pooling pooling_of(const Batch& batch, std::size_t lookup, bool mean, const std::optional<InVector<float>>& weights,
+                   const std::string& dtype) {
+    require(lookup < batch.lookups.size(), "the batch has no such lookup");
+    const Segment& segment = batch.lookups[lookup].segment;
+    require(segment.pooled || (!mean && !weights), "mean and weights are for bags");
+    require(!weights || weights->size() == segment.n, "weights must be [positions]");
+    const char* names[FLOAT_TYPES] = {"float32", "float16", "bfloat16"};
+    const auto type = std::find(names, names + FLOAT_TYPES, dtype) - names;
+    require(type < FLOAT_TYPES, "dtype must be float32, float16 or bfloat16");
+    return {mean, weights ? weights->data() : nullptr, static_cast<FloatType>(type)};
+}
+
+// float32, or 16 bits as unsigned integers: [outputs of the lookup, dim]
+template <class Rows>
+void require_outputs(const Batch& batch, const Layout& layout, std::size_t lookup, const Rows& rows,
+                     const Pooling& pooling) {
+    require(rows.dtype() == (pooling.type == FloatType::float32 ? nb::dtype<float>() : nb::dtype<u16>()),
+            "rows must be float32, or uint16 where dtype has 16 bits");
+    require(rows.shape(0) == batch.lookups[lookup].segment.bags && rows.shape(1) == layout.shape.dim,
+            "rows must be [outputs, dim]");
+}
+
+// The gradients that Python gives, one a lookup of the batch, and what keeps their memory.
+struct Upstreams {
+    std::vector<nb::object> kept;
+    std::vector<Upstream> upstream;
+
+    Upstreams(const Batch& batch, const Layout& layout, const nb::list& grads, const std::vector<bool>& means,
+              const nb::list& weights, const std::string& dtype) {
+        require(grads.size() == batch.lookups.size() && means.size() == grads.size() && weights.size() == grads.size(),
+                "one of grads, means and weights for each lookup");
+        for (std::size_t k = 0; k < grads.size(); ++k) {
+            const auto rows = as<InRows>(grads[k], "gradients must be contiguous");
+            std::optional<InVector<float>> scale;
+            if (!weights[k].is_none()) scale = as<InVector<float>>(weights[k], "weights must be contiguous float32");
+            const Pooling pooling = pooling_of(batch, k, means[k], scale, dtype);
+            require_outputs(batch, layout, k, rows, pooling);
+            kept.push_back(nb::cast(rows));
+            if (scale) kept.push_back(nb::cast(*scale));
+            upstream.push_back({rows.data(), pooling});
+        }
+    }
+};
+
+void bind_step(nb::module_& m) {
+    m.def("initialise",
+          [](const Layout& layout, InVector<u32> tables, InVector<u64> keys, Out<float, nb::ndim<2>> out) {
+              const std::size_t n = keys.size();
+              require(tables.size() == n && out.shape(0) == n && out.shape(1) == layout.shape.width,
+                      "out must be [n, layout.width]");
+              for (std::size_t i = 0; i < n; ++i) require(tables.data()[i] < layout.tables, "table id out of range");
+              nb::gil_scoped_release unlocked;
+              parallel_ranges(n, 256, [&](std::size_t begin, std::size_t end) {
+                  std::vector<char> memory(layout.shape.line_bytes + 16);
+                  const u64 line = (reinterpret_cast<u64>(memory.data()) + 15) / 16 * 16;
+                  for (std::size_t i = begin; i < end; ++i) {
+                      layout.initialise(line, tables.data()[i], keys.data()[i]);
+                      std::copy_n(floats(line), layout.shape.width, out.data() + i * layout.shape.width);
+                  }
+              });
+          });
+    m.def("initialise_lines", [](const Layout& layout, InVector<u32> tables, InVector<u64> keys, InVector<u64> lines) {
+        require(tables.size() == keys.size() && keys.size() == lines.size(), "tables, keys and lines differ in length");
+        nb::gil_scoped_release unlocked;
+        initialise_lines(layout, tables.data(), keys.data(), lines.data(), keys.size());
+    });
+    m.def("copy_lines", [](const Layout& layout, InVector<u64> from, InVector<u64> to) {
+        require(from.size() == to.size(), "from and to differ in length");
+        nb::gil_scoped_release unlocked;
+        parallel_ranges(from.size(), 512, [&](std::size_t begin, std::size_t end) {
+            for (std::size_t i = begin; i < end; ++i) copy_line(THREAD, to.data()[i], from.data()[i], layout.shape);
+        });
+    });
+    m.def("initialise_missing", &initialise_missing, nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "gather",
+        [](const Batch& batch, const Layout& layout, std::size_t lookup, OutRows out, bool mean,
+           std::optional<InVector<float>> weights, const std::string& dtype) {
+            const Pooling pooling = pooling_of(batch, lookup, mean, weights, dtype);
+            require_outputs(batch, layout, lookup, out, pooling);
+            nb::gil_scoped_release unlocked;
+            gather(batch, layout, lookup, pooling, out.data());
+        },
+        nb::arg("batch"), nb::arg("layout"), nb::arg("lookup"), nb::arg("out"), nb::arg("mean") = false,
+        nb::arg("weights").none() = nb::none(), nb::arg("dtype") = "float32");
+    m.def(
+        "weights_grad",
+        [](const Batch& batch, const Layout& layout, std::size_t lookup, InRows grads, OutVector<float> out, bool mean,
+           const std::string& dtype) {
+            const Pooling pooling = pooling_of(batch, lookup, mean, std::nullopt, dtype);
+            require_outputs(batch, layout, lookup, grads, pooling);
+            require(out.size() == batch.lookups[lookup].segment.n, "out must be [positions]");
+            nb::gil_scoped_release unlocked;
+            weights_grad(batch, layout, lookup, pooling, grads.data(), out.data());
+        },
+        nb::arg("batch"), nb::arg("layout"), nb::arg("lookup"), nb::arg("grads"), nb::arg("out"),
+        nb::arg("mean") = false, nb::arg("dtype") = "float32");
+    m.def(
+        "update",
+        [](Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
+           const std::string& rule, std::vector<double> hyper, u32 step, const std::string& dtype, float scale,
+           std::optional<OutVector<u64>> by_table) {
+            u64* const counts = counts_of(layout, by_table);
+            const Upstreams given(batch, layout, grads, means, weights, dtype);
+            const BoundRule bound(layout, rule, std::move(hyper));
+            nb::gil_scoped_release unlocked;
+            return update(batch, layout, given.upstream, bound, step, scale, counts);
+        },
+        nb::arg("batch"), nb::arg("layout"), nb::arg("grads"), nb::arg("means"), nb::arg("weights"), nb::arg("rule"),
+        nb::arg("hyper"), nb::arg("step"), nb::arg("dtype") = "float32", nb::arg("scale") = 1.0f,
+        nb::arg("by_table").none() = nb::none());
+    m.def(
+        "square_gradients",
+        [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
+           const std::string& dtype) {
+            const Upstreams given(batch, layout, grads, means, weights, dtype);
+            std::vector<float> squares(batch.unique);
+            {
+                nb::gil_scoped_release unlocked;
+                square_gradients(batch, layout.shape.dim, given.upstream, squares.data());
+            }
+            return own(std::move(squares));
+        },
+        nb::arg("batch"), nb::arg("layout"), nb::arg("grads"), nb::arg("means"), nb::arg("weights"),
+        nb::arg("dtype") = "float32");
+    m.def("settle",
+          [](Batch& batch, const Layout& layout, const std::string& rule, std::vector<double> hyper, u32 step) {
+              const BoundRule bound(layout, rule, std::move(hyper));
+              nb::gil_scoped_release unlocked;
+              settle(batch, layout, bound, step);
+          });
+    m.def("catch_up",
+          [](const Layout& layout, InVector<u64> lines, const std::string& rule, std::vector<double> hyper, u32 step) {
+              const BoundRule bound(layout, rule, std::move(hyper));
+              nb::gil_scoped_release unlocked;
+              catch_up(layout, lines.data(), lines.size(), bound, step);
+          });
+    m.def(
+        "assign",
+        [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> values, u32 step,
+           std::optional<OutVector<u64>> by_table) {
+            require(values.shape(0) == batch.size && values.shape(1) == layout.shape.dim,
+                    "values must be [batch.size, dim]");
+            u64* const counts = counts_of(layout, by_table);
+            nb::gil_scoped_release unlocked;
+            return assign(batch, layout, values.data(), step, counts);
+        },
+        nb::arg("batch"), nb::arg("layout"), nb::arg("values"), nb::arg("step"),
+        nb::arg("by_table").none() = nb::none());
+    m.def("count_new", [](const Batch& batch, const Layout& layout) {
+        nb::gil_scoped_release unlocked;
+        return count_new(batch, layout);
+    });
+    m.def("count_written", [](const Batch& batch, const Layout& layout) {
+        std::vector<u64> by_table(layout.tables);
+        {
+            nb::gil_scoped_release unlocked;
+            count_written(batch, layout, by_table.data());
+        }
+        return own(std::move(by_table));
+    });
+}
+
+}  // namespace
+
+void bind_ops(nb::module_& m) {
+    m.def("set_threads", &set_threads);
+    m.def("instruction_sets", &instruction_sets);
+    m.def("use_instruction_set", &use_instruction_set);
+    m.def("scratch", [](std::size_t bytes) {
+        auto* memory = new Buffer<u8>(bytes);
+        nb::capsule owner(memory, [](void* p) noexcept { delete static_cast<Buffer<u8>*>(p); });
+        return Array<u8>(memory->data(), {bytes}, owner);
+    });
+    m.def("normal_quantile", [](double p) {
+        require(p > 0.0 && p < 1.0, "p must lie between 0 and 1");
+        return normal_quantile(p);
+    });
+    m.def("buckets", [](InVector<u32> tables, InVector<u64> keys) {
+        require(tables.size() == keys.size(), "tables and keys differ in length");
+        std::vector<u8> buckets(keys.size());
+        for (std::size_t i = 0; i < buckets.size(); ++i)
+            buckets[i] = static_cast<u8>(bucket_of(hash_row(tables.data()[i], keys.data()[i])));
+        return own(std::move(buckets));
+    });
+    bind_layout(m);
+    bind_batch(m);
+    bind_step(m);
+}
+
+}  // namespace tierbed

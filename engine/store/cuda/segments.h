@@ -1,0 +1,22 @@
+// Where the lines of a full table are: segments that double in size and never move.
+#pragma once
+#include "ops/cuda/layout.h"
+#include "store/kernels/table.h"
+
+namespace tierbed {
+
+constexpr u32 PROBE_LANES = 8;  // 8 slots are 128 bytes
+
+struct Segments {
+    const u64* begins;  // segment k holds 1 << (base_bits + k) lines
+    u64 room;           // lines that there is memory for
+    u32 base_bits;
+
+    TIERBED_FN u64 address(u64 row) const {
+        const u64 r = row + (1ull << base_bits);
+        const u32 segment = 63 - __clzll(static_cast<long long>(r)) - base_bits;
+        return begins[segment] + (r - (1ull << (segment + base_bits))) * SHAPE.line_bytes;
+    }
+};
+
+}  // namespace tierbed

@@ -1,0 +1,130 @@
+// The binding of RocksDB.
+#include "ops/native/bind.h"
+
+#include <nanobind/stl/pair.h>
+
+#ifdef TIERBED_ROCKSDB
+#include "packed_row.h"
+#include "rocksdb_checksum.h"
+#include "rocksdb_tier.h"
+#endif
+
+namespace tierbed {
+
+#ifdef TIERBED_ROCKSDB
+namespace {
+
+ReadMode read_mode_of(const std::string& name) {
+    require(name == "buffered" || name == "mmap" || name == "direct", "read_mode: buffered, mmap or direct");
+    return name == "mmap" ? ReadMode::MMAP : name == "direct" ? ReadMode::DIRECT : ReadMode::BUFFERED;
+}
+
+nb::dict named_metrics(const RocksTier& tier) {
+    const RocksMetrics metrics = [&] {
+        nb::gil_scoped_release unlocked;
+        return tier.metrics();
+    }();
+    nb::dict all;
+    for (const auto& [name, value] : metrics.counts) all[name.c_str()] = value;
+    for (const auto& [name, value] : metrics.reals) all[name.c_str()] = value;
+    return all;
+}
+
+nb::dict info_of(const RocksTier& tier) {
+    const RocksInfo info = tier.info();
+    nb::dict all;
+    all["async_io"] = info.async_io;
+    all["flush_threads"] = info.threads.flushes;
+    all["compaction_threads"] = info.threads.compactions;
+    all["memtable_bytes_max"] = info.memtable_bytes;
+    return all;
+}
+
+nb::list held_files(RocksTier& tier) {
+    const std::vector<LiveFile> files = [&] {
+        nb::gil_scoped_release unlocked;
+        return tier.hold_files();
+    }();
+    nb::list all;
+    for (const LiveFile& file : files) {
+        nb::object content = nb::none();
+        if (file.content) content = nb::bytes(file.content->data(), file.content->size());
+        all.append(nb::make_tuple(file.name, file.bytes, file.crc32c, content));
+    }
+    return all;
+}
+
+nb::tuple next_of(RocksTier::Scan& scan, OutVector<u8> rows, std::size_t max_rows) {
+    u32 bucket = 0;
+    std::size_t n;
+    require(rows.size() >= max_rows * packed_bytes_of(scan.width()), "rows must have room for max_rows");
+    {
+        nb::gil_scoped_release unlocked;
+        n = scan.next(rows.data(), max_rows, bucket);
+    }
+    return nb::make_tuple(bucket, n);
+}
+
+}  // namespace
+
+void bind_rocksdb(nb::module_& m) {
+    m.attr("has_rocksdb") = true;
+    m.def("check_rocksdb_options", &check_options, nb::arg("options"));
+    m.def("parse_rocksdb_options", &parse_options, nb::arg("text"));
+    m.def("rocksdb_option_names", &option_names);
+    m.def("rocksdb_table_field_names", &table_field_names);
+    m.def("rocksdb_has_async_io", &has_async_io);
+    m.attr("rocksdb_version") = library_version();
+    const nb::call_guard<nb::gil_scoped_release> unlocked;
+    nb::class_<Crc32c>(m, "Crc32c")
+        .def(nb::init<>())
+        .def(
+            "update",
+            [](Crc32c& self, InVector<u8> bytes) {
+                nb::gil_scoped_release unlocked;
+                self.update(bytes.data(), bytes.size());
+            },
+            nb::arg("bytes"))
+        .def("finish", &Crc32c::finish);
+    nb::class_<RocksTier, Tier> tier(m, "RocksTier");
+    tier.def(
+            "__init__",
+            [](RocksTier* self, const std::string& folder, u32 width, bool create, bool read_only, u32 shards,
+               std::size_t block_bytes, std::size_t cache_bytes, std::size_t buffer_bytes, const std::string& read_mode,
+               bool async_io, const NamedOptions& options) {
+                const RocksOptions all{
+                    create,   read_only, shards, block_bytes, cache_bytes, buffer_bytes, read_mode_of(read_mode),
+                    async_io, options};
+                nb::gil_scoped_release unlocked;
+                new (self) RocksTier(folder, width, all);
+            },
+            nb::arg("folder"), nb::arg("width"), nb::kw_only(), nb::arg("create"), nb::arg("read_only"),
+            nb::arg("shards"), nb::arg("block_bytes"), nb::arg("cache_bytes"), nb::arg("buffer_bytes"),
+            nb::arg("read_mode"), nb::arg("async_io"), nb::arg("options"))
+        .def("flush", &RocksTier::flush, unlocked)
+        .def("compact", &RocksTier::compact, unlocked)
+        .def("close", &RocksTier::close, unlocked)
+        .def("make_writable", &RocksTier::make_writable, unlocked)
+        .def_prop_ro("failed", &RocksTier::failed)
+        .def("hold_files", &held_files)
+        .def("release_files", &RocksTier::release_files, unlocked)
+        .def("where",
+             [](const RocksTier& tier, u32 table, u64 key) -> nb::object {
+                 const auto record = [&] {
+                     nb::gil_scoped_release unlocked;
+                     return tier.where(table, key);
+                 }();
+                 return record ? nb::object(described(*record)) : nb::none();
+             })
+        .def("metrics", &named_metrics)
+        .def("info", &info_of)
+        .def(
+            "scan", [](const RocksTier& t) { return new RocksTier::Scan(t); }, nb::keep_alive<0, 1>(),
+            nb::rv_policy::take_ownership);
+    nb::class_<RocksTier::Scan>(tier, "Scan").def("close", &RocksTier::Scan::close).def("next", &next_of);
+}
+#else
+void bind_rocksdb(nb::module_& m) { m.attr("has_rocksdb") = false; }
+#endif
+
+}  // namespace tierbed

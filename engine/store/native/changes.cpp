@@ -1,0 +1,110 @@
+#include "changes.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "ops/native/pool.h"
+
+namespace tierbed {
+namespace {
+
+constexpr std::size_t AHEAD = 16;  // rows whose slots are fetched before they are probed
+constexpr u32 SMALLEST = 16;       // slots of a bucket
+
+}  // namespace
+
+// Keeps the load below 1/2 in the first bucket, 3/4 in the last.
+void ChangedRows::Bucket::reserve(std::size_t wanted, u32 bucket, Arena& arena) {
+    const std::size_t share = 2 * BUCKETS + bucket, whole = 4 * BUCKETS;
+    if (wanted * whole <= slots * share) return;
+    std::size_t size = std::max(slots, SMALLEST);
+    while (wanted * whole > size * share) size *= 2;
+    if (size > std::size_t{1} << 31) throw std::length_error("a bucket of changed rows is full: 2^31 slots");
+    Bucket larger{arena.allocate(size * sizeof(Slot)), static_cast<u32>(size), rows};
+    for_each([&](const Slot& slot) { insert_row(larger.view(), slot); });
+    *this = larger;
+}
+
+void ChangedRows::Bucket::add(u64 hash, u32 table) {
+    const IndexView index = view();
+    u32 at = home_slot(index, hash);
+    for (; index.slots[at].row; at = (at + 1) & index.mask)
+        if (index.slots[at].hash == hash && index.slots[at].table == table) return;
+    index.slots[at] = {hash, table, 1};
+    ++rows;
+}
+
+ChangedRows::ChangedRows(std::size_t rows) {
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) buckets_[bucket].reserve(rows / BUCKETS, bucket, arena_);
+}
+
+void ChangedRows::add(const u64* hashes, const u32* tables, const u64* left_out, const std::size_t* begin) {
+    parallel_for(BUCKETS, begin[BUCKETS], [&](std::size_t b) {
+        Bucket& bucket = buckets_[b];
+        const std::size_t first = begin[b], end = begin[b + 1];
+        if (first == end) return;
+        bucket.reserve(bucket.rows + end - first, static_cast<u32>(b), arena_);
+        for (std::size_t i = first; i < std::min(first + AHEAD, end); ++i) bucket.fetch(hashes[i]);
+        for (std::size_t i = first; i < end; ++i) {
+            if (i + AHEAD < end) bucket.fetch(hashes[i + AHEAD]);
+            if (!left_out || !left_out[i]) bucket.add(hashes[i], tables[i]);
+        }
+    });
+}
+
+void ChangedRows::note(const Batch& batch) {
+    add(batch.hashes.data(), batch.tables.data(), batch.own_lines.size() ? batch.own_lines.data() : nullptr,
+        batch.bucket_begin);
+}
+
+void ChangedRows::note(const u32* tables, const u64* keys, std::size_t n) {
+    const Grouped grouped = group_by_bucket(tables, keys, n);
+    Buffer<u64> hashes(n);
+    Buffer<u32> tables_of(n);
+    for (std::size_t i = 0; i < n; ++i) {
+        hashes[i] = grouped.entries[i].hash;
+        tables_of[i] = grouped.entries[i].table;
+    }
+    add(hashes.data(), tables_of.data(), nullptr, grouped.begin);
+}
+
+void ChangedRows::merge(const ChangedRows& other) {
+    Buffer<u64> hashes(other.size());
+    Buffer<u32> tables(other.size());
+    std::size_t begin[BUCKETS + 1], at = 0;
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
+        begin[bucket] = at;
+        other.buckets_[bucket].for_each([&](const Slot& slot) {
+            hashes[at] = slot.hash;
+            tables[at++] = slot.table;
+        });
+    }
+    begin[BUCKETS] = at;
+    add(hashes.data(), tables.data(), nullptr, begin);
+}
+
+RowNames ChangedRows::rows(u32 bucket) const {
+    struct Name {
+        u32 table;
+        u64 key;
+    };
+    std::vector<Name> names;
+    names.reserve(buckets_[bucket].rows);
+    buckets_[bucket].for_each([&](const Slot& slot) { names.push_back({slot.table, key_of(slot.table, slot.hash)}); });
+    std::sort(names.begin(), names.end(),
+              [](const Name& a, const Name& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
+    RowNames sorted;
+    for (const Name& name : names) {
+        sorted.tables.push_back(name.table);
+        sorted.keys.push_back(name.key);
+    }
+    return sorted;
+}
+
+std::size_t ChangedRows::size() const {
+    std::size_t total = 0;
+    for (const Bucket& bucket : buckets_) total += bucket.rows;
+    return total;
+}
+
+}  // namespace tierbed

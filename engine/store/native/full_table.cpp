@@ -1,0 +1,251 @@
+#include "full_table.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "packed_row.h"
+#include "ops/native/pool.h"
+
+namespace tierbed {
+namespace {
+
+constexpr std::size_t AHEAD = 16;  // rows whose slots are fetched before they are probed
+constexpr u32 MOVES = 256;         // slots, at least, that a batch moves in each bucket while the index grows
+
+// Calls body(bucket, begin, end) for the rows of each bucket.
+template <class Body>
+void for_each_bucket(const Rows& rows, const Body& body) {
+    parallel_for(BUCKETS, rows.n, [&](std::size_t bucket) {
+        const auto before = [](u64 hash, std::size_t of) { return bucket_of(hash) < of; };
+        const u64* const begin = std::lower_bound(rows.hashes, rows.hashes + rows.n, bucket, before);
+        const u64* const end = std::lower_bound(begin, rows.hashes + rows.n, bucket + 1, before);
+        body(static_cast<u32>(bucket), static_cast<std::size_t>(begin - rows.hashes),
+             static_cast<std::size_t>(end - rows.hashes));
+    });
+}
+
+}  // namespace
+
+u32 Lines::take(Arena& arena, u32 line_bytes) {
+    if (free_) {
+        const u32 row = first_free_ - 1;
+        std::memcpy(&first_free_, floats(address(row, line_bytes)), sizeof first_free_);
+        --free_;
+        return row;
+    }
+    const u64 r = static_cast<u64>(size_) + BASE;
+    const u32 segment = 63 - static_cast<u32>(__builtin_clzll(r)) - BASE_BITS;
+    if (segment == segments_.size()) throw std::length_error("a bucket of the table is full: 2^32 rows");
+    if (segment == count_) {
+        segments_[segment] = arena.allocate((static_cast<std::size_t>(BASE) << segment) * line_bytes);
+        ++count_;
+    }
+    return size_++;
+}
+
+void Lines::give(u32 row, const LineShape& shape) {
+    const u64 line = address(row, shape.line_bytes);
+    record(line, shape)->updates = 0;
+    std::memcpy(floats(line), &first_free_, sizeof first_free_);
+    first_free_ = row + 1;
+    ++free_;
+}
+
+FullTable::FullTable(const Layout& layout) : shape_(layout.shape), asked_(layout.tables) {}
+
+std::size_t FullTable::find(Batch& batch) {
+    const std::lock_guard lock(mutex_);
+    const u64* const own = batch.own_lines.size() ? batch.own_lines.data() : nullptr;
+    std::array<std::size_t, BUCKETS> missing{}, held{};
+    parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
+        const u32 bucket = static_cast<u32>(b);
+        const Index::Reader index = index_.reader(bucket);
+        const Lines& lines = lines_[bucket];
+        const std::size_t end = batch.bucket_begin[b + 1];
+        TableCounts::Share asked(asked_, batch.bucket_begin[b] < end);
+        std::size_t absent = 0, present = 0;
+        for (std::size_t i = batch.bucket_begin[b]; i < end; ++i) {
+            if (i + AHEAD < end) index.fetch(batch.hashes[i + AHEAD]);
+            if (own && own[i]) {
+                batch.lines[i] = own[i];
+                continue;
+            }
+            const u32 row = index.find(batch.hashes[i], batch.tables[i]);
+            batch.lines[i] = row ? lines.address(row - 1, shape_.line_bytes) : 0;
+            absent += row == 0;
+            present += row != 0;
+            asked.add(batch.tables[i], row != 0);
+        }
+        missing[b] = absent;
+        held[b] = present;
+        index_.move(bucket, std::max(MOVES, static_cast<u32>(end - batch.bucket_begin[b])));
+    });
+    index_.drop_moved();
+    std::size_t total = 0;
+    for (const std::size_t m : missing) total += m;
+    for (const std::size_t h : held) counts_.hits += h;
+    counts_.misses += total;
+    return total;
+}
+
+std::size_t FullTable::fullest(const std::array<std::size_t, BUCKETS>& more) const {
+    std::size_t most = 0;
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) most = std::max(most, lines_[bucket].used() + more[bucket]);
+    return most;
+}
+
+void FullTable::reserve(const std::array<std::size_t, BUCKETS>& more) { index_.reserve(fullest(more)); }
+
+u64 FullTable::insert(u32 bucket, u64 hash, u32 table) {
+    const u32 row = lines_[bucket].take(arena_, shape_.line_bytes) + 1;
+    index_.insert(bucket, Slot{hash, table, row});
+    return line_of(bucket, row);
+}
+
+void FullTable::insert_missing(Batch& batch, const Layout& layout) {
+    if (layout.shape.line_bytes != shape_.line_bytes ||
+        std::any_of(batch.tables.data(), batch.tables.data() + batch.unique,
+                    [&](u32 table) { return table >= layout.tables; }))
+        throw std::invalid_argument("the layout is not that of the table");
+    const std::lock_guard lock(mutex_);
+    std::array<std::size_t, BUCKETS> missing{};
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
+        missing[bucket] = static_cast<std::size_t>(std::count(batch.lines.data() + batch.bucket_begin[bucket],
+                                                              batch.lines.data() + batch.bucket_begin[bucket + 1], 0));
+    reserve(missing);
+    parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
+        const u32 bucket = static_cast<u32>(b);
+        for (std::size_t i = batch.bucket_begin[b]; i < batch.bucket_begin[b + 1]; ++i) {
+            if (batch.lines[i]) continue;
+            batch.lines[i] = insert(bucket, batch.hashes[i], batch.tables[i]);
+            layout.initialise(batch.lines[i], batch.tables[i], batch.key(i));
+        }
+    });
+    for (const std::size_t m : missing) counts_.insertions += m;
+}
+
+void FullTable::read(const Rows& rows, bool* found, bool) {
+    const Timer timer(counts_.fetch);
+    const std::lock_guard lock(mutex_);
+    for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
+        const Index::Reader index = index_.reader(bucket);
+        TableCounts::Share asked(asked_, begin < end);
+        for (std::size_t i = begin; i < end; ++i) {
+            if (i + AHEAD < end) index.fetch(rows.hashes[i + AHEAD]);
+            const u32 row = index.find(rows.hashes[i], rows.tables[i]);
+            found[i] = row != 0 && record(line_of(bucket, row), shape_)->updates > 0;
+            asked.add(rows.tables[i], found[i]);
+            if (found[i]) copy_line(THREAD, rows.lines[i], line_of(bucket, row), shape_);
+        }
+    });
+    const u64 hits = static_cast<u64>(std::count(found, found + rows.n, true));
+    counts_.hits += hits;
+    counts_.misses += rows.n - hits;
+    counts_.bytes_out += hits * stored_bytes_of(shape_.width);
+}
+
+void FullTable::write(const Rows& rows) {
+    const Timer timer(counts_.write);
+    const std::lock_guard lock(mutex_);
+    const std::size_t before = used();
+    std::array<std::size_t, BUCKETS> more;
+    for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) { more[bucket] = end - begin; });
+    if (!index_.has_room(fullest(more))) {  // rows that are there need none
+        more.fill(0);
+        for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
+            const Index::Reader index = index_.reader(bucket);
+            for (std::size_t i = begin; i < end; ++i) more[bucket] += index.find(rows.hashes[i], rows.tables[i]) == 0;
+        });
+    }
+    reserve(more);
+    for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
+        const Index::Reader index = index_.reader(bucket);
+        for (std::size_t i = begin; i < end; ++i) {
+            if (i + AHEAD < end) index.fetch(rows.hashes[i + AHEAD]);
+            const u32 row = index.find(rows.hashes[i], rows.tables[i]);
+            copy_line(THREAD, row ? line_of(bucket, row) : insert(bucket, rows.hashes[i], rows.tables[i]),
+                      rows.lines[i], shape_);
+        }
+        index_.move(bucket, std::max(MOVES, static_cast<u32>(end - begin)));
+    });
+    index_.drop_moved();
+    counts_.insertions += used() - before;
+    counts_.bytes_in += rows.n * stored_bytes_of(shape_.width);
+}
+
+void FullTable::erase(const Rows& rows) {
+    const std::lock_guard lock(mutex_);
+    for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
+        const Index::Reader index = index_.reader(bucket);
+        std::vector<u32> erased;
+        for (std::size_t i = begin; i < end; ++i) {
+            if (i + AHEAD < end) index.fetch(rows.hashes[i + AHEAD]);
+            const u32 row = index_.erase(bucket, rows.hashes[i], rows.tables[i]);
+            if (row == 0) continue;
+            prefetch_to_write(line_of(bucket, row), shape_.line_bytes);
+            erased.push_back(row);
+        }
+        for (const u32 row : erased) lines_[bucket].give(row - 1, shape_);
+    });
+}
+
+std::optional<FullTable::Place> FullTable::where(u32 table, u64 key) const {
+    const std::lock_guard lock(mutex_);
+    const u64 hash = hash_row(table, key);
+    const u32 row = index_.reader(bucket_of(hash)).find(hash, table);
+    if (!row) return std::nullopt;
+    return Place{row - 1, *record(line_of(bucket_of(hash), row), shape_)};
+}
+
+std::vector<HeldRow> FullTable::list(u32 bucket) const {
+    std::vector<HeldRow> rows;
+    rows.reserve(lines_[bucket].used());
+    index_.for_each(bucket, [&](const Slot& slot) {
+        rows.push_back({key_of(slot.table, slot.hash), line_of(bucket, slot.row), slot.table});
+    });
+    return rows;
+}
+
+std::vector<HeldRow> FullTable::held(u32 bucket) const {
+    const std::lock_guard lock(mutex_);
+    return list(bucket);
+}
+
+std::vector<u8> FullTable::scan(u32 bucket) const {
+    const std::lock_guard lock(mutex_);
+    std::vector<HeldRow> rows = list(bucket);
+    std::sort(rows.begin(), rows.end());
+    std::vector<u8> packed(rows.size() * packed_bytes_of(shape_.width));
+    u8* out = packed.data();
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+        if (i + AHEAD < rows.size()) prefetch_bytes(rows[i + AHEAD].line, shape_.line_bytes);
+        if (record(rows[i].line, shape_)->updates > 0)
+            out = pack_row(out, rows[i].table, rows[i].key, floats(rows[i].line), shape_);
+    }
+    packed.resize(static_cast<std::size_t>(out - packed.data()));
+    return packed;
+}
+
+std::vector<u64> FullTable::asked() const {
+    const std::lock_guard lock(mutex_);
+    return asked_.sums();
+}
+
+std::size_t FullTable::rows() const {
+    const std::lock_guard lock(mutex_);
+    return used();
+}
+
+std::size_t FullTable::used() const {
+    std::size_t total = 0;
+    for (const Lines& lines : lines_) total += lines.used();
+    return total;
+}
+
+std::size_t FullTable::bytes() const {
+    const std::lock_guard lock(mutex_);
+    return arena_.bytes() + index_.bytes();
+}
+
+}  // namespace tierbed

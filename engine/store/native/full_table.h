@@ -1,0 +1,104 @@
+// Every row in memory: an index per bucket, lines in segments that double in size and never move.
+#pragma once
+#include <array>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "ops/native/batch.h"
+#include "ops/native/histogram.h"
+#include "index.h"
+#include "ops/native/memory.h"
+#include "table_counts.h"
+#include "tier.h"
+
+namespace tierbed {
+
+// Lines numbered from 0. Segment k holds BASE << k of them, so growing moves none and wastes no resident memory. Lines
+// given back are taken again first; a list of them runs through their first words.
+class Lines {
+public:
+    u64 address(u32 row, u32 line_bytes) const {
+        const u64 r = static_cast<u64>(row) + BASE;
+        const u32 segment = 63 - static_cast<u32>(__builtin_clzll(r)) - BASE_BITS;
+        return segments_[segment] + (r - (static_cast<u64>(BASE) << segment)) * line_bytes;
+    }
+    u32 take(Arena& arena, u32 line_bytes);
+    // Its record counts as a row that was never updated.
+    void give(u32 row, const LineShape& shape);
+    u32 size() const { return size_; }  // those given back included
+    u32 used() const { return size_ - free_; }
+
+private:
+    static constexpr u32 BASE_BITS = 4, BASE = 1u << BASE_BITS;
+    std::array<u64, 32 - BASE_BITS> segments_;
+    u32 size_ = 0, count_ = 0;       // lines, segments
+    u32 free_ = 0, first_free_ = 0;  // lines given back; the number + 1 of the latest
+};
+
+// Since the table was made.
+struct FullTableCounts {
+    u64 hits = 0, misses = 0;         // rows that were looked for
+    u64 insertions = 0;               // rows that took a line
+    u64 bytes_in = 0, bytes_out = 0;  // of rows that a tier above wrote and read
+    Histogram fetch, write;           // a call of that tier each
+};
+
+// A row and its line, which is its own until it is erased.
+struct HeldRow {
+    u64 key, line;
+    u32 table;
+    bool operator<(const HeldRow& other) const { return table != other.table ? table < other.table : key < other.key; }
+};
+
+class FullTable : public Tier {
+public:
+    explicit FullTable(const Layout& layout);
+    FullTable(const FullTable&) = delete;
+
+    // Lines that the batch has of its own stand for their rows, which are not looked for.
+    std::size_t find(Batch& batch);
+    void insert_missing(Batch& batch, const Layout& layout);
+    void read(const Rows& rows, bool* found, bool touch) override;
+    void write(const Rows& rows) override;
+    void erase(const Rows& rows) override;
+    bool on_disk() const override { return false; }
+
+    // Whether the row is here: the number of its line in its bucket, and its record. Changes nothing.
+    struct Place {
+        u32 line;
+        Record record;
+    };
+    std::optional<Place> where(u32 table, u64 key) const;
+
+    // The rows of a bucket, those with updates = 0 included, in no order.
+    std::vector<HeldRow> held(u32 bucket) const;
+    // Those with updates > 0, packed (row_dtype) in (table, key) order.
+    std::vector<u8> scan(u32 bucket) const;
+    std::size_t rows() const;
+    const FullTableCounts& counts() const { return counts_; }
+    // [tables, 2], hits and misses of each table
+    std::vector<u64> asked() const;
+    u32 width() const { return shape_.width; }
+    std::size_t bytes() const;
+
+private:
+    u64 line_of(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
+    u64 insert(u32 bucket, u64 hash, u32 table);
+    std::vector<HeldRow> list(u32 bucket) const;
+    // Rows of the fullest bucket, with more[bucket] new ones in each.
+    std::size_t fullest(const std::array<std::size_t, BUCKETS>& more) const;
+    std::size_t used() const;  // lines
+    // Makes room for them.
+    void reserve(const std::array<std::size_t, BUCKETS>& more);
+
+    LineShape shape_;
+    Arena arena_;
+    Index index_;
+    std::array<Lines, BUCKETS> lines_;
+    FullTableCounts counts_;
+    TableCounts asked_;
+    mutable std::mutex mutex_;  // below a cache it is read and written by several threads
+};
+
+}  // namespace tierbed

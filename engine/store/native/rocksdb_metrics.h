@@ -1,0 +1,35 @@
+// What a RocksTier counts, and what RocksDB tells of itself.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ops/kernels/portable.h"
+#include "ops/native/histogram.h"
+
+namespace rocksdb {
+class Cache;
+class DB;
+class Statistics;
+}  // namespace rocksdb
+
+namespace tierbed {
+
+// Since the tier was opened.
+struct RocksCounts {
+    std::atomic<u64> hits{0}, misses{0}, rows_written{0}, rows_erased{0};
+    Histogram fetch, write;  // a call each
+};
+
+struct RocksMetrics {
+    std::vector<std::pair<std::string, u64>> counts;    // rows, bytes, events
+    std::vector<std::pair<std::string, double>> reals;  // seconds, ratios
+};
+
+// Sums over the shards; `cache` may be null.
+RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, const std::vector<rocksdb::DB*>& shards,
+                        const rocksdb::Cache* cache, const rocksdb::Statistics& statistics);
+
+}  // namespace tierbed

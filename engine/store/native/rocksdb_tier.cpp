@@ -1,0 +1,345 @@
+#include "rocksdb_tier.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+
+#include <unistd.h>
+
+#include <rocksdb/cache.h>
+#include <rocksdb/db.h>
+#include <rocksdb/statistics.h>
+#include <rocksdb/table.h>
+#include <rocksdb/write_batch.h>
+
+#include "ops/kernels/hash.h"
+#include "packed_row.h"
+#include "ops/native/pool.h"
+#include "rocksdb_status.h"
+
+namespace tierbed {
+namespace {
+
+constexpr std::size_t KEY_BYTES = 13;
+constexpr std::size_t READS = 256;               // keys a MultiGet
+constexpr std::size_t BATCH_BYTES = 256u << 10;  // a WriteBatch
+constexpr std::chrono::milliseconds POLL(2);
+constexpr char RELOAD[] = "load the last snapshot";
+
+struct Key {
+    char bytes[KEY_BYTES];
+    Key(u32 bucket, u32 table, u64 key) {
+        bytes[0] = static_cast<char>(bucket);
+        const u32 t = __builtin_bswap32(table);
+        const u64 k = __builtin_bswap64(key);
+        std::memcpy(bytes + 1, &t, sizeof t);
+        std::memcpy(bytes + 5, &k, sizeof k);
+    }
+    rocksdb::Slice slice() const { return {bytes, KEY_BYTES}; }
+};
+
+void check_size(const char* what, std::size_t bytes, std::size_t expected, const std::string& folder) {
+    if (bytes != expected)
+        throw std::runtime_error("RocksDB in " + folder + ": a stored " + what + " of " + std::to_string(bytes) +
+                                 " bytes where " + std::to_string(expected) + " are expected; " + RELOAD);
+}
+
+u64 property_of(rocksdb::DB& db, const std::string& name) {
+    u64 value = 0;
+    db.GetIntProperty(name, &value);
+    return value;
+}
+
+// A row of a bucket as RocksDB orders them.
+struct Place {
+    u64 key;
+    u32 table;
+    u32 row;  // from the bucket's first
+};
+
+std::vector<Place> sorted(const Rows& rows, std::size_t begin, std::size_t end) {
+    std::vector<Place> places;
+    places.reserve(end - begin);
+    for (std::size_t i = begin; i < end; ++i)
+        places.push_back({key_of(rows.tables[i], rows.hashes[i]), rows.tables[i], static_cast<u32>(i - begin)});
+    std::sort(places.begin(), places.end(),
+              [](const Place& a, const Place& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
+    return places;
+}
+
+using Begins = std::array<std::size_t, BUCKETS + 1>;
+
+Begins begins_of(const Rows& rows) {
+    Begins begin;
+    begin[0] = 0;
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
+        begin[bucket + 1] =
+            static_cast<std::size_t>(std::partition_point(rows.hashes + begin[bucket], rows.hashes + rows.n,
+                                                          [&](u64 hash) { return bucket_of(hash) <= bucket; }) -
+                                     rows.hashes);
+    return begin;
+}
+
+}  // namespace
+
+void RocksTier::read(const Rows& rows, bool* found, bool) {
+    require_open();
+    const std::shared_lock opened(opening_);
+    const Timer timer(counts_.fetch);
+    const Begins begin = begins_of(rows);
+    std::atomic<u64> hits{0};
+    parallel_for(BUCKETS, [&](std::size_t bucket) {
+        if (begin[bucket] < begin[bucket + 1])
+            hits += read_bucket(static_cast<u32>(bucket), rows, begin[bucket], begin[bucket + 1], found);
+    });
+    counts_.hits += hits;
+    counts_.misses += rows.n - hits;
+}
+
+std::size_t RocksTier::read_bucket(u32 bucket, const Rows& rows, std::size_t begin, std::size_t end,
+                                   bool* found) const {
+    rocksdb::DB& db = *shard_of(bucket).db;
+    rocksdb::ReadOptions options;
+    options.async_io = info_.async_io;
+    const std::vector<Place> places = sorted(rows, begin, end);
+    const std::size_t most = std::min(READS, places.size());
+    std::vector<Key> names;
+    std::vector<rocksdb::Slice> slices;
+    names.reserve(most);
+    slices.reserve(most);
+    std::vector<rocksdb::PinnableSlice> values(most);
+    std::vector<rocksdb::Status> statuses(most);
+    std::size_t hits = 0;
+    for (std::size_t first = 0; first < places.size(); first += READS) {
+        const std::size_t count = std::min(READS, places.size() - first);
+        names.clear();
+        slices.clear();
+        for (std::size_t i = 0; i < count; ++i) {
+            names.emplace_back(bucket, places[first + i].table, places[first + i].key);
+            slices.push_back(names.back().slice());
+        }
+        call([&] {
+            db.MultiGet(options, db.DefaultColumnFamily(), count, slices.data(), values.data(), statuses.data(), true);
+        });
+        for (std::size_t i = 0; i < count; ++i) {
+            const std::size_t row = begin + places[first + i].row;
+            found[row] = !statuses[i].IsNotFound();
+            if (found[row]) {
+                check(statuses[i], folder_, "read");
+                check_size("row", values[i].size(), stored_bytes_of(shape_.width), folder_);
+                std::memcpy(floats(rows.lines[row]), values[i].data(), values[i].size());
+                ++hits;
+            }
+            values[i].Reset();
+        }
+    }
+    return hits;
+}
+
+std::optional<Record> RocksTier::where(u32 table, u64 key) const {
+    require_open();
+    const std::shared_lock opened(opening_);
+    const u32 bucket = bucket_of(hash_row(table, key));
+    rocksdb::DB& db = *shard_of(bucket).db;
+    rocksdb::ReadOptions options;
+    options.fill_cache = false;
+    rocksdb::PinnableSlice value;
+    const rocksdb::Status status =
+        call([&] { return db.Get(options, db.DefaultColumnFamily(), Key(bucket, table, key).slice(), &value); });
+    if (status.IsNotFound()) return std::nullopt;
+    check(status, folder_, "read");
+    check_size("row", value.size(), stored_bytes_of(shape_.width), folder_);
+    Record record;
+    std::memcpy(&record, value.data() + shape_.width * sizeof(float), sizeof record);
+    return record;
+}
+
+void RocksTier::write(const Rows& rows) {
+    require_open();
+    const Timer timer(counts_.write);
+    change(rows, false);
+    counts_.rows_written += rows.n;
+}
+
+void RocksTier::erase(const Rows& rows) {
+    require_open();
+    change(rows, true);
+    counts_.rows_erased += rows.n;
+}
+
+void RocksTier::change(const Rows& rows, bool erase) {
+    const Begins begin = begins_of(rows);
+    const std::size_t value_bytes = stored_bytes_of(shape_.width);
+    const std::size_t most_bytes = value_bytes + KEY_BYTES + 16;  // of a row in a batch, and a batch's own
+    parallel_for(shards_.size(), [&](std::size_t number) {
+        Shard& shard = *shards_[number];
+        std::size_t count = 0;
+        for (std::size_t bucket = number; bucket < BUCKETS; bucket += shards_.size())
+            count += begin[bucket + 1] - begin[bucket];
+        if (count == 0) return;
+        // all of its memory at once: RocksDB may end the process where a batch cannot grow
+        rocksdb::WriteBatch batch(std::min(count * most_bytes, BATCH_BYTES) + most_bytes);
+        for (std::size_t bucket = number; bucket < BUCKETS; bucket += shards_.size()) {
+            for (const Place& place : sorted(rows, begin[bucket], begin[bucket + 1])) {
+                const Key name(static_cast<u32>(bucket), place.table, place.key);
+                const u64 line = erase ? 0 : rows.lines[begin[bucket] + place.row];
+                check(erase ? batch.Delete(name.slice())
+                            : batch.Put(name.slice(), {reinterpret_cast<const char*>(line), value_bytes}),
+                      folder_, "write");
+                if (batch.GetDataSize() >= BATCH_BYTES) apply(shard, batch);
+            }
+        }
+        if (batch.Count()) apply(shard, batch);
+    });
+}
+
+// A flush that failed stops all writes until it succeeds: tries it again. RocksDB 7 waits for ever in Resume where
+// other work of the database fails meanwhile, so that comes to its end first, which takes a second after a failure.
+bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
+    if (failed.severity() < rocksdb::Status::kHardError) return false;  // it was not stopped
+    rocksdb::DB& db = *shard.db;
+    while (property_of(db, rocksdb::DB::Properties::kNumRunningFlushes) ||
+           property_of(db, rocksdb::DB::Properties::kNumRunningCompactions))
+        std::this_thread::sleep_for(POLL);
+    return db.Resume().ok();
+}
+
+// After a failed compaction RocksDB returns writes that have to wait for one. They wait here, until the next one fails.
+rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
+    rocksdb::DB& db = *shard.db;
+    rocksdb::WriteOptions options;
+    options.disableWAL = true;
+    return call([&] {
+        const u64 failures = property_of(db, rocksdb::DB::Properties::kBackgroundErrors);
+        rocksdb::Status status = db.Write(options, &batch);
+        while (status.IsIncomplete() && property_of(db, rocksdb::DB::Properties::kBackgroundErrors) == failures) {
+            std::this_thread::sleep_for(POLL);
+            status = db.Write(options, &batch);
+        }
+        return status;
+    });
+}
+
+// Where the reason that something failed is gone, this write goes on.
+void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
+    rocksdb::Status status = write_batch(shard, batch);
+    if (!status.ok()) {
+        const std::lock_guard lock(shard.flushing);
+        if (call([&] { return resume(shard, status); })) status = write_batch(shard, batch);
+    }
+    check(status, folder_, "write");
+    const i64 size = static_cast<i64>(batch.GetDataSize());
+    const i64 left = shard.until_flush.fetch_sub(size);
+    if (left > 0 && left <= size) static_cast<void>(flush_shard(shard, false));  // the next write says if it failed
+    batch.Clear();
+}
+
+// Once a flush has failed, a later one may return OK before its rows are in files: RocksDB 7.8 then waits for none.
+rocksdb::Status RocksTier::flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options) {
+    const u64 failures = property_of(db, rocksdb::DB::Properties::kBackgroundErrors);
+    rocksdb::Status status = db.Flush(options);
+    while (status.ok() && property_of(db, rocksdb::DB::Properties::kNumImmutableMemTable)) {
+        if (property_of(db, rocksdb::DB::Properties::kBackgroundErrors) != failures)
+            return rocksdb::Status::IOError("rows could not be written to files, as where a disk has no room");
+        std::this_thread::sleep_for(POLL);
+        status = db.Flush(options);
+    }
+    return status;
+}
+
+rocksdb::Status RocksTier::flush_shard(Shard& shard, bool wait) const {
+    if (!shard.is_writable) return rocksdb::Status::OK();
+    const std::lock_guard lock(shard.flushing);
+    rocksdb::FlushOptions options;
+    options.wait = wait;
+    options.allow_write_stall = true;  // else it waits for compactions, which may fail for as long as a disk is full
+    return call([&] {
+        if (!wait) return shard.db->Flush(options);
+        const rocksdb::Status status = flush_rows(*shard.db, options);
+        return !status.ok() && resume(shard, status) ? flush_rows(*shard.db, options) : status;
+    });
+}
+
+void RocksTier::flush() {
+    require_open();
+    parallel_for(shards_.size(), [&](std::size_t i) { check(flush_shard(*shards_[i], true), folder_, "flush"); });
+}
+
+void RocksTier::compact() {
+    make_writable();
+    flush();
+    rocksdb::CompactRangeOptions options;
+    options.bottommost_level_compaction = rocksdb::BottommostLevelCompaction::kForceOptimized;
+    for (auto& shard : shards_)
+        check(call([&] { return shard->db->CompactRange(options, nullptr, nullptr); }), folder_, "compact");
+}
+
+std::vector<rocksdb::DB*> RocksTier::databases() const {
+    std::vector<rocksdb::DB*> all;
+    for (const auto& shard : shards_) all.push_back(shard->db.get());
+    return all;
+}
+
+RocksMetrics RocksTier::metrics() const {
+    require_open();
+    const std::shared_lock opened(opening_);
+    return call(
+        [&] { return metrics_of(counts_, stored_bytes_of(shape_.width), databases(), cache_.get(), *statistics_); });
+}
+
+RocksTier::Scan::Scan(const RocksTier& tier)
+    : views_(std::make_unique<std::vector<View>>()),
+      shape_(tier.shape_),
+      folder_(tier.folder_),
+      process_(tier.process_),
+      failed_(tier.failed_) {
+    tier.require_open();
+    const std::shared_lock opened(tier.opening_);
+    rocksdb::ReadOptions options;
+    options.fill_cache = false;
+    options.total_order_seek = true;
+    options.readahead_size = std::size_t{2} << 20;
+    views_->reserve(tier.shards_.size());
+    for (const auto& shard : tier.shards_) {
+        views_->push_back({shard->db, nullptr});
+        views_->back().iterator.reset(tier.call([&] { return shard->db->NewIterator(options); }));
+        views_->back().iterator->SeekToFirst();
+    }
+}
+
+RocksTier::Scan::~Scan() { close(); }
+
+void RocksTier::Scan::close() {
+    if (process_ != getpid() || *failed_) static_cast<void>(views_.release());
+    views_.reset();
+}
+
+std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
+    if (!views_) throw std::runtime_error("RocksDB in " + folder_ + " was closed during a scan");
+    for (; bucket_ < BUCKETS; ++bucket_) {
+        rocksdb::Iterator& it = *(*views_)[bucket_ % views_->size()].iterator;
+        std::size_t rows = 0;
+        for (; rows < max_rows && it.Valid() && (it.key().empty() || static_cast<u8>(it.key()[0]) == bucket_);
+             it.Next(), ++rows) {
+            check_size("key", it.key().size(), KEY_BYTES, folder_);
+            check_size("row", it.value().size(), stored_bytes_of(shape_.width), folder_);
+            u32 table;
+            u64 key;
+            std::memcpy(&table, it.key().data() + 1, sizeof table);
+            std::memcpy(&key, it.key().data() + 5, sizeof key);
+            out = pack_row(out, __builtin_bswap32(table), __builtin_bswap64(key), it.value().data(), shape_);
+        }
+        check(it.status(), folder_, "scan");
+        bucket = bucket_;
+        if (rows) return rows;
+    }
+    for (const auto& view : *views_)
+        if (view.iterator->Valid())
+            throw std::runtime_error("RocksDB in " + folder_ + ": a shard has rows of another; " + RELOAD);
+    return 0;
+}
+
+}  // namespace tierbed

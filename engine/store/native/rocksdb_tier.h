@@ -1,0 +1,143 @@
+// Rows in RocksDB: shards of buckets, one database each, keyed by (bucket u8, table u32, key u64) big-endian.
+//
+// The write-ahead log is off: the live folder is scratch until `flush`. Reads run in parallel, each shard has one
+// writer. Failures throw std::runtime_error with the folder, RocksDB's own words and the remedy.
+//
+// Where the disk has no room to open a database for writing, it is opened for reading alone, until `make_writable`.
+// After an exception out of RocksDB itself, as where memory runs out, every call throws and `close` waits for nothing.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <string>
+#include <vector>
+
+#include <sys/types.h>
+
+#include "ops/native/layout.h"
+#include "rocksdb_checkpoint.h"
+#include "rocksdb_fence.h"
+#include "rocksdb_metrics.h"
+#include "rocksdb_options.h"
+#include "tier.h"
+
+namespace rocksdb {
+class Iterator;
+class Status;
+class WriteBatch;
+struct FlushOptions;
+struct Options;
+}  // namespace rocksdb
+
+namespace tierbed {
+
+struct RocksInfo {
+    BackgroundThreads threads;   // of the process, shared by all databases
+    std::size_t memtable_bytes;  // the most that all shards take
+    bool async_io;
+};
+
+class RocksTier : public Tier {
+public:
+    RocksTier(const std::string& folder, u32 width, const RocksOptions& options);
+    ~RocksTier() override;
+    RocksTier(const RocksTier&) = delete;
+
+    void read(const Rows& rows, bool* found, bool touch) override;
+    void write(const Rows& rows) override;
+    void erase(const Rows& rows) override;
+    bool on_disk() const override { return true; }
+    // The record of a row that is here. Changes nothing, counters included.
+    std::optional<Record> where(u32 table, u64 key) const;
+    void flush();
+    // To be called before rows are written or erased.
+    void make_writable();
+    // Merges all files of a shard, which drops every replaced version of a row.
+    void compact();
+    // Flushes, and tells the files that hold all rows written so far; RocksDB deletes none until they are released.
+    // One caller at a time.
+    std::vector<LiveFile> hold_files();
+    void release_files();
+    void close();  // nothing may be read or written after it; scans must be closed before
+    bool failed() const { return *failed_; }
+    RocksMetrics metrics() const;
+    RocksInfo info() const { return info_; }
+
+    // Walks a consistent view of all rows: buckets ascending, within one (table, key) ascending.
+    class Scan {
+    public:
+        explicit Scan(const RocksTier& tier);
+        ~Scan();
+        Scan(const Scan&) = delete;
+        u32 width() const { return shape_.width; }
+        // Packs up to max_rows rows of one bucket into out; 0 rows at the end.
+        std::size_t next(u8* out, std::size_t max_rows, u32& bucket);
+        // Lets go of the databases; `next` throws from then on.
+        void close();
+
+    private:
+        struct View {
+            std::shared_ptr<rocksdb::DB> db;  // outlives the iterator
+            std::unique_ptr<rocksdb::Iterator> iterator;
+        };
+
+        std::unique_ptr<std::vector<View>> views_;  // null once it is closed
+        LineShape shape_;
+        std::string folder_;
+        pid_t process_;
+        std::shared_ptr<const std::atomic<bool>> failed_;
+        u32 bucket_ = 0;
+    };
+
+private:
+    struct Shard {
+        std::string folder;
+        std::shared_ptr<rocksdb::DB> db;
+        bool is_writable;
+        std::atomic<i64> until_flush{0};  // bytes to write until its one early flush
+        std::mutex flushing;              // of who asks for a flush or for a failed one again
+    };
+
+    std::size_t read_bucket(u32 bucket, const Rows& rows, std::size_t begin, std::size_t end, bool* found) const;
+    // Writes the rows, or erases them.
+    void change(const Rows& rows, bool erase);
+    void apply(Shard& shard, rocksdb::WriteBatch& batch) const;
+    rocksdb::Status flush_shard(Shard& shard, bool wait) const;
+    rocksdb::Status write_batch(Shard& shard, rocksdb::WriteBatch& batch) const;
+    static rocksdb::Status flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options);
+    static bool resume(Shard& shard, const rocksdb::Status& failed);
+    void open(Shard& shard, const RocksOptions& options);
+    void leave_alone();
+    void fail() const noexcept;
+    // What a call of RocksDB returns; an exception out of it is the end of this tier.
+    template <class Call>
+    auto call(const Call& body) const {
+        try {
+            return body();
+        } catch (...) {
+            fail();
+            throw;
+        }
+    }
+    Shard& shard_of(u32 bucket) const { return *shards_[bucket % shards_.size()]; }
+    std::vector<rocksdb::DB*> databases() const;
+    void require_open() const;
+
+    LineShape shape_;
+    std::string folder_;
+    pid_t process_;
+    std::shared_ptr<std::atomic<bool>> failed_ = std::make_shared<std::atomic<bool>>(false);
+    std::unique_ptr<Fence> fence_ = std::make_unique<Fence>();
+    std::unique_ptr<rocksdb::Options> database_;
+    std::atomic<bool> lacks_room_{false};  // some shard is not writable for that
+    mutable std::shared_mutex opening_;    // of who uses the databases for reading, and `make_writable`
+    RocksInfo info_{};
+    std::shared_ptr<rocksdb::Cache> cache_;
+    std::shared_ptr<rocksdb::Statistics> statistics_;
+    std::vector<std::unique_ptr<Shard>> shards_;
+    RocksCounts counts_;
+};
+
+}  // namespace tierbed

@@ -1,0 +1,15 @@
+// Rows by their names alone.
+#pragma once
+#include <vector>
+
+#include "ops/kernels/portable.h"
+
+namespace tierbed {
+
+// Distinct rows, buckets ascending.
+struct RowNames {
+    std::vector<u32> tables;
+    std::vector<u64> keys;
+};
+
+}  // namespace tierbed
