@@ -15,9 +15,9 @@ from embeddings import make, options
 from graphs import Rating, graph_of, mlp
 
 from tierbed import engine
+from tierbed.engine import plan
 from tierbed.engine.errors import OptionError, TierbedError
 from tierbed.engine.modules.multi_table import MultiTableEmbedding
-from tierbed.engine.observe.plan import plan
 from tierbed.engine.spec.inputs import check_row
 from tierbed.snapshots.store.retention import plan_prune
 

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierbed.engine.ops import naive
+from tierbed.engine.optim.arithmetic import log_unit
+from tierbed.engine.spec.initial_values import NORMAL, UNIFORM, normal_quantile
 
 
 def test_philox_gives_the_published_vectors() -> None:
@@ -32,12 +34,12 @@ def test_hash_is_splitmix64_and_tables_displace_it() -> None:
 
 @given(st.floats(1e-18, 1.0, exclude_min=True))
 def test_logarithm_is_accurate_to_the_last_bits(x: float) -> None:
-    assert naive.log_unit(x) == pytest.approx(math.log(x), rel=1e-15, abs=0)
+    assert log_unit(x) == pytest.approx(math.log(x), rel=1e-15, abs=0)
 
 
 @given(st.floats(1e-18, 1.0, exclude_max=True) | st.integers(1, 2**53 - 1).map(lambda n: n * 2.0**-53))
 def test_quantile_is_accurate_in_the_middle_and_both_tails(p: float) -> None:
-    assert naive.normal_quantile(p) == pytest.approx(NormalDist().inv_cdf(p), rel=3e-15, abs=0)
+    assert normal_quantile(p) == pytest.approx(NormalDist().inv_cdf(p), rel=3e-15, abs=0)
 
 
 def test_draws_have_the_moments_of_their_distributions_and_columns_do_not_correlate() -> None:
@@ -47,7 +49,7 @@ def test_draws_have_the_moments_of_their_distributions_and_columns_do_not_correl
         keys,
         3,
         [2, 2],
-        [naive.UNIFORM, naive.NORMAL],
+        [UNIFORM, NORMAL],
         np.array([[-1, 3], [5, 2]], np.float32),
         np.array([[0.0, 1.0]] * 2),
     )

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tierbed.engine import InputError, OptionError, _core
-from tierbed.engine.observe import plan
+from tierbed.engine import InputError, OptionError, _core, plan
 from tierbed.engine.observe.plan import Plan
 from tierbed.engine.observe.stack_distance import Sample, depths, hash_rows
 from tierbed.engine.ops import naive

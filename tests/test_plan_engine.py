@@ -9,8 +9,7 @@ import pytest
 from embeddings import DIM, attach, make, options, train
 from numpy.typing import NDArray
 
-from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.observe import plan
+from tierbed.engine import MultiTableEmbedding, plan
 from tierbed.engine.observe.plan import Plan
 
 ROWS, IDS, BATCHES, WARMUP = 50_000, 5000, 30, 15
