@@ -347,12 +347,18 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
 
 
 def test_clients_that_come_and_go_at_once_are_all_served(tmp_path: Path) -> None:
+    def served(_: int) -> bool:
+        while True:
+            try:
+                return ask_status(tmp_path / "rows") is not None
+            except StoreError as error:  # on a busy machine, more of them are there at once than are served
+                assert "too many clients; ask again" in str(error)
+
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with make(options("device", tmp_path), "sgd") as embedding, ThreadPoolExecutor(12) as clients:
             train(embedding, range(9))
-            found = clients.map(lambda _: ask_status(tmp_path / "rows"), range(2000))
-            assert all(status is not None for status in found)
+            assert all(clients.map(served, range(2000)))
     finally:
         sys.setswitchinterval(interval)
