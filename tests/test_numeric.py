@@ -19,6 +19,7 @@ from tierbed.engine import plan
 from tierbed.engine.errors import OptionError, TierbedError
 from tierbed.engine.modules.multi_table import MultiTableEmbedding
 from tierbed.engine.spec.inputs import check_row
+from tierbed.engine.spec.table_spec import check_columns
 from tierbed.snapshots.store.retention import plan_prune
 
 
@@ -51,7 +52,7 @@ WHOLE: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "io_threads": (2, lambda n: ssd(io_threads=n).io_threads),
     "rocksdb_options": (9, lambda n: ssd(rocksdb_options={"max_open_files": n}).rocksdb_options),
     "embedding_dim": (4, lambda n: embedding(embedding_dim=n).spec.columns),
-    "columns": (3, lambda n: engine.spec.check_columns([2, n])),
+    "columns": (3, lambda n: check_columns([2, n])),
     "padding_idx": (7, lambda n: embedding(padding_idx=n).spec.padding_idx),
     "seed": (7, lambda n: embedding(seed=n).spec.seed),
     "key": (7, lambda n: check_row(embedding().spec, n, None)),

@@ -351,8 +351,9 @@ def test_clients_that_come_and_go_at_once_are_all_served(tmp_path: Path) -> None
         while True:
             try:
                 return ask_status(tmp_path / "rows") is not None
-            except StoreError as error:  # on a busy machine, more of them are there at once than are served
-                assert "too many clients; ask again" in str(error)
+            except StoreError as error:
+                if "too many clients; ask again" not in str(error):  # there are on a busy machine
+                    raise
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
