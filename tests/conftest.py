@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cells import pytest_collection_modifyitems
 from hypothesis import settings
+
+__all__ = ["pytest_collection_modifyitems"]
 
 settings.register_profile("suite", max_examples=60, deadline=None)
 settings.register_profile("sanitize", max_examples=20, deadline=None)  # by --hypothesis-profile

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nvrtc
 import pytest
+from cells import rotated
 
 from tierbed.engine.errors import StoreError
 from tierbed.engine.ops.cuda.compiler import compiled
@@ -49,6 +50,7 @@ def test_no_file_is_left_out() -> None:
     assert FILES == ["batch.cu", "cache.cu", "cached_table.cu", "lines.cu", "staging.cu", "table.cu", "update.cu"]
 
 
+@rotated("architecture")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dim", [1, 17, 128])
 @pytest.mark.parametrize("file", [file for file in FILES if file != "update.cu"])
@@ -56,6 +58,7 @@ def test_kernels_compile(file: str, dim: int, architecture: str) -> None:
     check(Program(file, macros(dim, 3 * dim)), architecture)
 
 
+@rotated("architecture")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("gradients", ["Float32", "Float16", "BFloat16"])
 @pytest.mark.parametrize("rule", RULES)
