@@ -6,7 +6,6 @@ Runs on the real log where `TIERBED_DATA` names a folder that holds `ml-100k`, a
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from torch import nn
 
 from tierbed.engine import make_device_mem_store_options
@@ -129,8 +129,7 @@ def test_training_equals_plain_pytorch(log: Log, tmp_path: Path) -> None:
 
 def run_script(*arguments: str) -> list[str]:
     data = ["--data", str(DATA)] if DATA else []
-    command = [sys.executable, movielens.__file__, *data, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = warm.run_script(Path(movielens.__file__), *data, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
