@@ -15,7 +15,7 @@ from embeddings import DIM, STORES, contents, make, options, train
 from forked import in_process
 from images import change, in_memory, small_chunks, table_of
 from saves import Writer, no_thread_is_left, until, waits_of
-from stored import run_python
+from warm import run_script
 
 from tierbed.engine import MultiTableEmbedding, StoreError, background
 
@@ -74,7 +74,7 @@ def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
         "embedding = make(options('device'), 'sgd'); train(embedding, range(999))\n"
         "embedding._table().save_in_background('it', write)\n"
     )
-    assert run_python(script) == "999\n"
+    assert run_script(script).stdout == "999\n"
 
 
 def test_a_save_that_ended_holds_nobody_up() -> None:
