@@ -15,26 +15,43 @@ import pytest
 pairs = pytest.mark.pairs
 rotated = pytest.mark.rotated
 
+EVERY_TIER = {"device", "host", "cached_host", "ssd"}
+
 Cell = dict[str, int]  # by parameter, a number that tells its values apart
 Others = tuple[tuple[str, int], ...]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test` leaves out as slow."""
+    """Mark what `make test` leaves out as slow, and what `make check` runs by its parameters."""
     tests: dict[object, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if isinstance(item, pytest.Function) and marks & {"pairs", "rotated"} and not marks & {"slow", "gpu"}:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests[item.parent, item.originalname].append(item)
-    for test in tests.values():
-        turning = test[0].get_closest_marker("rotated")
-        cells = [{name: id(value) for name, value in item.callspec.params.items()} for item in test]
-        pairwise = test[0].get_closest_marker("pairs") is not None
-        kept = chosen(cells, turning.args[0] if turning else None, pairwise)
-        for number, item in enumerate(test):
-            if number not in kept:
-                item.add_marker(pytest.mark.slow)
+    for cells in tests.values():
+        _mark_subject(cells)
+        _mark_slow([item for item in cells if not {"slow", "gpu"} & {mark.name for mark in item.iter_markers()}])
+
+
+def _mark_subject(cells: Sequence[pytest.Function]) -> None:
+    names = cells[0].callspec.params
+    every_tier = "store" in names and {str(item.callspec.params["store"]) for item in cells} >= EVERY_TIER
+    for item in cells:
+        if {"optimizer", "rule"} & set(names):
+            item.add_marker(pytest.mark.optimizer)
+        if every_tier:
+            item.add_marker(pytest.mark.tier)
+
+
+def _mark_slow(cells: Sequence[pytest.Function]) -> None:
+    turning, pairwise = (cells[0].get_closest_marker(name) if cells else None for name in ("rotated", "pairs"))
+    if turning is None and pairwise is None:
+        return
+    values = [{name: id(value) for name, value in item.callspec.params.items()} for item in cells]
+    kept = chosen(values, turning.args[0] if turning else None, pairwise is not None)
+    for number, item in enumerate(cells):
+        if number not in kept:
+            item.add_marker(pytest.mark.slow)
 
 
 def chosen(cells: Sequence[Cell], turning: str | None, pairwise: bool) -> set[int]:

@@ -15,6 +15,8 @@ from tierbed.engine.ops.cuda.program import FOLDERS, OPTIONS, Program
 from tierbed.engine.ops.cuda.step import struct_name
 from tierbed.engine.optim.kernel import declared
 
+pytestmark = pytest.mark.op
+
 ARCHITECTURES = ("sm_80", "sm_90")
 MOST_REGISTERS = 128  # two blocks of 256 threads share a processor's registers
 RULES = {kernel.name: kernel for kernel in declared()}

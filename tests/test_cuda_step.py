@@ -14,6 +14,8 @@ from tierbed.engine.ops.cuda.batch import Batch
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.optim.kernel import Kernel, declared
 
+pytestmark = pytest.mark.op
+
 RULES = {kernel.name: kernel for kernel in declared()}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -11,6 +11,8 @@ from rows import INITIALIZERS, SPECIAL_KEYS, Table, any_key, same_bits
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
 
+pytestmark = pytest.mark.op
+
 GOLDEN = Path(__file__).parent / "golden" / "initial_rows.npz"
 
 

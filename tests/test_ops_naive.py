@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from tierbed.engine.ops import naive
 
+pytestmark = pytest.mark.op
+
 
 def test_philox_gives_the_published_vectors() -> None:
     ones = naive.MASK32

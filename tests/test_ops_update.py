@@ -12,6 +12,8 @@ from tierbed.engine.ops import naive
 from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
 from tierbed.engine.optimizers import RowOptimizer, row_optimizer
 
+pytestmark = pytest.mark.optimizer
+
 SGD = "sgd", [1.0, 0.0, 0.0, 0.0, 0.0]  # with a learning rate of 1
 MAKERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

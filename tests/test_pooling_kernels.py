@@ -17,6 +17,8 @@ from tierbed.engine import _core
 from tierbed.engine.ops import naive
 from tierbed.engine.optimizers import row_optimizer
 
+pytestmark = pytest.mark.op
+
 DIMS = [1, 3, 10, 17, 64, 128, 300]
 PADDING = 3
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
