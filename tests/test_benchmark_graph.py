@@ -24,6 +24,7 @@ from tierbed.engine import _core
 MODEL = Model(rows=50, tables=2, batch=8, hidden=(4,))
 
 
+@pytest.mark.slow
 def test_every_section_has_figures_for_sides_that_agree(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = run_script(Path(benchmark.__file__), "--quick", "--folder", tmp_path, "--json", figures)

@@ -17,6 +17,7 @@ from tier_stores import Mismatch
 BENCHMARKS = Path(snapshot_steps.__file__).parent
 
 
+@pytest.mark.slow
 def test_every_section_has_figures(tmp_path: Path) -> None:
     place = tmp_path / "figures.json"
     done = run_script(BENCHMARKS / "snapshots.py", "--quick", "--folder", tmp_path, "--json", place)
