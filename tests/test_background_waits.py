@@ -33,6 +33,7 @@ CALLS: dict[str, Callable[[MultiTableEmbedding], object]] = {
 
 @in_memory
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.rotated("call")
 def test_a_call_waits_where_too_much_is_kept(
     tmp_path: Path, store: str, call: Callable[[MultiTableEmbedding], object]
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_save_that_ended_holds_nobody_up() -> None:
 
 @stores
 @pytest.mark.parametrize("waits", ["wait", "finish"])
+@pytest.mark.rotated("waits")
 def test_a_wait_holding_the_lock_lets_the_save_go_on(tmp_path: Path, store: str, waits: str) -> None:
     """As in the handler of a signal that came in a step."""
     with make(options(store, tmp_path), "adagrad") as embedding:

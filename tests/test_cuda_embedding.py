@@ -187,6 +187,7 @@ def snapshot(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("store", ["device", "cached_host"])
+@pytest.mark.pairs
 def test_bags_have_the_bits_of_the_cpu(device: Device, store: str, pooling: str, dtype: torch.dtype) -> None:
     here = started(store, "adagrad", None, torch.device("cpu"), pooling, output_dtype=dtype)
     here.steps(4)

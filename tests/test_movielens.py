@@ -144,6 +144,7 @@ def test_the_script_trains_on_ssd_and_a_fresh_process_agrees() -> None:
     assert float(lines[-1].split()[-1]) >= 0.76
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_starts_over(tmp_path: Path) -> None:
     config = tmp_path / "deploy.toml"
     config.write_text(f'[movielens]\nstore = "host_mem"\npersistent_path = "{tmp_path / "store"}"\n')
