@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engine/optim/*.py)
 
-.PHONY: demo test test-slow crash sanitize lint types install clean
+.PHONY: demo test test-slow check crash sanitize lint types install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -13,10 +13,14 @@ demo: install
 
 # two processes of one thread each; tests of threads set their own number
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-slow: install
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+
+# what a new op, optimizer or tier must pass: WHAT=optimizer, and NAME=adam for the cells of that one, slow ones as well
+check: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(if $(NAME),-m "$(WHAT)" -k "$(NAME)",-m "$(WHAT) and not slow")
 
 # rounds of the crash harness; SEED=7 N=1 repeats one
 crash: install

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from cells import pytest_collection_modifyitems
 from hypothesis import settings
+
+__all__ = ["pytest_collection_modifyitems"]
 
 settings.register_profile("suite", max_examples=60, deadline=None)
 settings.register_profile("sanitize", max_examples=20, deadline=None)  # by --hypothesis-profile
@@ -44,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # a shell's background jobs ignore it, and so would all processes that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if getattr(config.option, "maxworkerrestart", "") is None:
-        config.option.maxworkerrestart = "0"  # with `loadfile` a new worker runs the test again that ended the last
+        config.option.maxworkerrestart = "0"  # or a new worker may run the test again that ended the last
     config.stash[STDERR] = os.dup(2)  # which tests redirect
     config.addinivalue_line("markers", "limit(seconds): how long the test may take before it counts as hanging")
     if core := config.getoption("core"):
@@ -98,6 +100,8 @@ def _poisoned(allocate: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Fresh memory holds NaN and nonsense, so that a result nobody wrote cannot pass for zeros."""
+    import torch  # not where the workers of a run are started
+
     from tierbed.engine import _core
     from tierbed.engine.ops import segments
 
@@ -123,6 +127,8 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture(params=[1, 2, 16], ids="threads{}".format)
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """The test runs with this many native threads."""
+    import torch
+
     from tierbed.engine import _core
 
     _core.set_threads(request.param)
@@ -139,6 +145,8 @@ def device(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def native_threads() -> Iterator[Callable[[int], None]]:
     """Sets torch's number of threads, which the native loops follow, until the test ends."""
+    import torch
+
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

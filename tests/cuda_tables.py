@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+from cells import rotated
 from cuda_emulation import EmulatedDevice
 from numpy.typing import NDArray
 from rows import Table
@@ -29,8 +30,14 @@ EMULATED = [
 # left out where there is none: one test that needs a GPU says so for all
 GPU = [] if NO_GPU else [pytest.param(lambda: cuda_device(0), id="gpu", marks=pytest.mark.gpu)]
 
-on_devices = pytest.mark.parametrize("device", [*EMULATED, *GPU], indirect=True)
+_each = pytest.mark.parametrize("device", [*EMULATED, *GPU], indirect=True)
 on_one_device = pytest.mark.parametrize("device", [*EMULATED[1:2], *GPU], indirect=True)  # for long runs
+
+
+def on_devices(test: Callable[..., None]) -> Callable[..., None]:
+    """The test runs on the GPU and in emulation, there in one order of threads for each of its other parameters."""
+    return rotated("device")(_each(test))
+
 
 HostSegment = tuple[Sequence[int], Sequence[int] | None, int | Sequence[int] | None]
 

@@ -128,6 +128,7 @@ def run(path: str, store: str, count: int, saves: list[int], end: str, ahead: in
 def serve(run: Callable[..., None] = run) -> None:
     """Fork a child to `run` each plan on standard input, send it a signal `after` some events, and print its events."""
     embedding_at(None, "device")  # the first optimizer imports half of torch
+    gc.freeze()  # children leave it alone, which is most of what they would do at their end
     for line in sys.stdin:
         order = json.loads(line)
         ours, theirs = os.pipe()

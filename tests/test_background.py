@@ -24,6 +24,7 @@ stores = pytest.mark.parametrize("store", STORES)
 
 @stores
 @pytest.mark.parametrize("kept_bytes", [1, 40_000, 1 << 28])
+@pytest.mark.rotated("kept_bytes")
 def test_training_goes_on_while_a_thread_saves(tmp_path: Path, store: str, kept_bytes: int) -> None:
     with make(options(store, tmp_path / "one"), "adagrad") as embedding:
         for number in range(4):

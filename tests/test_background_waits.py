@@ -15,7 +15,7 @@ from embeddings import DIM, STORES, contents, make, options, train
 from forked import in_process
 from images import change, in_memory, small_chunks, table_of
 from saves import Writer, no_thread_is_left, until, waits_of
-from stored import run_python
+from warm import run_script
 
 from tierbed.engine import MultiTableEmbedding, StoreError
 from tierbed.engine.table import background
@@ -34,6 +34,7 @@ CALLS: dict[str, Callable[[MultiTableEmbedding], object]] = {
 
 @in_memory
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.rotated("call")
 def test_a_call_waits_where_too_much_is_kept(
     tmp_path: Path, store: str, call: Callable[[MultiTableEmbedding], object]
 ) -> None:
@@ -75,7 +76,7 @@ def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
         "embedding = make(options('device'), 'sgd'); train(embedding, range(999))\n"
         "embedding._table().watch.save_in_background('it', write)\n"
     )
-    assert run_python(script) == "999\n"
+    assert run_script(script).stdout == "999\n"
 
 
 def test_a_save_that_ended_holds_nobody_up() -> None:
@@ -90,6 +91,7 @@ def test_a_save_that_ended_holds_nobody_up() -> None:
 
 @stores
 @pytest.mark.parametrize("waits", ["wait", "finish"])
+@pytest.mark.rotated("waits")
 def test_a_wait_holding_the_lock_lets_the_save_go_on(tmp_path: Path, store: str, waits: str) -> None:
     """As in the handler of a signal that came in a step."""
     with make(options(store, tmp_path), "adagrad") as embedding:

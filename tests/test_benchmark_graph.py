@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from warm import run_script
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import graph_steps
@@ -25,10 +24,10 @@ from tierbed.engine import _core
 MODEL = Model(rows=50, tables=2, batch=8, hidden=(4,))
 
 
+@pytest.mark.slow
 def test_every_section_has_figures_for_sides_that_agree(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, benchmark.__file__, "--quick", "--folder", str(tmp_path), "--json", str(figures)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = run_script(Path(benchmark.__file__), "--quick", "--folder", tmp_path, "--json", figures)
     assert done.returncode == 0, done.stderr
     shown = json.loads(figures.read_text())["figures"]
     assert {figure["section"] for figure in shown} == set(benchmark.SECTIONS)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from warm import run_script
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import snapshot_steps
@@ -18,10 +17,10 @@ from tier_stores import Mismatch
 BENCHMARKS = Path(snapshot_steps.__file__).parent
 
 
+@pytest.mark.slow
 def test_every_section_has_figures(tmp_path: Path) -> None:
     place = tmp_path / "figures.json"
-    command = [sys.executable, str(BENCHMARKS / "snapshots.py"), "--quick", "--folder", str(tmp_path), "--json", place]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = run_script(BENCHMARKS / "snapshots.py", "--quick", "--folder", tmp_path, "--json", place)
     assert done.returncode == 0, done.stderr
     figures = json.loads(place.read_text())["figures"]
     assert {figure["section"] for figure in figures} == {"full", "incremental", "checkpoint", "background", "verify"}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from warm import run_script
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import tier_stores
@@ -21,8 +20,7 @@ from traces import Cycles, ScanMixed, WrappedZipf, Zipf, ids
 
 def test_every_section_has_figures_for_stores_that_agree(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, tiers.__file__, "--quick", "--folder", str(tmp_path), "--json", str(figures)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = run_script(Path(tiers.__file__), "--quick", "--folder", tmp_path, "--json", figures)
     assert done.returncode == 0, done.stderr
     shown = json.loads(figures.read_text())["figures"]
     assert {figure["section"] for figure in shown} == set(tiers.SECTIONS)

@@ -37,6 +37,7 @@ def trained(path: Path, store: str, optimizer: str = "adam") -> bytes:
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
+@pytest.mark.rotated("kind")
 def test_a_snapshot_saved_by_the_shell_loads_on_every_store(cli: Cli, tmp_path: Path, store: str, kind: str) -> None:
     rows = trained(tmp_path, store)
     if kind == "checkpoint" and not store.startswith("ssd"):

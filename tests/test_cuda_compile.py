@@ -7,12 +7,15 @@ from pathlib import Path
 
 import nvrtc
 import pytest
+from cells import rotated
 
 from tierbed.engine.errors import StoreError
 from tierbed.engine.ops.cuda.compiler import compiled
 from tierbed.engine.ops.cuda.program import ENGINE, OPTIONS, Program
 from tierbed.engine.ops.cuda.step import struct_name
 from tierbed.engine.optim.kernel import declared
+
+pytestmark = pytest.mark.op
 
 ARCHITECTURES = ("sm_80", "sm_90")
 MOST_REGISTERS = 128  # two blocks of 256 threads share a processor's registers
@@ -55,6 +58,7 @@ def test_no_file_is_left_out() -> None:
     assert expected == FILES
 
 
+@rotated("architecture")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dim", [1, 17, 128])
 @pytest.mark.parametrize("file", [file for file in FILES if file != "ops/cuda/update.cu"])
@@ -62,6 +66,7 @@ def test_kernels_compile(file: str, dim: int, architecture: str) -> None:
     check(Program(file, macros(dim, 3 * dim)), architecture)
 
 
+@rotated("architecture")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("gradients", ["Float32", "Float16", "BFloat16"])
 @pytest.mark.parametrize("rule", RULES)

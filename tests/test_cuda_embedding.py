@@ -26,6 +26,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cached_lfu": ("cached_host", {"cache_policy": "lfu"}),
 }
 STORES = ["device", "host", "cached_host", "ssd", "ssd_host", *VARIANTS]
+RULES = ("rowwise", "adam", "catch-up")
 COUNTED = ("hits", "misses", "evictions_clean", "evictions_dirty", "insertions", "overflows", "resident_rows")
 PADDING = 3
 STEPS = 7
@@ -121,7 +122,11 @@ def of_steps(store: str, embedding: MultiTableEmbedding) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("store", "optimizer"),
     [("device", name) for name in OPTIMIZERS]
-    + [(store, name) for store in STORES[1:] for name in ("rowwise", "adam", "catch-up")],
+    + [
+        pytest.param(store, name, marks=[] if name == RULES[number % len(RULES)] else pytest.mark.slow)
+        for number, store in enumerate(STORES[1:])
+        for name in RULES
+    ],
 )
 def test_a_run_has_the_bits_of_the_cpu(tmp_path: Path, device: Device, store: str, optimizer: str) -> None:
     here = started(store, optimizer, tmp_path / "here", torch.device("cpu"))
@@ -182,6 +187,7 @@ def snapshot(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("store", ["device", "cached_host"])
+@pytest.mark.pairs
 def test_bags_have_the_bits_of_the_cpu(device: Device, store: str, pooling: str, dtype: torch.dtype) -> None:
     here = started(store, "adagrad", None, torch.device("cpu"), pooling, output_dtype=dtype)
     here.steps(4)

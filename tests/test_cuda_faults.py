@@ -48,6 +48,7 @@ def progress(embedding: MultiTableEmbedding) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("store", "pooled"), [("device", False), ("device", True), ("host", False), ("cached_host", True)]
 )
+@pytest.mark.pairs
 def test_rows_beyond_the_capacity_are_told_at_the_next_call(
     device: Device, store: str, pooled: bool, optimizer: str
 ) -> None:

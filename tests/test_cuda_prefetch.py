@@ -47,6 +47,7 @@ def plain() -> bytes:
 @pytest.mark.parametrize("budget_mb", [0.01, MANY_SETS_MB])
 @pytest.mark.parametrize("ahead", [1, 4, 40])
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("ahead")
 def test_rows_are_those_of_the_plain_run(
     tmp_path: Path, device: Device, plain: bytes, store: str, ahead: int, budget_mb: float
 ) -> None:

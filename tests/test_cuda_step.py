@@ -14,6 +14,8 @@ from tierbed.engine.ops.cuda.batch import Batch
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.optim.kernel import Kernel, declared
 
+pytestmark = pytest.mark.op
+
 RULES = {kernel.name: kernel for kernel in declared()}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -146,6 +148,7 @@ def test_rows_with_many_occurrences_are_summed_in_blocks(device: Device, repeats
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.pairs
 def test_pooling_and_its_gradients(device: Device, weighted: bool, mean: bool, dtype: str) -> None:
     rng = np.random.default_rng(3)
     both = both_of(device, RULES["adagrad"], 10)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import run_script
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -42,8 +42,7 @@ def blocks(page: str) -> list[str]:
 
 def run(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     (cwd / "script.py").write_text(script)
-    command = [sys.executable, "-W", "error", "script.py"]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    return run_script(cwd / "script.py", cwd=cwd, warnings="error")
 
 
 def test_the_embedding_page_runs(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def run(way: Way, store_options: Any, optimizer: str, **more: Any) -> tuple[byte
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("optimizer", KINDS)
+@pytest.mark.rotated("store")
 def test_rows_equal_those_of_the_graph_to_the_bit(optimizer: str, store: str, tmp_path: Path) -> None:
     expected = run(in_a_graph, options("device"), optimizer)
     found = run(in_a_loop, options(store, tmp_path), optimizer)

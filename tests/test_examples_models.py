@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import combinations
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from warm import run_script
 
 from tierbed.engine import MultiTableMultiColumnEmbedding, make_device_mem_store_options
 
@@ -192,7 +192,7 @@ def test_every_store_prints_the_same(model: str, command: Callable[..., str]) ->
 
 def test_the_script_runs_from_the_shell() -> None:
     arguments = ["--model", "dcnv2", "--rows", "2000", "--store", "ssd", "--epochs", "1"]
-    done = subprocess.run([sys.executable, ctr.__file__, *arguments], capture_output=True, text=True)
+    done = run_script(Path(ctr.__file__), *arguments)
     assert done.returncode == 0, done.stderr
     *_, same, last = done.stdout.splitlines()
     assert same.endswith("scores the same")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from graphs import DIM, embedding, graph_of
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from warm import run_script
 
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.errors import ClosedError, GraphError
@@ -72,9 +71,8 @@ def recorded(rows: MultiTableEmbedding) -> Any:
 
 def test_a_recorded_lookup_reads_no_other_embedding_of_another_process(tmp_path: Path) -> None:
     torch.save(recorded(embedding()), tmp_path / "program.pt")
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(tmp_path / "program.pt")], capture_output=True, text=True, check=True
-    )
+    done = run_script(ELSEWHERE, tmp_path / "program.pt")
+    assert done.returncode == 0, done.stderr
     assert "ClosedError a lookup of handle" in done.stdout
     assert "another process" in done.stdout
 

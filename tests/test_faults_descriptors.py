@@ -75,6 +75,7 @@ def save_and_close(path: Path, store: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("kind")
 def test_a_save_and_a_close_without_descriptors_say_so_and_can_be_tried_again(
     tmp_path: Path, store: str, kind: str
 ) -> None:

@@ -54,6 +54,6 @@ def kill_and_look(path: Path, seed: int) -> None:
         assert graph.rows.metrics()["table"]["step"] == step
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
 def test_kill_at_any_instant_leaves_whole_checkpoints_alone(tmp_path: Path, seed: int) -> None:
     in_process(kill_and_look, tmp_path, seed)

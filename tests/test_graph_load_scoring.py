@@ -37,6 +37,7 @@ def scoring(store: str, path: Path | None, kind: type[torch.optim.Optimizer] | N
 
 @pytest.mark.parametrize("kind", [None, torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("kind")
 def test_a_graph_without_the_optimizers_of_a_checkpoint_scores_as_the_one_that_saved_it(
     tmp_path: Path, store: str, kind: type[torch.optim.Optimizer] | None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -138,6 +138,7 @@ def test_an_evaluation_has_no_backward() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own, at its import
+@pytest.mark.slow
 def test_a_part_that_inductor_compiled_is_one_op() -> None:
     graph = rating(embedding(), mlp(3 * DIM))
     graph.compile_dense()

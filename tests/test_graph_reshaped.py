@@ -10,7 +10,13 @@ import torch
 from graphs import compiled_steps, graph_of
 from torch import Tensor, nn
 
-from tierbed.graph.trace.sizes import OWN
+OWN = 3  # sizes of arguments with a step of their own
+
+
+@pytest.fixture(autouse=True)
+def few_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierbed.graph.trace.sizes.OWN", OWN)
+
 
 Build = Callable[[Any, Tensor], Tensor]
 

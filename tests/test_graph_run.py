@@ -56,6 +56,7 @@ def loader() -> DataLoader[Any]:
 
 @pytest.mark.parametrize("ahead", [0, 1, 8, 31])
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("ahead")
 def test_results_are_those_of_the_plain_loop(tmp_path: Path, store: str, ahead: int) -> None:
     plain, piped = rating("device"), rating(store, tmp_path)
     torch.manual_seed(2)
@@ -70,6 +71,7 @@ def test_results_are_those_of_the_plain_loop(tmp_path: Path, store: str, ahead: 
 
 @pytest.mark.parametrize("ahead", [1, 8])
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("ahead")
 def test_lookups_of_accumulated_steps_are_brought_up_together(tmp_path: Path, store: str, ahead: int) -> None:
     plain, piped = rating("device"), rating(store, tmp_path)
     for graph in (plain, piped):

@@ -92,6 +92,7 @@ def plain() -> tuple[Tensor, list[bytes]]:
 
 @pytest.mark.parametrize("ahead", [0, 1, 8])
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("ahead")
 def test_a_run_is_that_without_sharing(
     tmp_path: Path, plain: tuple[Tensor, list[bytes]], store: str, ahead: int
 ) -> None:

@@ -32,6 +32,7 @@ policies = pytest.mark.parametrize(
 @policies
 @settings(max_examples=5)
 @given(gaps=st.lists(st.integers(0, 25), min_size=1, max_size=12), before=st.integers(0, 4))
+@pytest.mark.rotated("policy")
 def test_an_image_is_of_one_instant_whatever_happens_while_it_is_read(
     tmp_path_factory: pytest.TempPathFactory, store: str, policy: dict[str, Any], gaps: list[int], before: int
 ) -> None:

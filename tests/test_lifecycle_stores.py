@@ -84,6 +84,7 @@ def test_rows_do_not_depend_on_threads(policy: dict[str, Any], native_threads: C
 
 @pytest.mark.parametrize("policy", DETERMINED)
 @stores
+@pytest.mark.rotated("store")
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_ended(tmp_path: Path, policy: str, store: str) -> None:
     with make(options("device", **POLICIES[policy]), "adam") as whole:
         expected = go_on(whole, 0, 12)
@@ -100,6 +101,7 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_ended(tmp_path: Path, po
 
 @pytest.mark.parametrize("policy", DETERMINED)
 @pytest.mark.parametrize("store", ["host", "cached_host", "ssd_host"])
+@pytest.mark.rotated("store")
 def test_a_snapshot_holds_the_rows_that_are_there_and_brings_them_back(tmp_path: Path, policy: str, store: str) -> None:
     with make(options(store, tmp_path, **POLICIES[policy]), "adam") as embedding:
         go_on(embedding, 0, 5)

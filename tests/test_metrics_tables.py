@@ -81,6 +81,7 @@ def by_table(rows: Iterable[Row]) -> list[int]:
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: "-".join(policy) or "all")
 @few_runs
 @given(st.lists(calls, min_size=1, max_size=12))
+@pytest.mark.rotated("policy")
 def test_rows_of_each_table_are_those_that_were_written_and_did_not_leave(
     store: str, policy: dict[str, Any], script: list[tuple[str, list[Row]]]
 ) -> None:

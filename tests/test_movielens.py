@@ -6,7 +6,6 @@ Runs on the real log where `TIERBED_DATA` names a folder that holds `ml-100k`, a
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from torch import nn
 
 from tierbed.engine import make_device_mem_store_options
@@ -129,8 +129,7 @@ def test_training_equals_plain_pytorch(log: Log, tmp_path: Path) -> None:
 
 def run_script(*arguments: str) -> list[str]:
     data = ["--data", str(DATA)] if DATA else []
-    command = [sys.executable, movielens.__file__, *data, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = warm.run_script(Path(movielens.__file__), *data, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
@@ -145,6 +144,7 @@ def test_the_script_trains_on_ssd_and_a_fresh_process_agrees() -> None:
     assert float(lines[-1].split()[-1]) >= 0.76
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_starts_over(tmp_path: Path) -> None:
     config = tmp_path / "deploy.toml"
     config.write_text(f'[movielens]\nstore = "host_mem"\npersistent_path = "{tmp_path / "store"}"\n')

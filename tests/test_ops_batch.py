@@ -9,6 +9,8 @@ from rows import SPECIAL_KEYS, any_key
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
 
+pytestmark = pytest.mark.op
+
 Segment = tuple[list[int], list[int] | None]
 
 

@@ -8,6 +8,8 @@ from rows import Table
 
 from tierbed.engine import _core
 
+pytestmark = pytest.mark.op
+
 
 @pytest.fixture
 def table() -> Table:

@@ -12,6 +12,8 @@ from rows import Table, same_bits
 
 from tierbed.engine import _core
 
+pytestmark = pytest.mark.op
+
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 PATTERNS = np.arange(2**16, dtype=np.uint16)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -10,6 +11,8 @@ from rows import SPECIAL_KEYS, Table
 
 from tierbed.engine import _core
 from tierbed.engine.row_format import BUCKETS, row_dtype
+
+pytestmark = pytest.mark.op
 
 SLOT_BYTES = 16
 OLD_INDEX = BUCKETS * 1024 * SLOT_BYTES  # of `growing`

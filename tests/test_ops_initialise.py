@@ -12,6 +12,8 @@ from tierbed.engine import _core
 from tierbed.engine.ops import naive
 from tierbed.engine.spec.initial_values import normal_quantile
 
+pytestmark = pytest.mark.op
+
 GOLDEN = Path(__file__).parent / "golden" / "initial_rows.npz"
 
 

@@ -19,7 +19,10 @@ PADDING = 3
 LOOKUPS = 3  # rows, bags of five, and bags of 0 to 40
 CLIPS = [(0.0, 0.0), (0.5, 0.0), (0.0, 1.0)]  # value, norm
 
-pytestmark = pytest.mark.skipif(len(_core.instruction_sets()) == 1, reason="this processor has the baseline alone")
+pytestmark = [
+    pytest.mark.op,
+    pytest.mark.skipif(len(_core.instruction_sets()) == 1, reason="this processor has the baseline alone"),
+]
 
 
 def check(run: Callable[[], list[NDArray]]) -> None:

@@ -14,6 +14,8 @@ from tierbed.engine.ops import naive
 from tierbed.engine.optim.arithmetic import log_unit
 from tierbed.engine.spec.initial_values import NORMAL, UNIFORM, normal_quantile
 
+pytestmark = pytest.mark.op
+
 
 def test_philox_gives_the_published_vectors() -> None:
     ones = naive.MASK32

@@ -14,6 +14,8 @@ from rows import Table, same_bits
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
 
+pytestmark = pytest.mark.op
+
 CHUNK = 4096  # positions a task
 PADDING = 2
 Offsets = NDArray[np.int64]

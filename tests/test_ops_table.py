@@ -8,6 +8,8 @@ from tierbed.engine import _core
 from tierbed.engine.ops import naive
 from tierbed.engine.row_format import BUCKETS, row_dtype
 
+pytestmark = pytest.mark.op
+
 SGD = "sgd", [0.5, 0.0, 0.0, 0.0, 0.0]
 
 

@@ -12,6 +12,8 @@ from tierbed.engine.ops import naive
 from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
 from tierbed.engine.optim.optimizers import RowOptimizer, row_optimizer
 
+pytestmark = pytest.mark.optimizer
+
 SGD = "sgd", [1.0, 0.0, 0.0, 0.0, 0.0]  # with a learning rate of 1
 MAKERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -64,6 +66,7 @@ def table_of(optimizer: RowOptimizer, dim: int) -> Table:
 
 @pytest.mark.parametrize("dim", [1, 3, 17, 64, 100])
 @pytest.mark.parametrize("name", list(MAKERS))
+@pytest.mark.rotated("dim")
 def test_five_steps_equal_the_reference_to_the_bit(name: str, dim: int) -> None:
     optimizer = optimizer_of(name)
     table = table_of(optimizer, dim)

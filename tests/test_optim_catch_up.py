@@ -17,6 +17,8 @@ from tierbed.engine.optim import CatchUpAdam
 from tierbed.engine.optim.catch_up_adam import ALL, terms
 from tierbed.engine.spec.inputs import Lookup
 
+pytestmark = pytest.mark.optimizer
+
 ROWS = 24
 IDS = torch.arange(ROWS)
 

@@ -15,6 +15,8 @@ from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
 from tierbed.engine.optim.optimizers import row_optimizer
 
+pytestmark = pytest.mark.optimizer
+
 IDS = torch.arange(50)
 
 

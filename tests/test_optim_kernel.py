@@ -11,6 +11,8 @@ import pytest
 from tierbed.engine.optim import kernel
 from tierbed.engine.optim.rule import all_rules, rule_named
 
+pytestmark = pytest.mark.optimizer
+
 
 def test_the_build_reads_the_kernels_without_any_package(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", kernel.__file__, str(tmp_path / "rules.h")]

@@ -18,6 +18,8 @@ from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
 from tierbed.engine.optim.arithmetic import power
 from tierbed.engine.optim.optimizers import row_optimizer
 
+pytestmark = pytest.mark.optimizer
+
 CASES = [
     (RowWiseAdagrad, {"lr": 0.1}),
     (RowWiseAdagrad, {"lr": 0.1, "eps": 0.0, "weight_decay": 0.2, "initial_accumulator_value": 0.1}),

@@ -20,6 +20,8 @@ from tierbed.engine.optim import CatchUpAdam
 from tierbed.engine.optim.optimizers import RowOptimizer, row_optimizer
 from tierbed.engine.optim.rule import all_rules
 
+pytestmark = pytest.mark.optimizer
+
 CASES = [
     (torch.optim.SGD, {"lr": 0.1}),
     (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),

@@ -18,6 +18,8 @@ from tierbed.engine import GraphError, InputError, MultiTableEmbedding, OptionEr
 from tierbed.engine.ops import lookup as ops
 from tierbed.engine.spec.inputs import Lookup
 
+pytestmark = pytest.mark.op
+
 OP_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 JAGGED = torch.tensor([0, 3, 3, 4, 8, 10])
 

@@ -17,6 +17,8 @@ from tierbed.engine import _core
 from tierbed.engine.ops import naive
 from tierbed.engine.optim.optimizers import row_optimizer
 
+pytestmark = pytest.mark.op
+
 DIMS = [1, 3, 10, 17, 64, 128, 300]
 PADDING = 3
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -191,6 +193,7 @@ def test_updates_of_pooled_rows_equal_the_reference(segments: list[Bags], dim: i
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.pairs
 def test_many_bags_are_the_same_for_any_threads(weighted: bool, mean: bool, threads: int) -> None:
     table = table_of(10, 5)
     lengths = np.random.default_rng(1).integers(0, 30, 200).tolist()

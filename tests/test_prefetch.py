@@ -39,6 +39,7 @@ def plain() -> NDArray[np.void]:
 
 @pytest.mark.parametrize("ahead", [1, 3, 40])
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("ahead")
 def test_rows_are_those_of_the_plain_run(tmp_path: Path, plain: NDArray[np.void], store: str, ahead: int) -> None:
     with make(options(store, tmp_path), "adagrad") as embedding:
         for ids in BATCHES[:ahead]:

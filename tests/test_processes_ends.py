@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from killed import Trainer, embedding_at, holds, remarks
 
 # how many steps ahead are announced, by store
@@ -131,7 +132,7 @@ def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize("store", AHEAD)
 def test_a_forked_child_ends_without_a_word(tmp_path: Path, store: str) -> None:
-    ended = run_script(FORKED, tmp_path, store)
+    ended = warm.run_script(FORKED, tmp_path, store)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 

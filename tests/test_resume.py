@@ -37,6 +37,7 @@ def two_rows_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("other", STORES)
 @every_store
+@pytest.mark.rotated("other")
 def test_training_goes_on_after_a_close_on_any_store(
     tmp_path: Path, store: str, other: str, caplog: pytest.LogCaptureFixture
 ) -> None:

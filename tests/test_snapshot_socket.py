@@ -68,6 +68,7 @@ def asked(store: Path, name: str = "s", **more: Any) -> Future[Any]:
 
 @pytest.mark.parametrize("ahead", [0, 3])
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("ahead")
 def test_a_snapshot_holds_a_whole_number_of_steps_and_training_is_as_without(
     tmp_path: Path, store: str, ahead: int
 ) -> None:

@@ -92,6 +92,7 @@ def test_libraries_read_the_same_bits(tmp_path: Path, format: str, key_type: str
 
 @pytest.mark.parametrize("format", FILES)
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("format")
 def test_the_snapshot_of_a_trained_embedding(tmp_path: Path, store: str, format: str) -> None:
     with make(options(store, tmp_path), "rowwise", tables=2) as embedding:
         for step in range(3):

@@ -150,6 +150,7 @@ FORGED: dict[str, tuple[Place, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", FORGED)
+@pytest.mark.rotated("kind")
 def test_what_no_save_writes_is_refused_at_load_and_unsound_to_verify_and_blocks_nothing(
     sound: Path, tmp_path: Path, case: str, kind: str
 ) -> None:

@@ -120,6 +120,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.rotated("embedding")
 def test_forged_rows_are_refused_by_load_and_unsound_to_verify(
     embedding: MultiTableEmbedding, sound: Path, case: str
 ) -> None:

@@ -91,6 +91,7 @@ def save(path: Path, store: str, kind: str) -> None:
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
+@pytest.mark.rotated("kind")
 def test_a_save_that_finds_no_room_leaves_what_there_was(disk_path: Path, store: str, kind: str) -> None:
     if kind != "checkpoint" or store.startswith("ssd"):
         in_process(save, disk_path, store, kind)

@@ -253,6 +253,7 @@ def load_edited(path: Path, store: str, snapshots: Path, sound: bool) -> None:
 @pytest.mark.parametrize("store", ["device", "cached_host", "ssd_host"])
 @pytest.mark.parametrize("move", [False, True], ids=["in place", "moved"])
 @pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.pairs
 def test_rows_that_no_table_has_do_no_harm(sound: Path, tmp_path: Path, edit: str, move: bool, store: str) -> None:
     folder = copied(sound, tmp_path / "hostile")
     for other in KINDS[1:]:

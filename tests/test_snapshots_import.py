@@ -72,6 +72,7 @@ def test_what_was_exported_comes_back_bit_for_bit(
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+@pytest.mark.rotated("format")
 def test_training_goes_on_from_an_import_bit_for_bit(tmp_path: Path, optimizer: str, format: str) -> None:
     with make(options("host", tmp_path / "a"), optimizer) as embedding:
         for step in range(3):

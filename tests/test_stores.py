@@ -17,6 +17,8 @@ from tierbed.engine.ops import naive
 from tierbed.engine.spec.inputs import Lookup
 from tierbed.engine.store import rocksdb
 
+pytestmark = pytest.mark.tier
+
 KEYS = [0, 1, 2, 3, 10, 11, -1, -2, -(2**63), -(2**63) + 1, 2**63 - 1, 2**63 - 2, 2**32, 2**32 - 1, -(2**31)]
 
 

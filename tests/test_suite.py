@@ -47,7 +47,7 @@ def test_that_hangs():
 def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A suite of one file, with the conftest of this one, whose caller ignores SIGINT."""
     (folder / "test_one.py").write_text(text)
-    options = ["-p", "conftest", "-n", "1", "--dist", "loadfile"]
+    options = ["-p", "conftest", "-n", "1", "--dist", "worksteal"]
     command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-m", "pytest", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from pathlib import Path
 from threading import local
 from typing import TypeVar
 
@@ -19,12 +15,10 @@ import torch
 from tierbed.engine.ops.cuda.device import THREADS
 from tierbed.engine.ops.cuda.program import Program
 
+from .building import library
 from .recording import NoHost, Recording
 
 R = TypeVar("R")
-HEADER = Path(__file__).with_name("emulation.h")
-BUILT = Path(__file__).parents[2] / "build" / "cuda_emulation"
-COMPILE = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fno-gnu-unique", "-w", "-x", "c++"]
 
 
 class _Recording(local):
@@ -86,11 +80,4 @@ class EmulatedDevice:
 @cache
 def _library(program: Program) -> ctypes.CDLL:
     exports = "".join(f"TIERBED_EXPORT({kernel})\n" for kernel in program.kernels())
-    text = HEADER.read_text() + program.source() + exports
-    path = BUILT / f"{hashlib.sha256((text + ' '.join(COMPILE)).encode()).hexdigest()[:32]}.so"
-    if not path.exists():
-        BUILT.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        subprocess.run([*COMPILE, "-", "-o", temporary], input=text, text=True, check=True)
-        temporary.replace(path)  # other processes build the same
-    return ctypes.CDLL(str(path))
+    return library(program.source() + exports)

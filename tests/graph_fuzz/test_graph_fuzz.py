@@ -10,6 +10,8 @@ from .blocks import BLOCKS
 from .programs import HANDS, draw_program
 from .runs import check
 
+pytestmark = pytest.mark.op
+
 SEEDS = range(HANDS)
 SLOW_SEEDS = range(100 * HANDS, 104 * HANDS)
 
