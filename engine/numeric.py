@@ -25,7 +25,7 @@ def real(value: Any) -> float | None:
 
 
 def whole_option(name: str, value: Any, wanted: str, least: float = -math.inf, most: float = math.inf) -> int:
-    """The option `name` as an int from `least` to `most`. OptionError for anything else, which says what is `wanted`."""
+    """The option `name` as an int from `least` to `most`. OptionError for anything else, with what is `wanted`."""
     number = whole(value, least, most)
     if number is None:
         raise OptionError(f"{name}={value!r}: give {wanted}")

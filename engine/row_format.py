@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BUCKETS = 64
-LAST_STEP = 2**32 - 2  # the last step of a table: rows keep a step as u32, and some work for a step is done at the step after it
+LAST_STEP = 2**32 - 2  # of a table: rows keep a step as u32, and the number of the step after it is needed
 
 Tables = NDArray[np.uint32]  # [n]
 Keys = NDArray[np.uint64]  # [n]

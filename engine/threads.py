@@ -56,7 +56,10 @@ class _NeverRanError(Exception):
 
 
 class _Started(threading.Event):
-    """What `start` waits for once there is a thread, no longer than what this runs is held. `begun` is told first."""
+    """The event that `start` waits for once there is a thread. The wait ends where what the thread runs is let go.
+
+    `begun` is called before the wait.
+    """
 
     def __init__(self, held: Callable[[], object], begun: Callable[[], None]) -> None:
         super().__init__()
