@@ -47,7 +47,7 @@ class Pinned(Protocol):
         """
 
     def record_update(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-        """The launches of `update`, for a device that records them."""
+        """`update`, for a device that records what it launches."""
 
     def release(self) -> None:
         """End the pin; the rows stay as they are."""

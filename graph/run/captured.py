@@ -89,7 +89,7 @@ class Captured:
         return [output.clone() for output in recording.outputs]
 
     def _recording(self, tables: list[OpenTable], tensors: list[Tensor]) -> Recording | None:
-        """The recording for a call, made now where it is time to; None where the call is to run plainly."""
+        """That of a call, made where it is time to; None where the call is to run plainly."""
         state = [table.recorded for table in tables]
         if None in state:
             return None

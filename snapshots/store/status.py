@@ -105,8 +105,8 @@ def holder(path: Path) -> int | None:
     """The id of the process that has a store folder open, 0 where it is unknown; None for no process. StoreError."""
     try:
         with open(path / "LOCK", "rb") as lock:
-            # the lock file of a holder that let go is blank; one of a killed process is locked here for an instant, as a
-            # holder would lock it, and so is an empty one, which a full disk had no room for
+            # the lock file of a holder that let go is blank; one of a killed process is locked here for an instant, as
+            # a holder would lock it, and so is an empty one, which a full disk had no room for
             content = lock.read(20)
             if content.isspace():
                 return None
