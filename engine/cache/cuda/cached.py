@@ -31,9 +31,9 @@ class CachedStore:
         self._cache = cache
         self._window = Window(layout.device, cache)
         self._program = layout.program("cache.cu")
-        self._down, self._up = Staging(layout), Staging(layout)  # for victims, and for rows to fetch
-        self._overflows: tuple[Tensor, int] | None = None  # pinned rows in no set: flags [size], and how many
-        self._reads = torch.zeros_like(cache.asked)  # hits and misses of `peek`
+        self._down, self._up = Staging(layout), Staging(layout)  # of victims, and of rows to fetch
+        self._overflows: tuple[Tensor, int] | None = None  # of the pinned batch: flags [size], and how many
+        self._reads = torch.zeros_like(cache.asked)  # that `peek` served
         self._moved = {"bytes_in": 0, "bytes_out": 0}
         self._written: WrittenBelow | None = None
 

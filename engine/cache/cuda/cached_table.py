@@ -35,8 +35,8 @@ class CachedTable:
         self._window = Window(layout.device, cache)
         below.table.alone = self._window.turn
         self._program = layout.program("cached_table.cu")
-        self._lanes = lanes_for((layout.dim + 3) // 4)  # how many lanes copy a line
-        # rows found below, rows not found below, rows that went down, lookups that the cache served
+        self._lanes = lanes_for((layout.dim + 3) // 4)  # that copy a line
+        # rows that the table below had and had not, rows that went down, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
         self._asked = torch.zeros_like(cache.asked)  # hits of lookups that only read, and all misses
         self._new: dict[Batch, Tensor] = {}  # by announced batch: flags [size] of rows that got their line below ahead
