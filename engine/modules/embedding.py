@@ -46,7 +46,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
     padding_idx: an id that is no row: zeros, no gradient.
     seed: initial rows are a pure function of (seed, table, key, column). Give each embedding a seed of its own: two
     embeddings that differ in name alone begin with equal rows.
-    output_dtype: the dtype of a lookup's result and its gradient, torch.float32, float16 or bfloat16. Rows stay float32.
+    output_dtype: of a lookup's result and of its gradient: torch.float32, float16 or bfloat16. Rows stay float32.
 
     A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use, on the
     device of the module, and moves with the module. Raises OptionError.
@@ -233,11 +233,11 @@ class MultiTableMultiColumnEmbedding(SavedRows):
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
         """Where one row is now, for people. Changes nothing. `table` may be left out where there is one table.
 
-        `stored`: whether the row was written. If not, the row has its initial value, and no tier need have it; `why`
-        says why, as far as is known. `updates`: how often the row was written. `last_step`: the last step that wrote
-        it. `tiers`: the tiers that have the row, the top first, each with the row's place. In a cache they say whether
-        the row is `dirty` (the tier below has an older row) and `pinned` (a step or a prefetch holds it). Raises
-        InputError.
+        `stored`: whether the row was written. If not, the row has its initial value, and no tier need have it. `why`:
+        why it is not stored, as far as is known, or None. `updates`: how often the row was written. `last_step`: the
+        last step that wrote it. `tiers`: the tiers that have the row, the top first, each with the row's place. In a
+        cache they say whether the row is `dirty` (the tier below has an older row) and `pinned` (a step or a prefetch
+        holds it). Raises InputError.
         """
         key, at = check_row(self.spec, key, table)
         tiers, why = self._table().where(self._lookup([key], at))
