@@ -28,7 +28,7 @@ def names_in(store: Path, incomplete: str) -> list[str]:
 
 
 def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """For an argument or the value of an option that comes after the store."""
+    """Complete an argument, or the value of an option, that comes after the store."""
     store = ctx.params.get("store") or next(iter(ctx.args), ".")  # behind an option, words are not arguments yet
     return names_in(Path(store), incomplete)
 
@@ -51,7 +51,7 @@ Tables = Annotated[
 
 @contextmanager
 def told_in_use(store: Path, as_json: bool) -> Iterator[None]:
-    """Around what takes a store folder. Ends with `IN_USE` where another process has it."""
+    """A block that takes a store folder. Ends with `IN_USE` where another process has the folder."""
     from ..engine.errors import StoreError
     from ..snapshots.store.status import holder
 
@@ -65,7 +65,7 @@ def told_in_use(store: Path, as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def hold(store: Path, as_json: bool) -> Iterator[StoreFolder]:
-    """The store folder, held by this process. Ends with `IN_USE` where another one has it."""
+    """The store folder, held by this process. Ends with `IN_USE` where another process has it."""
     from ..engine.store.folder import StoreFolder
     from ..snapshots.store.status import existing_store
 
@@ -81,7 +81,7 @@ def table_of(text: str) -> int | str:
 
 
 def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | None:
-    """The ids of those of --table, None where it was not given. Wrong usage for one that there is not."""
+    """The ids of the tables of --table, None where it was not given. An unknown table is wrong usage."""
     from ..engine.spec.tables import choices, names_in, table_number
 
     names = names_in(snapshot.description)
@@ -95,7 +95,7 @@ def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | No
 
 
 def open_snapshot(store: Path, name: str) -> Snapshot:
-    """Raises SnapshotError, StoreError."""
+    """A snapshot of a store. Raises SnapshotError, StoreError."""
     from ..snapshots.files.format import check_name
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.store.status import existing_store

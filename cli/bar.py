@@ -19,11 +19,11 @@ class Bar:
         self._progress.start()
 
     def show(self, done: int) -> None:
-        """`done`: rows so far."""
+        """Show how many rows are done so far."""
         self._progress.update(self._task, completed=done)
 
     def close(self) -> None:
-        """Take it off the terminal."""
+        """Take the bar off the terminal."""
         self._progress.stop()
 
 

@@ -32,12 +32,12 @@ class Check(NamedTuple):
     fatal: bool = False
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The finding as plain values for JSON."""
         return {"name": self.name, "ok": self.ok, "value": self.value, "remedy": self.remedy}
 
 
 def checks() -> Iterator[Check]:
-    """Of this installation."""
+    """The findings on this installation."""
     yield Check("tierbed", True, version("tierbed"))
     yield Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("numpy", "torch"):

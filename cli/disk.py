@@ -15,13 +15,13 @@ from pathlib import Path
 from .checks import Check
 from .output import size
 
-LITTLE = 1 << 30  # bytes; less room than this is said
+LITTLE = 1 << 30  # bytes; less room than this is reported
 
 _NEEDED = "persistent_path must be on a file system that has it: a local one, such as ext4 or xfs"
 
 
 def disk_checks(path: Path) -> Iterator[Check]:
-    """Of the folder, or where it is not there of the nearest above it, which is said."""
+    """The findings on a folder; where it is not there, on the nearest folder above it, and a finding says so."""
     folder = path.absolute()
     while not os.path.lexists(folder):
         folder = folder.parent

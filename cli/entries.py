@@ -19,7 +19,7 @@ RIGHT = {3, 4, 5, 6}
 
 
 def entry(name: str, manifest: Manifest) -> dict[str, Any]:
-    """Of a snapshot; `bytes` are those of its own files."""
+    """The entry of a snapshot. `bytes` counts its own files."""
     return {
         "name": name,
         "kind": manifest.kind,
@@ -32,7 +32,7 @@ def entry(name: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
-    """Of a table, without its header."""
+    """The lines of a table of snapshots, without the header."""
     return [_line(s.name, s.manifest) for s in snapshots]
 
 
@@ -43,7 +43,7 @@ def _line(name: str, manifest: Manifest) -> list[str]:
 
 
 def report(done: str, name: str, manifest: Manifest, begin: float, as_json: bool, **more: Any) -> None:
-    """What a command did since `begin`, of time.monotonic."""
+    """Print what a command did since `begin`, a time of time.monotonic."""
     seconds = time.monotonic() - begin
     if as_json:
         print_json({**entry(name, manifest), **more, "seconds": round(seconds, 3)})
@@ -55,7 +55,7 @@ def report(done: str, name: str, manifest: Manifest, begin: float, as_json: bool
 
 
 def complain_of(damaged: Mapping[str, Exception]) -> None:
-    """Name what is damaged on stderr, and then end with `PROBLEM`."""
+    """Name damaged snapshots on stderr, and then end with `PROBLEM`."""
     for name, error in damaged.items():
         complain(f"damaged: {text(name)}: {error}")
     if damaged:

@@ -26,7 +26,7 @@ from .output import print_json, progress, size, span, text
 
 
 class Format(StrEnum):
-    """Of an export, as `snapshots.export.FORMATS`."""
+    """The format of an export, one of `snapshots.exchange.FORMATS`."""
 
     parquet = "parquet"
     npz = "npz"

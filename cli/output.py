@@ -17,7 +17,7 @@ PROBLEM, USAGE, IN_USE, NO_ROW, INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
 
 Progress = Callable[[int], None]
 
-BAR_AFTER = 1.0  # seconds; what is over sooner shows no bar
+BAR_AFTER = 1.0  # seconds; shorter work shows no bar
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
@@ -26,7 +26,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON holds it: a mark may have any content."""
+    """A value as JSON can hold it, since a mark may have any content."""
     if isinstance(value, dict):
         return {name if isinstance(name, str) else str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -35,7 +35,7 @@ def _plain(value: Any) -> Any:
 
 
 def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
-    """The lines of `aligned`."""
+    """Print the lines of `aligned`."""
     for line in aligned(rows, right):
         print(line)
 
@@ -55,12 +55,12 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def print_fields(fields: dict[str, Any]) -> None:
-    """A line for each field."""
+    """Print a line for each field."""
     print_table([[name, words(value)] for name, value in fields.items()])
 
 
 def complain(message: str) -> None:
-    """A line on stderr."""
+    """Print a line on stderr."""
     print(text(message), file=sys.stderr)
 
 
@@ -73,13 +73,13 @@ def fail(message: str, code: int = PROBLEM, as_json: bool = False) -> NoReturn:
 
 
 def tell_interrupted(as_json: bool) -> None:
-    """What Ctrl-C leaves on stdout: the document of --json, or nothing."""
+    """Print what Ctrl-C leaves on stdout: the document of --json, or nothing."""
     if as_json:
         print_json({"error": "interrupted"})
 
 
 def text(value: Any) -> str:
-    """Printable whatever it is: names and descriptions may come from a foreign file."""
+    """A value as printable text: names and descriptions may come from a foreign file."""
     return value if isinstance(value, str) and value.isprintable() else json.dumps(value, default=str)
 
 

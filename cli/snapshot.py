@@ -16,7 +16,7 @@ from .output import Progress, print_fields, print_json, print_table, progress
 
 
 class Kind(StrEnum):
-    """Of a snapshot, as `snapshots.format.KINDS`."""
+    """The kind of a snapshot, one of KINDS of snapshots/files/format.py."""
 
     full = "full"
     incremental = "incremental"
@@ -151,7 +151,7 @@ def inspect(
 
 
 def _since(told: Progress) -> Callable[[int, int | None], None]:
-    """What is told how many rows are done in all, for what takes how many came."""
+    """A function of the rows done in all, and of how many, which calls `told` with the rows that came since."""
     done = 0
 
     def all_told(rows: int, of: int | None) -> None:

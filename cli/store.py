@@ -113,7 +113,7 @@ def get(
 
 
 def plain(status: StoreStatus) -> dict[str, Any]:
-    """As JSON has it."""
+    """The status as plain values for JSON."""
     restart = {"from": status.restart.source, **vars(status.restart)}
     del restart["source"]
     return {

@@ -17,7 +17,7 @@ class InputError(TierbedError, ValueError):
 
 
 class OptimizerError(TierbedError, ValueError):
-    """An optimizer that rows cannot follow, is missing, or differs from the one that the stored rows have state for."""
+    """Rows cannot follow the optimizer, or it is missing, or the stored rows have the state of another optimizer."""
 
 
 class CapacityError(TierbedError, RuntimeError):

@@ -9,15 +9,18 @@ from _signal import signal as set_handler
 from collections.abc import Callable
 from types import FrameType
 
-# what users handle: Ctrl-C raises, and a SIGTERM handler may save a checkpoint
+# the signals that users handle: Ctrl-C raises, and a SIGTERM handler may save a checkpoint
 _HELD = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)))
-_holding = False  # in the main thread
+_holding = False  # whether the main thread is in such a block
 
 Handler = Callable[[int, FrameType | None], object]
 
 
-class uninterrupted:  # not made of a generator, since a step enters several
-    """Handlers written in Python wait until the outermost such block ends. They run in the main thread alone."""
+class uninterrupted:  # a class and no generator, which costs more: a step enters several
+    """A block in which signal handlers written in Python wait. They run when the outermost such block ends.
+
+    Handlers run in the main thread alone.
+    """
 
     __slots__ = ("_came", "_handlers")
 
@@ -33,12 +36,12 @@ class uninterrupted:  # not made of a generator, since a step enters several
             came.append((number, frame))
 
         handlers = {number: handler for number in _HELD if callable(handler := getsignal(number))}
-        if not handlers:  # there may be some when the next block begins
+        if not handlers:  # there may be handlers when the next block begins
             return
         try:
             for held in handlers:
                 set_handler(held, note)
-        except BaseException:  # of a handler that was not yet replaced
+        except BaseException:  # raised by a handler that was not yet replaced
             for held, handler in handlers.items():
                 set_handler(held, handler)
             raise
@@ -52,7 +55,7 @@ class uninterrupted:  # not made of a generator, since a step enters several
         try:
             for held, handler in self._handlers.items():
                 set_handler(held, handler)
-        except BaseException:  # of a handler that is back already
+        except BaseException:  # raised by a handler that is back already
             for held, handler in self._handlers.items():
                 set_handler(held, handler)
             raise

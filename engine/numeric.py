@@ -1,4 +1,4 @@
-"""Numbers as users give them: of Python or of NumPy, and neither bools nor arrays."""
+"""Checks of numbers that users give: numbers of Python or NumPy pass, bools and arrays do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def real(value: Any) -> float | None:
 
 
 def whole_option(name: str, value: Any, wanted: str, least: float = -math.inf, most: float = math.inf) -> int:
-    """The option `name` as an int from `least` to `most`. OptionError for anything else, saying what is `wanted`."""
+    """The option `name` as an int from `least` to `most`. OptionError for anything else, with what is `wanted`."""
     number = whole(value, least, most)
     if number is None:
         raise OptionError(f"{name}={value!r}: give {wanted}")
@@ -33,7 +33,7 @@ def whole_option(name: str, value: Any, wanted: str, least: float = -math.inf, m
 
 
 def budget_option(name: str, value: Any, zero: bool) -> float:
-    """The option `name`, a number of MiB that may be `zero` or not. OptionError."""
+    """The option `name`, a number of MiB. zero: whether it may be 0. Raises OptionError."""
     number = real(value)
     if number is None or not (number > 0 or (zero and number == 0)) or number >= 1 << 40:
         raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0")

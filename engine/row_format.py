@@ -1,4 +1,4 @@
-"""What a stored row is, in a scan and in a snapshot: its fields, its bucket, and the key that it goes by."""
+"""The format of a stored row, in a scan and in a snapshot: its fields, its bucket and its key."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 BUCKETS = 64
-LAST_STEP = 2**32 - 2  # of a table: rows keep a step as u32, and what is due of one is told by the step after
+LAST_STEP = 2**32 - 2  # of a table: rows keep a step as u32, and the number of the step after it is needed
 
 Tables = NDArray[np.uint32]  # [n]
 Keys = NDArray[np.uint64]  # [n]
 Rows = NDArray[np.void]  # [n] of `row_dtype`, or of KEY
 Chunks = Iterator[tuple[int, Rows]]  # (bucket, rows of `row_dtype`), as `Tier.scan` yields them
-Change = tuple[int, Rows, Rows]  # bucket, rows new or changed, keys [n] of KEY of those gone
+Change = tuple[int, Rows, Rows]  # (bucket, new or changed rows, keys [n] of KEY of erased rows)
 
-KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # what a row goes by
+KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # identifies a row
 
 
 def row_dtype(width: int) -> np.dtype[np.void]:
-    """One stored row as NumPy sees it, packed: what `scan` yields and what snapshots hold.
+    """The NumPy dtype of one stored row, packed, as `scan` yields it and snapshots hold it.
 
     `width` is in floats, optimizer state included.
     """

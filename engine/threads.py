@@ -1,4 +1,4 @@
-"""Threads that nobody waits for when they are no more: for lack of memory, one may end at any of its lines."""
+"""Threads whose end also ends every wait for them: for lack of memory, a thread may end at any of its lines."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from time import monotonic
 from typing import Any
 from weakref import ref
 
-LOOK = 0.05  # seconds between two looks at whether the thread that is waited for lives
+LOOK = 0.05  # seconds between two looks at whether the awaited thread lives
 
 
 class Thread(threading.Thread):
     """`threading.Thread`, whose `start` raises RuntimeError where the new thread ended before it had begun.
 
-    CPython's own waits for it for ever (https://github.com/python/cpython/issues/140746).
+    CPython's own `start` waits for ever then (https://github.com/python/cpython/issues/140746).
     """
 
     def start(self) -> None:
-        held = _Held()  # by what runs, whatever ends that
+        held = _Held()  # held by what the thread runs, whatever ends that
         self._bootstrap = partial(_run, held, super()._bootstrap)  # type: ignore[misc]
         self._started = _Started(ref(held), partial(delattr, self, "_bootstrap"))
         del held
@@ -36,11 +36,11 @@ def wait_for(
     thread: threading.Thread | None,
     timeout: float | None = None,
 ) -> Any:
-    """`condition.wait_for(predicate, timeout)`, or until the thread that is to bring it about is no more."""
+    """`condition.wait_for(predicate, timeout)`, but no longer than `thread` lives, which is to fulfil the predicate."""
     end = None if timeout is None else monotonic() + timeout
     while not (value := predicate()):
         if thread is None or not thread.is_alive():
-            return predicate()  # it may have come about right before
+            return predicate()  # the thread may have fulfilled it right before its end
         if end is not None and monotonic() >= end:
             return value
         condition.wait(LOOK if end is None else min(LOOK, end - monotonic()))
@@ -56,7 +56,10 @@ class _NeverRanError(Exception):
 
 
 class _Started(threading.Event):
-    """What `start` waits for once there is a thread, no longer than what this runs is held. `begun` is told first."""
+    """The event that `start` waits for once there is a thread. The wait ends where what the thread runs is let go.
+
+    `begun` is called before the wait.
+    """
 
     def __init__(self, held: Callable[[], object], begun: Callable[[], None]) -> None:
         super().__init__()

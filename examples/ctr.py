@@ -27,14 +27,14 @@ from movielens_data import PADDING, auc, split
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
-from tierbed.engine import (
+from tierbed import (
+    Graph,
     MultiTableMultiColumnEmbedding,
     TierbedError,
     make_column_options,
     make_normal_initializer,
     make_table_options,
 )
-from tierbed.graph import Graph
 
 MODELS: dict[str, type[DLRM | DeepFM | DCNv2]] = {"dlrm": DLRM, "deepfm": DeepFM, "dcnv2": DCNv2}
 EVALUATED = 4096  # examples at once

@@ -25,7 +25,8 @@ from movielens_synthetic import synthetic_log
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from tierbed.engine import (
+from tierbed import (
+    Graph,
     MultiTableEmbedding,
     TierbedError,
     load_store_options,
@@ -36,7 +37,6 @@ from tierbed.engine import (
     make_normal_initializer,
     make_table_options,
 )
-from tierbed.graph import Graph
 
 
 def make_embedding(store_options: Any, dim: int, seed: int = 0) -> MultiTableEmbedding:

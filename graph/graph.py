@@ -47,15 +47,15 @@ STEPS = 64
 
 @cache
 def _spec_of(count: int) -> pytree.TreeSpec:
-    """Of a call with so many tensors: flattening takes a while."""
+    """The tree of a call with so many tensors and nothing else. Kept, since flattening takes a while."""
     return pytree.tree_structure((tuple(range(count)), {}))
 
 
 class Graph(Built):
     """A training or evaluation step, traced once an input signature and then run without autograd.
 
-    A subclass sets its modules in `__init__`, calls `add_optimizer` there, and defines `build`, which computes a loss
-    and calls `loss.backward()`, and reaches parameters through `self`. Calling the graph runs one step: forward,
+    A subclass sets its modules in `__init__`, calls `add_optimizer` there, and defines `build`. `build` computes a
+    loss, calls `loss.backward()`, and reaches parameters through `self`. Calling the graph runs one step: forward,
     backward, the update of embedding rows, and `step()` of every optimizer. It returns what `build` returns, tensors
     detached; after a training step `grad` of every parameter that an optimizer holds is None. A graph whose `build`
     never calls `backward()`, or on which `eval()` was called, trains nothing.
@@ -79,20 +79,21 @@ class Graph(Built):
         self.__inductor: dict[str, Any] | None = None
         self.__recorded = False
         self.__sizes = Sizes[CompiledStep]()
-        self.__left: list[None] = []  # runs that were left before their end
+        self.__left: list[None] = []  # an item for each run that was left before its end
         self.__steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         # two underscores: a subclass may have attributes of any name
         self.__structure: Structure | None = None
-        self.__last: tuple[Hashable, Any] = (None, None)  # the step of the previous call, found without hashing
+        self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the previous call, found without hashing
         self.__compiles = Compiles(STEPS)
         self.__forward: Forward | None = None  # while a profile runs
 
     def add_optimizer(self, optimizer: Optimizer, lr_sch: LRScheduler | None = None) -> None:
         """Let an ordinary torch optimizer update the parameters that it holds, and rows by the shadows that it holds.
 
-        Its parameter groups are read at every step, so learning rate schedulers work; `lr_sch`, made over the
-        optimizer, makes a step after each of its steps. Raises OptimizerError for what is no torch optimizer or no
-        scheduler of it, one that rows cannot follow, and a parameter that another optimizer of this graph holds.
+        Its parameter groups are read at every step, so learning rate schedulers work. `lr_sch`, a scheduler made over
+        the optimizer, makes a step after each step of the optimizer. Raises OptimizerError for what is no torch
+        optimizer or no scheduler of it, an optimizer that rows cannot follow, and a parameter that another optimizer of
+        this graph holds.
         """
         self.__optimizers.add(optimizer, lr_sch)
         try:
@@ -104,7 +105,7 @@ class Graph(Built):
     def clip_grad_norm(self, max_norm: float | None) -> None:
         """Scale all gradients of a step, of rows too, so that their L2 norm together is at most `max_norm`.
 
-        A row counts once, with the sum of the gradients of its occurrences, as in a dense `nn.Embedding`. None: not.
+        A row counts once, with the sum of the gradients of its occurrences, as in a dense `nn.Embedding`. None: off.
         """
         wanted = positive("max_norm", max_norm)
         self.__refuse_recorded("clip_grad_norm", wanted is not None)
@@ -117,7 +118,7 @@ class Graph(Built):
     def accumulate_grads(self, steps: int) -> None:
         """Sum the gradients of so many calls before parameters and rows move; divide the loss for their mean.
 
-        Calls before the last read rows as they are; those of all calls are brought up and pinned together at the last.
+        Calls before the last read rows as they are. The rows of all calls are brought up and pinned at the last.
         """
         every = whole(steps, least=1)
         if every is None:
@@ -146,11 +147,11 @@ class Graph(Built):
             raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
         self.__refuse_recorded("set_grad_scaler", scaler.is_enabled())
         device = next((tensor.device for tensor in self.parameters()), "cpu")
-        scaler.scale(torch.zeros((), device=device))  # makes its tensors, which a trace could not
+        scaler.scale(torch.zeros((), device=device))  # makes the tensors of the scaler, which a trace could not make
         self.__end.scaler = scaler
 
     def compile_dense(self, **options: Any) -> None:
-        """Let TorchInductor compile the dense part of each step, with these options of its own.
+        """Let TorchInductor compile the dense part of each step, with these options of TorchInductor.
 
         The first call of each shape takes seconds longer. Needs a C++ compiler. Random draws, in-place ops, rows and
         optimizers run as before; results equal those of eager to rounding. GraphError where it cannot compile.
@@ -159,12 +160,12 @@ class Graph(Built):
         self.__inductor = options
 
     def cuda_graph(self, enabled: bool = True) -> None:
-        """Record each training step as a CUDA graph after its first 3 calls, and replay that from then on.
+        """Record each training step as a CUDA graph after its first 3 calls, and replay the graph from then on.
 
         Results have the bits of plain steps. Embeddings are in `device_mem` with a capacity, on a CUDA device like all
-        else that the step computes with; docs/graph.md has the details. A call raises GraphError or OptionError for
-        what cannot be recorded. OptionError together with `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` and
-        `compile_dense`. False: not any more.
+        else that the step computes with; docs/graph.md has the details. False: record and replay no more. A call raises
+        GraphError or OptionError for what cannot be recorded. Raises OptionError together with `clip_grad_norm`,
+        `accumulate_grads`, `set_grad_scaler` and `compile_dense`.
         """
         if not isinstance(enabled, bool):
             raise OptionError(f"enabled={enabled!r}: give True or False")
@@ -191,19 +192,20 @@ class Graph(Built):
         except FailedForSizes as failed:
             cause = failed.__cause__
             assert cause is not None
-            cause.__traceback__ = None  # its frames hold all that the failed step had computed
+            cause.__traceback__ = None  # the frames hold all that the failed step had computed
         own, tensors = self.__compiled(args, kwargs, alone=True)
-        result = own.run(tensors, self.__forward)  # where it raises as well, the step for many sizes is not at fault
+        result = own.run(tensors, self.__forward)  # if this raises as well, the step for many sizes is not at fault
         self.__sizes.drop(type(self).__name__, step, cause)
         return result
 
     def run(self, batches: Iterable[Any], *, ahead: int = AHEAD, progress: bool | str = False) -> Run:
         """Run a step on each batch, and iterate over what `build` returns: `for loss in graph.run(loader)`.
 
-        A batch that is a list or a tuple gives the arguments of `build`, any other is its one argument. While a step
-        runs, up to `ahead` batches (0 to 31) are drawn, their ids deduplicated and their rows brought up and pinned in
-        the cache, which also learns from them what to keep. Results are those of `for batch in loader: graph(*batch)`.
-        progress: show a bar with the rate, with this label where it is a string. InputError for wrong arguments.
+        A batch that is a list or a tuple gives the arguments of `build`; any other batch is its one argument. While a
+        step runs, up to `ahead` batches (0 to 31) are drawn, their ids deduplicated, and their rows brought up and
+        pinned in the cache. The cache learns from these batches what to keep. Results are those of
+        `for batch in loader: graph(*batch)`.
+        progress: whether to show a bar with the rate; a string is its label. InputError for wrong arguments.
         """
         bar = Bar(batches, progress if isinstance(progress, str) else type(self).__name__) if progress else NoProgress()
         announce = partial(self.__announce, Announcer(self.__end))
@@ -212,7 +214,7 @@ class Graph(Built):
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int = AHEAD) -> Profile:
         """Run a step on each batch, or on the first `steps`, and tell where the time went.
 
-        The steps are those of `run(batches, ahead=ahead)` and train as they do, to the same bits. `print` shows time
+        The steps are those of `run(batches, ahead=ahead)` and train to the same bits. `print` shows time
         by stage; `by_op()` and `chrome_trace(path)` have each op. Raises what `run` raises.
         """
         if steps is not None and whole(steps, least=1) is None:
@@ -228,26 +230,28 @@ class Graph(Built):
             self.__forward = None
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write a checkpoint, the folder `path`: `state_dict()` and all rows. What returned survives anything.
+        """Write a checkpoint, the folder `path`: `state_dict()` and all rows. Once this returns, it survives anything.
 
-        Embeddings with a persistent_path get a snapshot of that name there too, whose files the checkpoint shares where
-        the file system allows it. overwrite: take the place of a checkpoint that is there, at one instant when this one
-        is durable. Raises SnapshotError where `path` exists or cannot be written, GraphError for a state that it cannot
-        hold, InputError for what is no path; a save that fails leaves nothing, and the old one.
+        Embeddings with a persistent_path get a snapshot of that name there too. The checkpoint shares its files where
+        the file system allows it. overwrite: whether to replace a checkpoint that is there, at one instant when the new
+        one is durable. A save that fails leaves nothing of its own, and the old checkpoint. Raises SnapshotError where
+        `path` exists or cannot be written, GraphError for a state that a checkpoint cannot hold, InputError for what is
+        no path.
         """
         place = checkpoint.check_save(self, path, overwrite)
         checkpoint.save(self, self.state_dict(), place, overwrite)
 
     def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Raise what `save` would raise now of its arguments: call it before the training that it saves."""
+        """Raise what `save` would raise now for these arguments. Call it before the training that is to be saved."""
         checkpoint.check_save(self, path, overwrite)
 
     def load(self, path: str | os.PathLike[str], *, optimizers: bool = True) -> None:
         """Go on from a checkpoint: the next steps are those of a run that never stopped.
 
         optimizers: False takes parameters, buffers and the weights of rows alone, for a graph with other optimizers or
-        none; after a kill, rows go back to what they went back to before. Raises SnapshotError for one that is missing,
-        damaged or of another graph, before anything is replaced, and InputError for what is no path.
+        none; after a kill, rows go back to the snapshot that they went back to before. Raises SnapshotError for a
+        checkpoint that is missing, damaged or of another graph, before anything is replaced, and InputError for what is
+        no path.
         """
         if not isinstance(optimizers, bool):
             raise InputError(f"optimizers={optimizers!r}: give True or False")
@@ -256,11 +260,11 @@ class Graph(Built):
         self.load_state_dict(without_rows(self, state, optimizers))
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Of `state_dict()`: optimizers, schedules, scaler and random numbers."""
+        """The extra state in `state_dict()`: optimizers, schedules, scaler and random numbers."""
         return extra_state(self.__optimizers, self.__end)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Of `load_state_dict()`; rows stay as they are."""
+        """Load the extra state of `load_state_dict()`. Rows stay as they are."""
         load_extra_state(self, self.__optimizers, self.__end, state)
 
     def draw(self, path: str | os.PathLike[str]) -> None:
@@ -274,9 +278,9 @@ class Graph(Built):
         path_of(path).write_text(draw(step.module, type(self).__name__, ahead=step.lookups is not None))
 
     def why_recompiled(self) -> list[str]:
-        """For each compiled step but the first, at most the last 64: what differed from the nearest one before it.
+        """For each compiled step but the first, at most the last 64: what differed from the nearest step before it.
 
-        The logger "tierbed" has the same at level INFO.
+        The logger "tierbed" says the same at level INFO.
         """
         return list(self.__compiles.reasons)
 
@@ -289,20 +293,20 @@ class Graph(Built):
             )
 
     def __announce(self, announcer: Announcer, between: int, *args: Any) -> None:
-        """Tell embeddings what a coming call with these arguments, before which `between` others run, looks up.
+        """Tell embeddings what a coming call with these arguments looks up. `between` other calls run before it.
 
         Raises RuntimeError where the system gives no thread.
         """
         try:
             step, tensors = self.__compiled(args, {})
-        except Exception:  # the call raises it in its turn
+        except Exception:  # the call itself will raise it
             return
         announcer.add(between, step.coming(tensors))
 
     def __compiled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool = False
     ) -> tuple[CompiledStep, list[Tensor]]:
-        """The step of a call, and the tensors that it runs on. alone: a step for these sizes alone."""
+        """The step of a call, and the tensors that it runs on. alone: whether to take a step for these sizes alone."""
         if self.__left:
             self.__left.clear()
             forget_announced(self)
@@ -323,7 +327,7 @@ class Graph(Built):
         while self.__structure is None or (live := self.__structure.live()) is None:
             self.__structure = Structure(self)
             self.__sizes.clear()
-            self.__steps.clear()  # none can fit again, and they would keep replaced modules alive
+            self.__steps.clear()  # no old step can fit again, and they would keep replaced modules alive
         tensors, state = live
         return (
             spec,

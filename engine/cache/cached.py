@@ -1,4 +1,4 @@
-"""A write-back cache in front of a slower tier. It is the store of a step, and a tier itself, so caches stack."""
+"""A write-back cache of the CPU in front of a slower tier. The cache is a store and a tier, so caches stack."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ log = logging.getLogger("tierbed")
 
 
 def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exception) -> OptionError:
-    """A ValueError of a cache is one that is too small; any other is a lack of memory."""
+    """The OptionError for a budget: too small where the cache raised ValueError, else too large for the memory."""
     problem = "too small for" if isinstance(error, ValueError) else "more than this machine has memory for, with"
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
 
 
 class CachedStore:
-    """A cache of `budget_mb`, which bounds lines and their metadata, as `options` say.
+    """A write-back cache with the `options`. `budget_mb` bounds its lines and their metadata.
 
     `option` names the budget in errors and warnings, `tier` the memory in metrics.
     """
@@ -52,7 +52,7 @@ class CachedStore:
         except (ValueError, MemoryError) as error:
             raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None
         self._budget = f"{option}={budget_mb}"
-        self._rows = int(self.native.metrics()["capacity"])  # beyond which a batch is told of, once
+        self._rows = int(self.native.metrics()["capacity"])  # a batch of more rows is warned of, once
         self._pinned: _core.Batch | None = None
 
     def announce(self, batch: _core.Batch) -> None:
@@ -82,7 +82,7 @@ class CachedStore:
             self._tell(batch.unique)
 
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
-        """Lines know by their records whether they were written: `dirty` changes nothing here."""
+        """End a pin. `dirty` changes nothing here: the record of a line tells whether it was written."""
         if self._pinned is not batch:
             raise StoreError("unpin of a batch that is not pinned")
         self._pinned = None
@@ -110,7 +110,7 @@ class CachedStore:
         return [*here, *self._below.where(table, key)]
 
     def tracker(self) -> None:
-        """As `FullTable.tracker`."""
+        """None: `_core.ChangedRows` follows batches of the CPU."""
 
     def scan(self) -> Chunks:
         self.flush()
@@ -132,7 +132,7 @@ class CachedStore:
         return self.native.asked().astype(np.int64).reshape(-1, 2)
 
     def _tell(self, rows: int) -> None:
-        """Of a batch of more rows than the sets have room for."""
+        """Warn of a batch with more rows than the sets have room for."""
         metrics = self.native.metrics()
         needed = math.ceil(rows * metrics["bytes"] / metrics["capacity"] / MB * 100) / 100
         room, self._rows = self._rows, 1 << 62
@@ -146,7 +146,7 @@ class CachedStore:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # of the tier below, in its own words
+        except RuntimeError as error:  # an error of the tier below, in its own words
             if isinstance(error, StoreError):
                 raise
             raise StoreError(str(error)) from error

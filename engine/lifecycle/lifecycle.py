@@ -1,7 +1,7 @@
-"""The life of rows: which new ones are kept, and which leave at the capacity or with age.
+"""The life of rows: which new rows are kept, and which rows leave at the capacity or with age.
 
 The decisions are those of the ledger (`native/ledger.h`), taken in the order of steps from what was written. A row that
-left is like one that was never written.
+left is like a row that was never written.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..store.table_counts import Counts, counted
 
 log = logging.getLogger("tierbed")
 
-SWEEPS = 16  # in the life of a row, to find those past `ttl_steps`
+SWEEPS = 16  # looks for rows past `ttl_steps`, in that many steps
 
 
 class Lifecycle:
-    """Of one open table, whose options may ask for none of it: then nothing is remembered.
+    """The life of the rows of one open table. Where its options ask for none of this, nothing is remembered.
 
-    `stored_rows` of an earlier run stay even above the capacity, until new ones come and there are rows to evict.
+    `stored_rows` of an earlier run stay even above the capacity, until new rows come and there are rows to evict.
     """
 
     def __init__(self, name: str, num_tables: int, options: StoreOptions, stored_rows: int, seed: int) -> None:
@@ -35,7 +35,7 @@ class Lifecycle:
         self._admission = options.admission
         self.capacity = options.capacity
         self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
-        self.gone = np.zeros(num_tables, np.int64)  # rows that were written and are not there, refused ones included
+        self.gone = np.zeros(num_tables, np.int64)  # rows that were written and are not there, refused rows included
         if self.capacity is not None and options.eviction in ("none", "ttl") and stored_rows > self.capacity:
             log.warning(
                 "embedding %r: %d stored rows are more than capacity=%d; all of them stay, and no new row comes until "
@@ -57,16 +57,16 @@ class Lifecycle:
 
     @property
     def remembers(self) -> bool:
-        """Whether the capacity is watched here, and every row that is written must be told."""
+        """Whether this object watches the capacity, and has to be told every written row."""
         return self._ledger is not None
 
     @property
     def metrics(self) -> dict[str, int]:
-        """`counts`, and the memory that it all takes in `ledger_bytes`."""
+        """`counts`, and in `ledger_bytes` the memory of the ledger."""
         return {**self.counts, "ledger_bytes": 0 if self._ledger is None else self._ledger.bytes}
 
     def admit(self, batch: Any, layout: _core.Layout, step: int, training: bool) -> tuple[Tables, Keys] | None:
-        """Decide about a batch that is written at `step`. Returns rows that must leave before, if there are any.
+        """Decide about a batch that is written at `step`. Returns the rows that must leave before, or None.
 
         Rows that training refuses get lines of the batch's own. Raises CapacityError, and nothing changes.
         """
@@ -79,7 +79,7 @@ class Lifecycle:
         return (tables, keys) if len(keys) else None
 
     def written(self, batch: Any, step: int) -> None:
-        """An admitted batch was written at `step`."""
+        """Note that an admitted batch was written at `step`."""
         if self._ledger is not None:
             if len(batch.own_lines):
                 refused = counted(batch.tables[batch.own_lines != 0], len(self.gone))
@@ -87,14 +87,14 @@ class Lifecycle:
             self._ledger.commit(batch, step)
 
     def expired(self, step: int) -> tuple[Tables, Keys] | None:
-        """Rows that leave after `step`: some steps look for all that are older than `ttl_steps`, 16 in that time."""
+        """Rows that leave after `step`. Of `ttl_steps` steps, 16 look for all rows older than that."""
         if self._ledger is None or self._ttl is None or self._eviction == "ttl" or step % max(1, self._ttl // SWEEPS):
             return None
         tables, keys = self._ledger.expired(step)
         return (tables, keys) if len(keys) else None
 
     def left(self, tables: Tables, keys: Keys, there: Counts, cause: str) -> None:
-        """Rows are no longer there; so many of each table were, and `cause` is that of `counts`."""
+        """Note that rows are no longer there. there: how many of each table were. cause: a name in `counts`."""
         if self._ledger is not None:
             self._ledger.erase(tables, keys)
         self._left(there, cause)
@@ -104,13 +104,13 @@ class Lifecycle:
         self.counts[cause] += int(rows.sum())
 
     def why_absent(self) -> str:
-        """Why a row may not be there, for people: what befell any row, since those that left are not remembered."""
+        """Why a row may not be there, for people: what befell any row, since the rows that left are not remembered."""
         befell = [cause for cause, count in self.counts.items() if count]
         causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in befell]
         return " or ".join(["not written since the table was opened", *causes])
 
     def remember(self, chunks: Chunks) -> Chunks:
-        """Scanned rows that come into the table, as they pass."""
+        """Remember scanned rows that come into the table, and pass them on."""
         for bucket, rows in chunks:
             if self._ledger is not None:
                 self._ledger.load(*(rows[field].copy() for field in ("table", "key", "updates", "step")))

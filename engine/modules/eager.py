@@ -27,19 +27,19 @@ class EagerOptimizer(torch.optim.Optimizer):
             optimizer.step()
             optimizer.zero_grad()
 
-    Learning rate schedulers may be made over it, or over the wrapped one, `optimizer.optimizer`: the param groups are
-    the same.
+    Learning rate schedulers may be made over the `EagerOptimizer`, or over the wrapped optimizer,
+    `optimizer.optimizer`: the param groups are the same.
 
     optimizer: holds the parameters of all embeddings under `module` that are trained, and any others. Rows follow its
-    param groups; docs/optimizers.md says which kinds can.
+    param groups; docs/optimizers.md says which kinds of optimizers they can follow.
 
-    From here until this object is gone, backward() through a lookup keeps its gradient for `step()`. Raises
-    OptimizerError for what is no torch optimizer, one that rows cannot follow, an embedding that it does not hold, one
-    that another EagerOptimizer has, and a module that ranks share.
+    From here until this object is gone, backward() through a lookup keeps the lookup's gradient for `step()`. Raises
+    OptimizerError for what is no torch optimizer, an optimizer that rows cannot follow, an embedding that `optimizer`
+    does not hold or another EagerOptimizer has, and a module that ranks share.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        # not super().__init__: groups, state, defaults and hooks are those of the wrapped one
+        # not super().__init__: groups, state, defaults and hooks are the wrapped optimizer's
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptimizerError(
                 f"optimizer={type(optimizer).__name__}: give a torch.optim optimizer, such as torch.optim.SGD"
@@ -64,7 +64,7 @@ class EagerOptimizer(torch.optim.Optimizer):
         holders.update((embedding.handle, self) for embedding in embeddings)
 
     def __getattr__(self, name: str) -> Any:
-        """What it has not itself, such as param groups and hooks, is that of the wrapped optimizer."""
+        """An attribute of the wrapped optimizer, such as param groups and hooks, where this object lacks it."""
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -76,18 +76,17 @@ class EagerOptimizer(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Of the wrapped optimizer, for dense parameters: embeddings are those that it held when this was made."""
+        """Add a param group of dense parameters to the wrapped optimizer. Embeddings cannot be added later."""
         self.optimizer.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all rows that backward() reached since `zero_grad()`, each once, then step the wrapped optimizer.
 
-        closure: called first, as torch's optimizers do: it runs forward() and backward(), and what it returns is
-        returned.
+        closure: called first, as torch's optimizers do. It runs forward() and backward(); its result is returned.
 
-        Embeddings that it did not reach stay as they are, their step counts too. Raises StoreError, CapacityError and
-        InputError before any row changed where rows cannot be brought up, GraphError in `build` of a graph and while
-        another thread trains the rows.
+        Embeddings that no backward() reached stay as they are, their step counts too. Raises StoreError, CapacityError
+        and InputError before any row changed where rows cannot be brought up, GraphError in `build` of a graph and
+        while another thread trains the rows.
         """
         if detect_fake_mode() is not None:
             raise GraphError(
@@ -103,23 +102,23 @@ class EagerOptimizer(torch.optim.Optimizer):
             self._step_rows()
             for shadow in shadows:
                 shadow.grad = None
-            self.optimizer.step()  # where it raises, rows have moved, and their gradients are gone
+            self.optimizer.step()  # if this raises, rows have moved, and their gradients are gone
             for shadow, grad in zip(shadows, grads, strict=True):
                 shadow.grad = grad
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; those of rows whatever `set_to_none` is."""
+        """Forget all gradients. Gradients of rows are dropped whatever `set_to_none` is."""
         for embedding, _ in self._rows:
             embedding.shadow.grad = None
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's. The state of rows is in the embedding's store and its snapshots."""
+        """The state_dict of the wrapped optimizer. The state of rows is in the embedding's store and its snapshots."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of the wrapped optimizer."""
+        """Load a state_dict into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     @torch.no_grad()
@@ -130,13 +129,13 @@ class EagerOptimizer(torch.optim.Optimizer):
             try:
                 for embedding, rows, gradients in reached:
                     if embedding.row_optimizer is not rows:
-                        embedding.follow(rows)  # a graph trained it since
+                        embedding.follow(rows)  # a graph trained the embedding since
                     batch = gradients.pin()
                     if batch is not None:
                         pinned.append((gradients, batch))
                 for gradients, batch in pinned:
                     gradients.update(batch)
-                    # a backward() that needs the rows as they were says so
+                    # so that a backward() that needs the rows as they were says so
                     increment_version(gradients.embedding.shadow)
             except BaseException:
                 for embedding, *_ in reached:

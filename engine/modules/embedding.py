@@ -1,4 +1,4 @@
-"""The embedding modules: what users make, look up and save."""
+"""The embedding modules, which users make, look up and save."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class MultiTableMultiColumnEmbedding(SavedRows):
     """Hashed tables that share a row layout: several columns of their own widths, laid side by side in each row.
 
     name: names the folder under `persistent_path`.
-    embedding_dim: the width of a row, or a list of widths, one a column.
+    embedding_dim: the width of a row, or a list of widths, one for each column.
     dtype: torch.float32. key_type: torch.int32, int64 or uint64, the dtype of ids; every value is a legal id.
-    tables: one `make_table_options(...)` a table, with a name or by its place; None is one table with
+    tables: one `make_table_options(...)` for each table, known by its name or its place; None is one table with
     `default_initializer` (normal(0, 0.05)).
     store_options: from a `make_*_store_options`, or the dict that it prints.
     padding_idx: an id that is no row: zeros, no gradient.
-    seed: initial rows are a pure function of (seed, table, key, column). Give each embedding its own: two that differ
-    in name alone begin with equal rows.
-    output_dtype: what a lookup returns, and its gradient has: torch.float32, float16 or bfloat16. Rows stay float32.
+    seed: initial rows are a pure function of (seed, table, key, column). Give each embedding a seed of its own: two
+    embeddings that differ in name alone begin with equal rows.
+    output_dtype: of a lookup's result and of its gradient: torch.float32, float16 or bfloat16. Rows stay float32.
 
     A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use, on the
-    device that the module is on, and follows it when it is moved. Raises OptionError.
+    device of the module, and moves with the module. Raises OptionError.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
         self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed)
-        self.spec.layout(RowState())  # reports a table whose columns do not fit now, not at the first use
+        self.spec.layout(RowState())  # reports a table whose columns do not fit at once, not at the first use
         self.output_dtype = check_output_dtype(output_dtype)
         self.store_options = store_options_from_dict(store_options)
         self.row_optimizer: RowOptimizer | None = None
-        # what an optimizer holds and autograd follows; the rows themselves are no parameter
+        # held by an optimizer and followed by autograd; the rows themselves are no parameter
         self.shadow = nn.Parameter(torch.zeros(1, dtype=torch.float32))
         self.handle = ops.register(self)
         self._held: TableHandle | None = None
@@ -114,7 +114,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         table_ids: integers or, but for tensors, names of tables that broadcast to ids.shape, or to the shape of the
         bags; without them and with several tables, the last dimension of that shape is the tables, in order.
 
-        Outside a `Graph` it reads, and an `EagerOptimizer` trains what it read. Raises InputError, StoreError.
+        Outside a `Graph` a lookup reads, and an `EagerOptimizer` trains what it read. Raises InputError, StoreError.
         """
         ops.refuse_export(self.name)
         lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
@@ -136,16 +136,16 @@ class MultiTableMultiColumnEmbedding(SavedRows):
     ) -> None:
         """Announce the lookup of a coming training step, so that a thread makes its rows ready while others run.
 
-        Announce steps in their order, each before it runs, any number of them ahead; the arguments are those of its
-        lookup. Rows never depend on it: a step that was not announced, or looks up other ids, takes the plain way. A
-        cache over a slower tier keeps the rows that the announced steps need soonest. On CUDA it uses a second stream.
-        Raises InputError, OptimizerError, StoreError.
+        Announce steps in their order, each before it runs, any number of them ahead. The arguments are those of the
+        lookup. Rows never depend on an announcement: a step that was not announced, or looks up other ids, takes the
+        plain way. A cache over a slower tier keeps the rows that the announced steps need soonest. On CUDA the thread
+        uses a second stream. Raises InputError, OptimizerError, StoreError.
         """
         lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
         self.announce([lookup])
 
     def size(self) -> int:
-        """How many rows there are: written by an optimizer, by `put`, or from a snapshot, and not gone since.
+        """How many rows there are: rows that an optimizer, `put` or a snapshot wrote and that did not leave since.
 
         Raises what an earlier step did wrong and the device found late. InputError, CapacityError.
         """
@@ -202,17 +202,17 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         strict: bool = True,
         weights_only: bool = False,
     ) -> LoadReport:
-        """Replace all rows by a snapshot's, or by a selection of them, checked first. Returns what was loaded.
+        """Replace all rows by the rows of a snapshot, or by a selection of them. Returns what was loaded.
 
-        tables: those table ids, or names, alone. where: a function of (table_ids [n], keys [n]), arrays, that gives
-        bool [n], the rows to take. weights_only: without the state of the optimizer, which may be another and begins
-        anew.
-        strict: whether all must fit; else tables that the embedding has not, or under another name, and another
-        optimizer's state are left out, as the report's `remarks` say.
+        tables: the table ids, or names, to take. where: a function of arrays (table_ids [n], keys [n]) that gives bool
+        [n], the rows to take. weights_only: whether to leave out the optimizer's state; then the optimizer may be
+        another, and begins anew.
+        strict: whether all of the snapshot must fit. If not, tables that the embedding lacks or has under another name,
+        and another optimizer's state, are left out, as the report's `remarks` say.
 
-        Raises, and the rows stay, SnapshotError where it is missing, damaged or of another table; StoreError where its
-        tables have other names; OptimizerError where its state is another optimizer's; InputError for a selection that
-        cannot be.
+        The snapshot is checked first, and rows stay where this raises: SnapshotError where the snapshot is missing,
+        damaged or of another table; StoreError where its tables have other names; OptimizerError where its state is
+        another optimizer's; InputError for a selection that cannot be.
         """
         for argument, value in (("strict", strict), ("weights_only", weights_only)):
             if not isinstance(value, bool):
@@ -221,7 +221,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         return self.opened().load_snapshot(snapshot_name, selection, strict)
 
     def compact(self) -> None:
-        """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError where it has none."""
+        """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError for other stores."""
         table = self._table()
         if self.store_options.store != "cached_ssd":
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
@@ -232,12 +232,13 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         return metrics(self._table())
 
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
-        """Where one row is now, for people. Nothing changes by it. `table` may be left out where there is one.
+        """Where one row is now, for people. Changes nothing. `table` may be left out where there is one table.
 
-        `stored`: whether the row was written (else it has its initial value, and no tier need have it); `why` it is not
-        stored, as far as is known, or None; `updates`, and the `last_step` that wrote it; `tiers`: those that have it,
-        the top first, each with its place, and in a cache whether it is `dirty` (the tier below has an older row) and
-        `pinned` (a step or a prefetch holds it there). Raises InputError.
+        `stored`: whether the row was written. If not, the row has its initial value, and no tier need have it. `why`:
+        why it is not stored, as far as is known, or None. `updates`: how often the row was written. `last_step`: the
+        last step that wrote it. `tiers`: the tiers that have the row, the top first, each with the row's place. In a
+        cache they say whether the row is `dirty` (the tier below has an older row) and `pinned` (a step or a prefetch
+        holds it). Raises InputError.
         """
         key, at = check_row(self.spec, key, table)
         tiers, why = where(self._table(), self._lookup([key], at))
@@ -292,7 +293,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         self.row_optimizer = rows_optimizer
 
     def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
-        """What a lookup returns, for checked arguments."""
+        """The result of a lookup with checked arguments."""
         return self._table().read(lookup, weights, self.output_dtype)
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
@@ -300,24 +301,24 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         return self._table().read_weights_grad(lookup, grad)
 
     def is_reached(self) -> bool:
-        """As `Rows`."""
+        """Whether the backward pass under way reaches `shadow`, as `Rows.is_reached`."""
         return is_reached(self)
 
     def is_looked_up(self) -> None:
-        """As `Rows`: OptimizerError where an EagerOptimizer trains it and ranks share the training."""
+        """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training."""
         if self.handle in holders:
             refuse_lookup(self.name)
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
-        """As `Rows`: for the step of its EagerOptimizer."""
+        """Keep the gradient of a lookup for the step of the EagerOptimizer."""
         accumulate(self, lookup, grad, weights, order)
 
     def pin(self, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
-        """As `Rows`."""
+        """Pin the rows of all lookups of a training step, as `Rows.pin`."""
         return self._trained().pin(lookups, self.output_dtype, like)
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """`prefetch` of a step with several lookups, checked, in the order in which the step pins them.
+        """Announce a step of several checked lookups, in the order in which the step pins them.
 
         Raises InputError for values on the CPU that are out of range.
         """
@@ -328,7 +329,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         table.announce(lookups)
 
     def forget_announced(self) -> None:
-        """Forget what was announced, and end the thread that makes it ready."""
+        """Forget what was announced, and end the thread that makes batches ready."""
         if self._held is not None:
             self._held.forget_announced()
 
@@ -356,7 +357,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         return handle.table
 
     def opened(self) -> TableHandle:
-        """The table, opened where it is not yet, for checkpoints of a graph."""
+        """The hold on the open table, opened where it is not yet, for checkpoints and recorded steps of a graph."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
@@ -370,7 +371,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
                 try:
                     self._held = TableHandle(self.spec, self.store_options, self.row_optimizer, device)
                 except OptimizerError as error:
-                    self._refused = error  # its rows can still be read
+                    self._refused = error  # the rows can still be read
                     self._held = TableHandle(self.spec, self.store_options, None, device)
                 weakref.finalize(self, self._held.finish)
             elif self._held.device != device:

@@ -13,7 +13,7 @@ from .embedding import MultiTableMultiColumnEmbedding
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
-    """Hashed tables of rows of one width; `embedding_dim` is an int. The rest is `MultiTableMultiColumnEmbedding`'s."""
+    """Hashed tables of rows of one width. `embedding_dim` is an int; all else as `MultiTableMultiColumnEmbedding`."""
 
     def __init__(
         self,

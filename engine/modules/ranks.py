@@ -1,4 +1,4 @@
-"""What training refuses, since rows do not talk to other ranks: modules that share training among them."""
+"""Refuses to train modules that share training among ranks, since rows do not talk to other ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import GraphError, OptimizerError, TierbedError
 
-# by name: most of them are imported by those alone who use them
+# by name: most of these modules are imported only by programs that use them
 _WRAPPERS = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable")
 _TENSORS = "torch.distributed.tensor"
 
@@ -27,7 +27,7 @@ def refuse_eager_ranks(root: nn.Module) -> None:
 
 
 def refuse_lookup(name: str) -> None:
-    """OptimizerError where a DistributedDataParallel calls what looks up rows of embedding `name` for training."""
+    """OptimizerError where a lookup of embedding `name` for training is called within a DistributedDataParallel."""
     if DistributedDataParallel._active_ddp_module is not None:
         raise _told(OptimizerError, f"embedding {name!r} is in a DistributedDataParallel", "its training", "the loop")
 
@@ -43,7 +43,7 @@ def _shared(root: nn.Module, name: str) -> str | None:
 
 
 def refuse_around(root: nn.Module) -> None:
-    """GraphError where `root` is called by a DistributedDataParallel around it."""
+    """GraphError where a DistributedDataParallel around `root` calls it."""
     around = DistributedDataParallel._active_ddp_module
     if around is not None and any(module is root for module in around.modules()):
         raise _refused(f"{type(root).__name__} is in a DistributedDataParallel")

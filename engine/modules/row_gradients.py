@@ -16,12 +16,12 @@ from ..spec.inputs import Lookup
 
 @dataclass
 class _Kept:
-    lookup: Lookup  # a copy, as the weights
+    lookup: Lookup  # a copy, and so are the weights
     weights: Tensor | None
-    given: tuple[Tensor | None, ...]  # what the caller holds, whose identity the key is made of
+    given: tuple[Tensor | None, ...]  # the caller's tensors, by whose identity the key is made
     order: int
     grad: Tensor
-    version: int | None  # that the gradient had
+    version: int | None  # of the gradient when it was kept
 
     def is_of(self, given: tuple[Tensor | None, ...]) -> bool:
         copies = (*self.lookup[:3], self.weights)
@@ -38,15 +38,15 @@ class _Kept:
 
 
 class RowGradients:
-    """Of one embedding. Gradients of several lookups, and of several passes over a model, add up until `clear`."""
+    """The gradients of one embedding. They add up over lookups, and over passes of a model, until `clear`."""
 
     def __init__(self, embedding: Rows) -> None:
-        self._embedding = weakref.ref(embedding)  # which may hold this
+        self._embedding = weakref.ref(embedding)  # which may hold this object
         self._kept: dict[Hashable, _Kept] = {}
 
     @property
     def embedding(self) -> Rows:
-        """Whoever calls methods here holds it."""
+        """The embedding. It lives: callers of the methods here hold it."""
         embedding = self._embedding()
         assert embedding is not None
         return embedding
@@ -54,8 +54,8 @@ class RowGradients:
     def add(self, lookup: Lookup, grad: Tensor, weights: Tensor | None = None, order: int = 0) -> None:
         """Keep the gradient of what a lookup returned, lookup.shape + (dim,), of the output dtype.
 
-        weights: those that it was pooled with, float32 of the shape of its ids. order: the step takes lookups in this
-        order, equal ones as they came; sums over the occurrences of an id follow it.
+        weights: the weights that pooled it, float32 of the shape of its ids. order: the step takes lookups in ascending
+        order, equal numbers as they came; sums over the occurrences of an id follow this order.
 
         The lookup and the weights are copied. The gradient is not: InputError in the step if it was changed in place.
         Gradients of the very same tensors are summed here, as a graph sums them.
@@ -63,7 +63,7 @@ class RowGradients:
         given = (*lookup[:3], weights)
         key = (lookup.pooling, *map(_identity, given))
         kept = self._kept.get(key)
-        if kept is not None and not kept.is_of(given):  # written to by NumPy, of which no version tells
+        if kept is not None and not kept.is_of(given):  # NumPy has written to the tensors, which changes no version
             key, kept = (key, len(self._kept)), None
         if kept is not None:
             grad = kept.unchanged(self.embedding.name) + grad
@@ -75,7 +75,7 @@ class RowGradients:
         self._kept[key] = _Kept(copy, weights, given, order, grad, _version(grad))
 
     def pin(self) -> Pinned | None:
-        """Bring up and pin the rows of all lookups, each once; None where there is none.
+        """Bring up and pin the rows of all lookups, each row once. Returns None where there is no lookup.
 
         Raises what `embedding.pin` raises, and InputError; then nothing is pinned.
         """
@@ -90,16 +90,16 @@ class RowGradients:
         return embedding.pin([one.lookup for one in kept]) if kept else None
 
     def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Of the lookups that `pin` gives, in their order: gradients and weights."""
+        """The gradients and the weights of the lookups of `pin`, in their order."""
         kept = self._in_order()
         return [one.grad for one in kept], [one.weights for one in kept]
 
     def update(self, batch: Pinned) -> None:
-        """Apply the embedding's optimizer once, with the sum of all gradients. `batch` is what `pin` gave; ends it."""
+        """Apply the embedding's optimizer once, with the sum of all gradients. `batch`: from `pin`; its pin ends."""
         batch.update(*self.grads())
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all gradients."""
         self._kept.clear()
 
     def _in_order(self) -> list[_Kept]:
@@ -111,7 +111,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _identity(tensor: Tensor | None) -> Hashable:
-    """Equal for one tensor that was not written to in between."""
+    """A key that is equal for one tensor to which nothing was written in between."""
     if tensor is None:
         return None
     return id(tensor), object() if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""The snapshots of an embedding, and what its `state_dict()` says of its rows, which it does not hold."""
+"""The snapshots of an embedding, and what its `state_dict()` says of rows in place of holding them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tierbed")
 
-EXTRA = "_extra_state"  # the name that torch gives it in a state_dict
+EXTRA = "_extra_state"  # torch's name for extra state in a state_dict
 
 
 class SavedRows(Rows):
-    """Of the embedding modules: saving their rows."""
+    """The part of the embedding modules that saves their rows."""
 
-    _version = 2  # of the state_dict: 1 had no extra state
+    _version = 2  # of the state_dict; version 1 had no extra state
     _closed: bool
     _held: TableHandle | None
-    _awaited: SavedAs | None = None  # of a state_dict, to be compared once there are rows
+    _awaited: SavedAs | None = None  # names rows in a loaded state_dict, to be compared once there are rows
 
     @property
     def is_open(self) -> bool:
-        """Whether its store is open: from the first use to `close`."""
+        """Whether the embedding's store is open, from the first use to `close`."""
         return self._held is not None and not self._closed
 
     def opened(self) -> TableHandle:
@@ -42,13 +42,14 @@ class SavedRows(Rows):
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
     ) -> BackgroundSave | None:
-        """Save all rows with optimizer state in the store folder, durably when it returns.
+        """Save all rows with optimizer state in the store folder. The snapshot is durable on return.
 
         kind: "full"; "incremental", what changed since the snapshot that was saved or loaded last; or "checkpoint" of
-        a cached_ssd store, by links to RocksDB's files (docs/snapshots.md). background: return at once what a thread
-        saves, the rows as they are now, while training goes on; its `wait()` returns when the snapshot is durable, and
-        raises what went wrong. overwrite: take the place of a snapshot of that name, at one instant when the new one is
-        durable; not of one that another goes over. Raises SnapshotError, StoreError, OptionError.
+        a cached_ssd store, by links to RocksDB's files (docs/snapshots.md).
+        background: return at once, while a thread saves the rows as they are now. `wait()` of the result returns when
+        the snapshot is durable, and raises what went wrong.
+        overwrite: whether to replace a snapshot of that name, at one instant when the new one is durable. A snapshot
+        that another goes over cannot be replaced. Raises SnapshotError, StoreError, OptionError.
         """
         _check_flag("background", background)
         _check_flag("overwrite", overwrite)
@@ -58,9 +59,9 @@ class SavedRows(Rows):
         return None
 
     def check_save(self, snapshot_name: str, kind: str = "full", *, overwrite: bool = False) -> None:
-        """Raise what `save_snapshot` of these arguments would raise now: call it before the training that it saves.
+        """Raise what `save_snapshot` would raise now for these arguments. Call it before the training to be saved.
 
-        SnapshotError for a name that cannot be used, is taken, or with `overwrite` cannot be replaced; OptionError.
+        SnapshotError for a name that cannot be used or is taken, or with `overwrite` cannot be replaced; OptionError.
         """
         _check_flag("overwrite", overwrite)
         self.opened().check_save(snapshot_name, kind, overwrite)
@@ -68,25 +69,28 @@ class SavedRows(Rows):
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> list[str]:
         """Remove snapshots from the store folder, and return the names of those removed. OptionError, SnapshotError.
 
-        keep_last: so many of the latest stay. keep_every: so does, for each so many steps, the first that reached them.
-        `last_snapshot` stays, and all that one of these goes over.
+        keep_last: how many of the latest stay. keep_every: of each so many steps, the first snapshot that reached them
+        stays. `last_snapshot` stays, and all that a snapshot which stays goes over.
         """
         return self.opened().prune_snapshots(keep_last, keep_every)
 
     @property
     def last_snapshot(self) -> str | None:
-        """The snapshot that was saved or loaded last, to which rows go back after a kill; None where there is none."""
+        """The snapshot that was saved or loaded last, or None. Rows go back to it after a kill."""
         return None if self._held is None else self._held.base
 
     def get_extra_state(self) -> Tensor:
-        """Of `state_dict()`: JSON with the `step` of the rows, the `snapshot` of that step and its `digest`, as uint8
-        [bytes]. Each is None where there is none: rows that were not used yet, or not saved at that step."""
+        """The extra state in `state_dict()`: JSON as uint8 [bytes].
+
+        It has the `step` of the rows, the `snapshot` of that step and its `digest`. Each is None where there is none:
+        for rows that were not used yet, or were not saved at that step.
+        """
         named = dict.fromkeys(SavedAs._fields) if self._held is None else self._held.named()._asdict()
-        # a tensor, since what handles a state_dict may take nothing else
+        # a tensor, since code that handles a state_dict may take nothing else
         return torch.frombuffer(bytearray(json.dumps(named).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Of `load_state_dict()`; a warning says where the rows are others, now or when they are used first."""
+        """Load the extra state of `load_state_dict()`. A warning says where rows differ, now or at their first use."""
         try:
             named = json.loads(bytes(state.to(torch.uint8).tolist()))
             step, snapshot, digest = named["step"], named["snapshot"], named.get("digest")
@@ -109,7 +113,7 @@ class SavedRows(Rows):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str], *more: Any
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *more)
-        if prefix + EXTRA in missing:  # of version 1
+        if prefix + EXTRA in missing:  # a state_dict of version 1
             missing.remove(prefix + EXTRA)
 
 

@@ -1,4 +1,4 @@
-"""What is in `grad` of an embedding's parameter after backward() in a plain PyTorch loop."""
+"""The object in `grad` of an embedding's parameter after backward() in a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .row_gradients import RowGradients
 # the EagerOptimizer that steps an embedding, by its handle
 holders: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
 
-# what torch calls to look at a tensor, and when a module moves
+# the functions that torch calls to look at a tensor, and when a module moves
 _HARMLESS = {"__get__", "__repr__", "is_complex", "is_floating_point"}
 _HARMLESS |= {"__set__", "_has_compatible_shallow_copy_type", "cpu", "cuda", "float", "to"}
 
@@ -27,7 +27,7 @@ _HARMLESS |= {"__set__", "_has_compatible_shallow_copy_type", "cpu", "cuda", "fl
 class ShadowGrad(Tensor):
     """Stands for the gradients of rows, which no tensor holds. Setting `grad` to None drops them, as any gradient.
 
-    GraphError for what computes with it: a norm or a sum over the gradients of all parameters would leave the rows out.
+    Computing with it raises GraphError: a norm or a sum over the gradients of all parameters would leave the rows out.
     """
 
     rows: RowGradients
@@ -55,14 +55,14 @@ class ShadowGrad(Tensor):
 def is_reached(embedding: Rows) -> bool:
     """Whether the backward pass under way reaches the embedding's parameter: autograd.grad of others does not.
 
-    Of a trace it is not known here, and taken to be. GraphError for autograd.grad of the parameter itself, and for
-    create_graph=True.
+    In a trace this is not known here, and the answer is True. GraphError for autograd.grad of the parameter itself, and
+    for create_graph=True.
     """
     if detect_fake_mode() is not None:
         return True
     try:
         reached = bool(torch._C._will_engine_execute_node(get_gradient_edge(embedding.shadow).node))
-    except RuntimeError:  # what torch says where the leaf itself is asked for
+    except RuntimeError:  # torch raises it where the gradient of the leaf itself is asked for
         raise GraphError(
             f"embedding {embedding.name!r}: torch.autograd.grad of its parameter, but no tensor holds the gradients of "
             "its rows; call backward(), or ask for the gradient of the rows that a lookup returned"

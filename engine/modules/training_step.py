@@ -1,4 +1,4 @@
-"""One thread at a time is in a training step of an embedding."""
+"""Ensures that one thread at a time is in a training step of an embedding."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from threading import Thread, current_thread
 from ..errors import GraphError
 from ..ops.rows import Rows
 
-_training: dict[int, tuple[Thread, str]] = {}  # by the handle of an embedding: the thread of its step, and whose it is
+_training: dict[int, tuple[Thread, str]] = {}  # by the handle of an embedding: its step's thread and owner
 os.register_at_fork(after_in_child=_training.clear)
 
 
 @contextmanager
 def training_step(embeddings: Iterable[Rows], owner: str) -> Iterator[None]:
-    """Around a step that pins rows of `embeddings`: a step in another thread would take its pins away.
+    """A block for a step that pins rows of `embeddings`: a step in another thread would take its pins away.
 
-    owner: whose step it is, for people. GraphError where another thread is in a step of one of them.
+    owner: whose step it is, for messages. GraphError where another thread is in a step of one of them.
     """
     mine = current_thread(), owner
     held = []

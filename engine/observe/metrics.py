@@ -99,7 +99,7 @@ _QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}
 
 
 class MetricsCollector:
-    """What a `prometheus_client` registry asks for metrics, of each embedding whose store is open at that time.
+    """Gives a `prometheus_client` registry the metrics of each embedding whose store is open when it asks.
 
     `prometheus_client.REGISTRY.register(MetricsCollector(embedding))`, then `start_http_server` serves them.
     """
@@ -111,14 +111,15 @@ class MetricsCollector:
         self._embeddings = embeddings
 
     def describe(self) -> list[Any]:
-        """Nothing: registering asks no store."""
+        """An empty list: registering asks no store."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """One family a metric, labelled by `embedding` and `tier`; latencies by `quantile` as well, 1 for the longest.
+        """One family for each metric, labelled by `embedding` and `tier`.
 
-        Those of each table are labelled by `embedding` and `table`. `tierbed_up` of each embedding is 1, or 0 where it
-        gave no metrics: unused, closed, or failed, with a warning.
+        Latencies have the label `quantile` as well, 1 for the longest. Metrics of a table are labelled by `embedding`
+        and `table`. `tierbed_up` of each embedding is 1, or 0 where the embedding gave no metrics: unused, closed, or
+        failed, with a warning.
         """
         families = _Families()
         for embedding in self._embeddings:
@@ -139,7 +140,7 @@ class MetricsCollector:
 
 
 class _Families:
-    """Those of one collection, in the order in which their metrics come."""
+    """The families of one collection, in the order in which their metrics come."""
 
     def __init__(self) -> None:
         self._all: dict[str, Any] = {}
@@ -160,7 +161,7 @@ class _Families:
 def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
     """The metrics of open embeddings in Prometheus' text format, for a textfile collector or a server of one's own.
 
-    `tierbed_up` says which embeddings gave theirs. Raises as `MetricsCollector` does.
+    `tierbed_up` says which embeddings gave metrics. Raises as `MetricsCollector` does.
     """
     prometheus = _prometheus()
     registry = prometheus.CollectorRegistry(auto_describe=False)
@@ -171,9 +172,10 @@ def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
 def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, step: int | None = None) -> None:
     """Add the metrics of open embeddings to a `torch.utils.tensorboard.SummaryWriter`, as scalars.
 
-    Their tags are `<embedding>/<tier>/<metric>`, of a table `<embedding>/tables/<table>/<metric>`. step: of the x axis;
-    by default the embedding's own. One that was not used yet adds nothing, one that fails gives a warning. Raises
-    ClosedError for one that was closed, InputError for what is no writer, no embedding, or embeddings of equal names.
+    Tags are `<embedding>/<tier>/<metric>`, and for a table `<embedding>/tables/<table>/<metric>`. step: on the x axis;
+    by default the embedding's step. An embedding that was not used yet adds nothing; one that fails gives a warning.
+    Raises ClosedError for an embedding that was closed, and InputError for what is no writer, for no embedding, and for
+    embeddings of equal names.
     """
     if not hasattr(writer, "add_scalar"):
         raise InputError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")
@@ -205,10 +207,10 @@ def _check(embeddings: Sequence[Any]) -> None:
 
 
 def _read(embedding: MultiTableMultiColumnEmbedding) -> dict[str, dict[str, Any]]:
-    """Nothing for an embedding that was not used yet, or was closed: looking opens no store. A failed one warns."""
+    """The metrics of an embedding; {} where it is unused, closed or, with a warning, failed. Opens no store."""
     try:
         return embedding.metrics() if embedding.is_open else {}
-    except ClosedError:  # meanwhile
+    except ClosedError:  # closed meanwhile
         return {}
     except TierbedError as error:
         warnings.warn(f"no metrics of embedding {embedding.name!r}: {error}", RuntimeWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""What a cache of each size would hit, from a sample of the ids that will be looked up."""
+"""The predicted hit rate of a cache of each size, from a sample of the ids that will be looked up."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from ..spec.initial_values import MASK64
 from .stack_distance import Model, Sample
 
 MB = 1 << 20
-RECORD_BYTES = 8  # updates and last step, in a row's line
-BESIDE_BYTES = WAY_BYTES + 1  # what a cache keeps for each line, with its tag
-LEAST = WAYS * BUCKETS  # lines: smaller caches take rows of a batch in another order, which no prediction is made for
-SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the rows seen: the sizes that a plan prints
+RECORD_BYTES = 8  # of updates and last step, in a row's line
+BESIDE_BYTES = WAY_BYTES + 1  # of what a cache keeps for each line beside it, the tag included
+LEAST = WAYS * BUCKETS  # lines; smaller caches take rows of a batch in another order, and are not predicted
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # the sizes that a plan prints, as shares of the rows seen
 
 
 class Curve(NamedTuple):
     """A miss-ratio curve: arrays [n], by ascending size."""
 
     rows: NDArray[np.int64]  # lines of the cache
-    budget_mb: NDArray[np.float64]  # MiB that they take, as `cache_budget_mb`
+    budget_mb: NDArray[np.float64]  # MiB of those lines, as `cache_budget_mb`
     miss_ratio: NDArray[np.float64]  # rows missed / rows needed, each row once a batch
 
 
 class Plan:
     """Predicted hit rates of an LRU cache over all tables of an embedding. `plan` makes it; it prints as a table.
 
-    A hit is counted as the engine's metrics do: each distinct row of a batch once. `dim`, `state`: floats of a row and
-    of its optimizer state. `line_bytes`: of both with the record; a cache takes `BESIDE_BYTES` more for it. `seen`:
-    distinct rows of the trace by table, and `uses`: how often `batches` of it needed them, those after the warmup; both
-    exact at `rate` 1, else estimated from that share of the rows.
+    Hits are counted as in the engine's metrics: each distinct row of a batch once. `dim`, `state`: floats of a row and
+    of its optimizer state. `line_bytes`: bytes of a row's line, with the record; a cache takes `BESIDE_BYTES` more for
+    each. `batches`: those of the trace after the warmup. `seen`: the distinct rows of the trace by table. `uses`: how
+    often the batches needed these rows. Both are exact at `rate` 1, else estimated from that share of the rows.
     """
 
     def __init__(self, sample: Sample, dim: int, state: int, tables: int, warmup: int) -> None:
@@ -66,13 +66,13 @@ class Plan:
         return int(budget * MB) // self.bytes(WAYS) * WAYS
 
     def bytes(self, rows: int) -> int:
-        """That a cache of so many lines takes."""
+        """The bytes of a cache of so many lines."""
         return rows * (self.line_bytes + BESIDE_BYTES)
 
     def hit_rate(self, *, budget_mb: float | None = None, rows: int | None = None, table: int | None = None) -> float:
-        """The predicted share of needed rows that a cache of that budget, or of so many lines, has.
+        """The predicted share of needed rows that a cache has, whose size is `budget_mb` or `rows`.
 
-        With `table`, of that table's rows, in the cache that all tables share. Raises OptionError.
+        table: counts only this table's rows, in the cache that all tables share. Raises OptionError.
         """
         if (budget_mb is None) == (rows is None):
             raise OptionError(f"budget_mb={budget_mb!r}, rows={rows!r}: give one of them")
@@ -86,7 +86,7 @@ class Plan:
     def curve(self, table: int | None = None, points: int = 32) -> Curve:
         """The miss ratio from small caches to one for every row that was seen, sizes in equal ratios.
 
-        With `table`, of that table's rows, in the cache that all tables share. Raises OptionError.
+        table: counts only this table's rows, in the cache that all tables share. Raises OptionError.
         """
         if whole(points, least=2) is None:
             raise OptionError(f"points={points!r}: give a whole number, 2 or more")
@@ -97,9 +97,9 @@ class Plan:
         return Curve(rows, np.array([self.bytes(int(size)) / MB for size in rows]), missed)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the curves of all tables together and, where there are several, of each. Needs `tierbed[plot]`.
+        """Draw the curve of all tables together and, where there are several, the curve of each. Needs `tierbed[plot]`.
 
-        The file's ending says its format, as matplotlib takes it. Raises OptionError where matplotlib is missing.
+        The ending of `path` is one of matplotlib's formats. Raises OptionError where matplotlib is missing.
         """
         try:
             from matplotlib.figure import Figure
@@ -158,17 +158,17 @@ def plan(
     warmup: int = 0,
     samples: int = 1 << 18,
 ) -> Plan:
-    """Predict what caches of each size would hit for batches like those of `trace`.
+    """Predict the hit rates of caches of each size, for batches like those of `trace`.
 
     trace: a batch for each training step: ids, or (ids, table_ids), tensors or arrays of integers as lookups take
     them: table_ids broadcast to ids; without them and with several tables, the last dimension of ids is the tables.
     dim, state: floats of a row, and of its optimizer state: 0 for SGD, dim for SGD with momentum and for Adagrad,
     2 * dim for Adam, AdamW and CatchUpAdam, 1 for RowWiseAdagrad.
     warmup: batches at the start that fill the cache and are not counted.
-    samples: the most uses of rows that are kept; where a trace has more, a share of its rows is followed, and memory
-    stays bounded.
+    samples: the most uses of rows that are kept; of a trace with more, a share of the rows is followed, so memory stays
+    bounded.
 
-    Raises OptionError for arguments and InputError for batches that cannot be.
+    Raises OptionError for bad arguments and InputError for bad batches.
     """
     dim, tables = _count("dim", dim, 1), _count("tables", tables, 1)
     state, warmup = _count("state", state, 0), _count("warmup", warmup, 0)
@@ -192,7 +192,7 @@ def _estimates(tables: NDArray[np.int64], count: int, rate: float) -> NDArray[np
 
 
 def _ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArray[np.uint32] | None]:
-    """Keys [n], and table ids [n] where they are given."""
+    """Keys [n], and table ids [n] where the batch has any."""
     ids, table_ids = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
     keys = _integers(ids, f"{where}: ids")
     if table_ids is None:

@@ -1,8 +1,8 @@
-"""How far down an LRU stack a row is when it is used again, by batches, and whether a cache still has it.
+"""How far down an LRU stack a row is when a batch uses it again, and whether a cache still has it.
 
-A cache serves batches of distinct rows: what a batch needs is found or missed as the batch begins, and rows of one
-batch do not push each other out while it runs. So a row's depth is a number of rows used by later batches, and of rows
-used by the same batch as it, which tie with it.
+A cache serves batches of distinct rows. The rows of a batch are found or missed as the batch begins, and they do not
+push each other out while it runs. So a row's depth has two parts: the number of rows that later batches used, and the
+number of rows that the same batch used, which tie with the row.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ..row_format import BUCKETS
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
-ROUNDS = 6  # of a model's fixed point, which moves little after three
-_LOADS = np.linspace(0.0, 80.0, 8001)  # rows a group: beyond that, GROUP of them are never enough
+ROUNDS = 6  # iterations to the model's fixed point, which moves little after three
+_LOADS = np.linspace(0.0, 80.0, 8001)  # rows of a group; at the end of the range GROUP ways are never enough
 
 
 class Uses(NamedTuple):
-    """Uses of rows by batches, in the order of batches: one a row and batch. Arrays are [n]."""
+    """Uses of rows, in the order of batches: a batch uses each of its rows once. Arrays are [n]."""
 
     batch: I64  # ascending
     table: I64
     row: I64  # numbers of rows, from 0
-    arrival: F64  # in [0, 1): the place among the rows of the batch that compete for a set, in the order of their ids
+    arrival: F64  # in [0, 1): the place in the order of ids, among the batch's rows that compete for a set
 
 
 class Sample:
@@ -44,7 +44,7 @@ class Sample:
         self._halvings = 0
         self._parts: list[tuple[I64, NDArray[np.uint32], NDArray[np.uint64], F64]] = []
         self._held = 0
-        self.batch_rows: list[int] = []  # of every batch, sampled or not
+        self.batch_rows: list[int] = []  # rows of every batch, sampled or not
 
     @property
     def rate(self) -> float:
@@ -88,22 +88,22 @@ class Sample:
 
 
 class Depths(NamedTuple):
-    """Where each use finds its row on the stack, in rows of the sample. Arrays are [n]."""
+    """The depth at which each use finds its row on the stack, in rows of the sample. Arrays are [n]."""
 
-    before: I64  # the use of the same row before, -1 for the first
-    newer: I64  # distinct rows that batches after that one used, before this one
-    tied: I64  # other rows that the batch of that use was the last to use before this one
+    before: I64  # the previous use of the same row, -1 for its first
+    newer: I64  # distinct rows that batches between that use and this one used
+    tied: I64  # other rows whose last use before this one was in the batch of that use
 
 
 def depths(uses: Uses) -> Depths:
-    """Exact for the uses that there are."""
+    """The depths of uses, exact for these uses."""
     count, batches = len(uses.batch), int(uses.batch[-1]) + 1 if len(uses.batch) else 0
     before = np.full(count, -1)
     order = np.argsort(uses.row, kind="stable")
     again = np.flatnonzero(np.diff(uses.row[order]) == 0)
     before[order[again + 1]] = order[again]
     newer, tied = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    last = np.zeros(batches + 1, np.int64)  # rows whose latest use is by that batch
+    last = np.zeros(batches + 1, np.int64)  # rows whose latest use is by each batch
     ends = np.searchsorted(uses.batch, np.arange(batches), side="right")
     begin = 0
     for batch, end in enumerate(ends):
@@ -118,7 +118,7 @@ def depths(uses: Uses) -> Depths:
 
 
 class Model:
-    """Whether uses hit a cache whose rows replace others of their group: their chances.
+    """The chances that uses hit a cache where a row replaces one of its group.
 
     Rows fall on groups at random, so those ahead of a row in its group are Poisson distributed about their number
     divided by the groups (Smith, "A comparative study of set associative memory mapping algorithms", 1978). Rows tie in
@@ -138,7 +138,7 @@ class Model:
         self._uses = len(uses.batch)
 
     def chances(self, lines: float) -> F64:
-        """For each use, that a cache of so many lines has the row: [n]."""
+        """[n], for each use the chance that a cache of so many lines has the row."""
         groups = lines / GROUP
         load = self._rows / groups
         stays = _fits(self._newer / groups + self._ties * _at_most(load))
@@ -147,7 +147,7 @@ class Model:
         chances[self._again] = stays
         if load.max(initial=0.0) < GROUP / 4:  # no batch fills a group
             return chances
-        for _ in range(ROUNDS):  # what a batch keeps depends on what it hits, and that on what the last one kept
+        for _ in range(ROUNDS):  # what a batch keeps depends on what it hits, and its hits on what the last batch kept
             hit, rate = chances[self._before], float(chances.mean())
             kept = _fits(load * (rate + (1 - rate) * self._arrival))
             chances[self._again] = stays * (hit + (1 - hit) * kept)
@@ -170,7 +170,7 @@ def _arrivals(buckets: I64) -> F64:
 
 
 def _poisson(loads: F64) -> F64:
-    """P(X = k) for k < GROUP, of Poisson numbers X of those means: [n, GROUP]."""
+    """[n, GROUP], P(X = k) for k < GROUP, where X is Poisson distributed with mean `loads` [n]."""
     terms = np.ones((len(loads), GROUP))
     terms[:, 1:] = np.cumprod(loads[:, None] / np.arange(1, GROUP), axis=1)
     return np.asarray(terms * np.exp(-loads)[:, None])
@@ -182,7 +182,7 @@ _AT_MOST = GROUP - _SHARES @ (GROUP - np.arange(GROUP))
 
 
 def _fits(load: F64) -> F64:
-    """The chance that fewer than GROUP rows are ahead of a row in its group, of `load` that are expected there."""
+    """The chance that fewer than GROUP rows are ahead of a row in its group, where `load` rows are expected."""
     return np.interp(load, _LOADS, _FITS, right=0.0)
 
 

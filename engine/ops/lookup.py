@@ -3,8 +3,7 @@
 A compiled graph replaces them by the functions of `step.py`; called eagerly, a lookup reads, and its gradient is kept
 for the step of an `EagerOptimizer`.
 
-`shadow` is the embedding's one-element parameter: it makes autograd record the gradient, and it is what an optimizer
-holds.
+`shadow` is the embedding's one-element parameter: autograd records gradients by it, and an optimizer holds it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ _embeddings: weakref.WeakValueDictionary[int, Rows] = weakref.WeakValueDictionar
 def register(embedding: Rows) -> int:
     """A number by which the ops find the embedding: op arguments are tensors and numbers only.
 
-    It is drawn at random: a program that was recorded elsewhere, or of an embedding that is gone, finds no other.
+    The number is drawn at random, so that a program finds no wrong embedding by it, where the program was recorded
+    elsewhere or its embedding is gone.
     """
     handle = secrets.randbits(62)
     _embeddings[handle] = embedding
@@ -47,7 +47,7 @@ def embedding_of(handle: int) -> Rows:
 
 
 def refuse_export(name: str) -> None:
-    """GraphError where a lookup of that embedding would be recorded to run elsewhere. `torch.compile` is fine."""
+    """GraphError where a lookup of embedding `name` would be recorded to run elsewhere. `torch.compile` is fine."""
     traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if traced or (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):
         _refuse_export(name)
@@ -106,9 +106,9 @@ def lookup_grad(
     order: int,
     handle: int,
 ) -> Tensor:
-    """Stands for the update of the rows; grad is as what the lookup returned. Lookups ran in the order of `order`.
+    """Stands for the update of the rows; grad is like the result of the lookup. Lookups ran in the order of `order`.
 
-    Its value is the shadow's gradient, which nothing reads.
+    The value of the op is the shadow's gradient, which nothing reads.
     """
     embedding_of(handle).accumulate(Lookup(ids, table_ids, offsets, pooling), grad, weights, order)
     return grad.new_zeros((1,), dtype=torch.float32)
@@ -131,7 +131,7 @@ def lookup_weights_grad(
 ) -> Tensor:
     """The gradient of a lookup's weights, float32 of the shape of ids; recorded only where they require grad.
 
-    shadow: tells autograd that it depends on rows.
+    shadow: tells autograd that this gradient depends on rows.
     """
     return embedding_of(handle).read_weights_grad(Lookup(ids, table_ids, offsets, pooling), grad)
 

@@ -32,7 +32,7 @@ MASK32 = 0xFFFFFFFF
 
 
 def hash_row(table: int, key: int) -> int:
-    """64 bits that a row's place depends on: the splitmix64 finaliser over the key, displaced by its table."""
+    """The 64 bits that decide a row's place: the splitmix64 finaliser over the key, displaced by its table."""
     x = (key ^ ((table + 1) * 0x9E3779B97F4A7C15)) & MASK64
     x ^= x >> 30
     x = (x * 0xBF58476D1CE4E5B9) & MASK64
@@ -58,7 +58,7 @@ class Unique:
 
 
 def unique(keys: U64, tables: U32, padding: int | None = None) -> Unique:
-    """keys [n], tables [n]; keys equal to `padding` as unsigned 64 bits are no rows."""
+    """The unique rows of keys [n], tables [n]; keys equal to `padding` as unsigned 64 bits are no rows."""
     positions: dict[tuple[int, int], list[int]] = {}
     for position, row in enumerate(zip(tables.tolist(), keys.tolist(), strict=True)):
         if padding is None or row[1] != padding & MASK64:
@@ -91,7 +91,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def random_bits(seed: int, table: int, key: int, column: int) -> int:
-    """The 32 bits of one column of a row; columns count floats from the start of the row, over all column groups."""
+    """The 32 random bits of a row's column; columns count floats from the start of the row, over all column groups."""
     counter = (column // 4, table, key & MASK32, (key >> 32) & MASK32)
     return philox(counter, (seed & MASK32, (seed >> 32) & MASK32))[column % 4]
 
@@ -145,7 +145,7 @@ def initial_rows(
 def gather(rows: F32, inverse: NDArray[np.int32]) -> F32:
     """rows [unique, dim], inverse [n] -> [n, dim], zeros for padding."""
     zeros = np.zeros((1, rows.shape[1]), np.float32)
-    return np.concatenate([rows, zeros])[inverse]  # -1 picks the last
+    return np.concatenate([rows, zeros])[inverse]  # -1 picks the last row, the zeros
 
 
 def pool(rows: F32, inverse: NDArray[np.int32], offsets: I64, mean: bool = False, weights: F32 | None = None) -> F32:
@@ -168,7 +168,7 @@ def pool_grad(
 ) -> F32:
     """grads [bags, dim] -> [n, dim], the gradient of the row of each position, zeros for padding.
 
-    That of the bag, times w, 1 / count or w * (1 / count).
+    It is the gradient of the position's bag, times w, 1 / count or w * (1 / count).
     """
     out = np.zeros((len(inverse), grads.shape[1]), np.float32)
     one = np.float32(1)
@@ -199,7 +199,7 @@ def _bags(inverse: NDArray[np.int32], offsets: I64) -> Iterator[tuple[int, list[
 def reduce(grads: F32, occurrences: U32, offsets: U32) -> F32:
     """grads [size, dim] -> [unique, dim]: sums over each row's occurrences, ascending.
 
-    Blocks of 256 occurrences are summed from each block's first; their sums are added in order to the first one.
+    Each block of 256 occurrences is summed from its first one; the sums of the blocks are added in order to the first.
     """
     sums = np.empty((len(offsets) - 1, grads.shape[1]), np.float32)
     for index, (begin, end) in enumerate(pairwise(offsets.tolist())):
@@ -226,8 +226,8 @@ def update(
 ) -> None:
     """One step in place: rows [n, width] with state, updates [n], which counts earlier writes, grads [n, dim] reduced.
 
-    hyper: as `RowOptimizer.hyper` gives it, clips at the end. last [n]: each row's latest step, for a rule that catches
-    up. Each operation is rounded to float32.
+    hyper: the numbers of `RowOptimizer.hyper`, the clips at the end. last [n]: each row's latest step, for a rule that
+    catches up. Each operation is rounded to float32.
     """
     found, dim = rule_named(rule), grads.shape[1]
     if last is not None:
@@ -257,7 +257,7 @@ def catch_up(rows: F32, updates: U32, last: U32, dim: int, rule: str, hyper: Seq
 def clip(grads: F32, value: np.float32, norm: np.float32) -> F32:
     """grads [n, dim], each element clamped to [-value, value], then each row scaled to an L2 norm of at most `norm`.
 
-    0 is no limit.
+    A limit of 0 is no limit.
     """
     if value > 0:
         grads = np.where(grads > value, value, np.where(grads < -value, -value, grads))

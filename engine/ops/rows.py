@@ -1,4 +1,4 @@
-"""What a step needs of an embedding, whatever stands behind its rows: the ops and the graph ask for this alone."""
+"""What the ops and the graph need of an embedding, whatever stands behind its rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pinned(Protocol):
         """
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is as its result."""
+        """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is like its result."""
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """The sum of the squares of the gradients of the rows, each summed over its occurrences, as `update` does."""
@@ -42,8 +42,8 @@ class Pinned(Protocol):
     ) -> None:
         """Apply the optimizer and end the pin.
 
-        For each lookup: the gradient of its result, and the weights that it was pooled with. A row's summed gradient
-        is multiplied by `scale`, then each element clipped to [-clip_value, clip_value].
+        grads and weights: for each lookup, the gradient of its result and the weights that pooled it. A row's summed
+        gradient is multiplied by `scale`, then each element is clipped to [-clip_value, clip_value].
         """
 
     def release(self) -> None:
@@ -56,9 +56,9 @@ class Rows(nn.Module):
     spec: TableSpec
     store_options: StoreOptions
     output_dtype: torch.dtype  # of what a lookup returns, and of its gradient
-    handle: int  # by which the ops find it
-    shadow: nn.Parameter  # [1] float32, by which optimizers and autograd know it
-    row_optimizer: RowOptimizer | None  # what the next update follows
+    handle: int  # the number by which the ops find the module
+    shadow: nn.Parameter  # [1] float32, by which optimizers and autograd know the module
+    row_optimizer: RowOptimizer | None  # the optimizer of the next update
 
     @property
     def name(self) -> str:
@@ -80,7 +80,7 @@ class Rows(nn.Module):
     def pin(self, lookups: list[Lookup], like: Any = None) -> Pinned:
         """The rows of all lookups of a training step, pinned until they are updated.
 
-        like: a batch that another embedding has of the same lookups, which were deduplicated there. OptimizerError,
+        like: another embedding's batch of the same lookups, already deduplicated. OptimizerError,
         StoreError, CapacityError, InputError.
         """
         raise NotImplementedError
@@ -90,7 +90,7 @@ class Rows(nn.Module):
         raise NotImplementedError
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """A coming step pins these checked lookups: their rows may be made ready. Steps are announced in order."""
+        """Announce the checked lookups of a coming step, so that its rows may be made ready. In the order of steps."""
         raise NotImplementedError
 
     def forget_announced(self) -> None:
@@ -102,11 +102,11 @@ class Rows(nn.Module):
         raise NotImplementedError
 
     def is_looked_up(self) -> None:
-        """Told of a lookup that is to be trained. OptimizerError where that cannot be."""
+        """Called before a lookup whose rows are to be trained. OptimizerError where they cannot be."""
         raise NotImplementedError
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
-        """Keep the gradient of what a lookup returned outside a graph, for a step. GraphError where none comes."""
+        """Keep the gradient of a lookup outside a graph for the coming step. GraphError where no step comes."""
         raise NotImplementedError
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:

@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..spec.inputs import Lookup
 from ..spec.table_spec import TableSpec
 
-LARGE = 1 << 20  # bytes: the system clears such memory page by page whenever it is allocated anew
+LARGE = 1 << 20  # bytes: the system clears newly allocated memory of this size page by page
 
 # keys [n]; table ids of the bags, or None; None for no bags, their length, or offsets [bags + 1]
 Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
@@ -39,7 +39,7 @@ def rows_of(spec: TableSpec, lookup: Lookup) -> tuple[NDArray[np.uint32], NDArra
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor whose memory, where it is large, serves a later one again."""
+    """An uninitialised tensor; the memory of a large one is used again for a later tensor."""
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE:
         return torch.empty(shape, dtype=dtype)
@@ -47,7 +47,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def array_of(tensor: Tensor) -> NDArray[Any]:
-    """Rows of an output dtype as the core takes them: [n, dim], 16-bit floats as uint16. A contiguous one is shared."""
+    """Rows of an output dtype as an array for the core: [n, dim], 16-bit floats as uint16. Shares contiguous memory."""
     if tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.requires_grad:
         return tensor.numpy().reshape(-1, tensor.shape[-1])
     rows = tensor.detach().contiguous()
@@ -56,7 +56,7 @@ def array_of(tensor: Tensor) -> NDArray[Any]:
 
 
 def flat(weights: Tensor) -> NDArray[np.float32]:
-    """One number an id: [n]. A contiguous tensor is shared."""
+    """Weights as an array [n], one number for each id. Shares contiguous memory."""
     return weights.detach().contiguous().view(-1).numpy()
 
 

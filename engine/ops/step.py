@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def prefetch(embedding: Rows, lookups: list[Lookup], like: Pinned | None = None) -> Pinned:
     """Deduplicate the ids of all lookups, bring their rows to the top tier and pin them.
 
-    like: a batch that another embedding has of the same lookups: they were deduplicated there.
+    like: another embedding's batch of the same lookups, whose unique rows are taken.
     """
     return embedding.pin(lookups, like)
 
@@ -31,15 +31,15 @@ def gather(batch: Pinned, index: int, weights: Tensor | None = None) -> Tensor:
 
 
 def weights_grad(batch: Pinned, index: int, grad: Tensor) -> Tensor:
-    """The gradient of those weights, of their shape, for the gradient of what `gather` returned."""
+    """The gradient of the weights of lookup number `index`, of their shape; grad is the gradient of its `gather`."""
     return batch.weights_grad(index, grad)
 
 
 def update(batch: Pinned, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
     """Apply the embedding's optimizer to the rows of the batch.
 
-    grads: for each lookup the gradient of what `gather` returned. weights: for each lookup, if any has them. Ends the
-    pin.
+    grads: for each lookup, the gradient of what `gather` returned. weights: for each lookup, its weights, if any lookup
+    has weights. Ends the pin.
     """
     batch.update(grads, weights)
 

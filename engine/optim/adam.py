@@ -71,7 +71,7 @@ def moments(x: Row, g: np.ndarray) -> None:
 
 
 def hyper(group: Group, step: int) -> dict[str, float]:
-    """Of both rules. Coefficients that depend on the step are computed in double and rounded once."""
+    """The numbers of both rules. Coefficients that depend on the step are computed in double and rounded once."""
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     beta1, beta2 = map(float, group["betas"])
     return {

@@ -53,7 +53,7 @@ class CatchUp:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One rule. A row without `term` and `row` has no pass before that over its elements."""
+    """The kernel of one rule. Without `term` and `row` there is no pass before the one over a row's elements."""
 
     name: str
     hypers: tuple[str, ...]
@@ -68,16 +68,16 @@ class Kernel:
 
     @property
     def all_hypers(self) -> tuple[str, ...]:
-        """In the order that the native rule takes them, clipping apart."""
+        """The names of all hyper-parameters in the order of the native rule, without clips."""
         return self.hypers + self.doubles
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names, in the order of the line."""
+        """The names of the states, in the order of the line."""
         return self.element_states + self.row_states
 
     def state_widths(self, dim: int) -> tuple[int, ...]:
-        """Floats of each state in a row of `dim` elements."""
+        """The floats of each state in a row of `dim` elements."""
         return (dim,) * len(self.element_states) + (1,) * len(self.row_states)
 
 

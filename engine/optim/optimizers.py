@@ -41,14 +41,14 @@ class RowOptimizer:
         self._names = self._rule.kernel.all_hypers
         values = self._rule.initial(group)
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
-        self._checked: dict[str, Any] | None = None  # settings that were found right
-        self._clips = [0.0, 0.0]  # of those
+        self._checked: dict[str, Any] | None = None  # the settings that were checked last, and are right
+        self._clips = [0.0, 0.0]  # the clips in these settings
         self.hyper(1)  # reports what is wrong with the group now
 
     def hyper(self, step: int, clip_value: float | None = None) -> list[float]:
         """The numbers that the rule takes at the embedding's step `step`, which counts from 1; clips at the end.
 
-        clip_value: of this step, beside the group's own.
+        clip_value: a clip of this step, beside the group's own.
 
         Raises OptimizerError where the group now asks for another rule than at the start, or has a wrong setting.
         """
@@ -75,7 +75,7 @@ class RowOptimizer:
         self._checked = None if changes_inside else settings
 
     def row_state(self, dim: int) -> RowState:
-        """What a row of `dim` elements carries."""
+        """The state that a row of `dim` elements carries."""
         return RowState(self.rule, self.states, self._rule.kernel.state_widths(dim), tuple(self.initial))
 
 
@@ -105,7 +105,7 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
 
 
 def _name(kind: type) -> str:
-    """As users import it: from the outermost package that has it."""
+    """The name by which users import a class, from the outermost package that has it."""
     parts = kind.__module__.split(".")
     modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     exports = (m for m in modules if getattr(sys.modules.get(m), kind.__qualname__, None) is kind)
@@ -113,7 +113,7 @@ def _name(kind: type) -> str:
 
 
 def _check(optimizer: torch.optim.Optimizer, group: Group) -> None:
-    """What torch checks when an optimizer is made, and no more after that; and what it never does: unknown keys."""
+    """Check a group. Torch does so only when an optimizer is made, and never looks for unknown keys."""
     for name in _NUMBERS:
         if name in group:
             number(group, name)

@@ -36,7 +36,7 @@ def choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """`step()` over dense parameters; a subclass says how one of them moves."""
+    """An optimizer with `step()` over dense parameters. A subclass says how one parameter moves."""
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         """Update a parameter in place, given its gradient; `state` is empty at first."""

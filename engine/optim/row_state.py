@@ -13,7 +13,7 @@ from ..row_format import Chunks, row_dtype
 
 @dataclass(frozen=True)
 class RowState:
-    """Of the rule `rule`, None where rows were put without one.
+    """The state of rows under `rule`, None where rows were put without an optimizer.
 
     `names`, `widths` (floats in a row) and `initial` values of the states, in the order of the line.
     """
@@ -29,7 +29,7 @@ class RowState:
         return sum(self.widths)
 
     def describe(self) -> dict[str, Any]:
-        """As marks and snapshots keep it."""
+        """The state as plain values, as marks and snapshots keep it."""
         return {
             "optimizer": self.rule,
             "states": list(self.names),
@@ -39,12 +39,12 @@ class RowState:
 
     @staticmethod
     def described(stored: Mapping[str, Any]) -> RowState:
-        """Of a description."""
+        """The row state in a description."""
         names, widths, initial = stored["states"], stored["state_widths"], stored["initial"]
         return RowState(stored["optimizer"], tuple(names), tuple(widths), tuple(initial))
 
     def added_to(self, chunks: Chunks) -> Chunks:
-        """Scanned rows that have no state, with room for it as a new row has it."""
+        """Scanned rows without state, with the state of a new row added."""
         for bucket, rows in chunks:
             dim = rows["values"].shape[1]
             wide = np.empty(len(rows), row_dtype(dim + self.width))

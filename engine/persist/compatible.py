@@ -26,8 +26,8 @@ def check_stored(
 ) -> None:
     """Raises where the stored rows, or those of the tables `wanted`, cannot be rows of the embedding.
 
-    `error` where their columns, keys or number of tables differ, StoreError for names of tables or their order,
-    OptimizerError where they lack the state of the optimizer to train them.
+    Raises `error` where their columns, keys or number of tables differ, StoreError for names of tables or their order,
+    OptimizerError where the rows lack the state of `optimizer`.
     """
     for field, argument, mine in (
         ("columns", "embedding_dim", list(spec.columns)),
@@ -41,7 +41,7 @@ def check_stored(
             )
     _check_names(spec, stored, what, wanted)
     there, begun = stored["tables"], spec.plain_tables()
-    if wanted is not None:  # those above are not asked for
+    if wanted is not None:  # tables of higher numbers are not asked for
         there = there[: max(wanted, default=-1) + 1]
     if len(there) > len(begun):
         raise error(f"{what} holds {len(there)} tables, not {len(begun)}; give all of them, in their order")
@@ -78,10 +78,10 @@ def fitting(
     strict: bool,
     what: str,
 ) -> tuple[Selection, list[str]]:
-    """What of a snapshot fits the table, and remarks on what is left out, which where it is `strict` is padding alone.
+    """The part of a snapshot that fits the table, and remarks on what is left out. strict: only padding may be.
 
-    Raises InputError for a selection of tables that are not there, and what `check_stored` does where it cannot be
-    loaded so.
+    Raises InputError for a selection of tables that are not there, and what `check_stored` raises where the snapshot
+    cannot be loaded in this way.
     """
     remarks: list[str] = []
     names, given = names_in(stored), selection.tables
@@ -111,7 +111,7 @@ def fitting(
 
 
 def _left_out(spec: TableSpec, names: Names, others: Collection[int], what: str) -> str:
-    """The remark on tables of a snapshot that the embedding has not."""
+    """The remark on tables of a snapshot that the embedding lacks."""
     if not any(names):
         return f"{what} has {len(names)} tables, and the embedding {spec.num_tables}: the others are left out"
     labels = labels_of(names)
@@ -120,7 +120,7 @@ def _left_out(spec: TableSpec, names: Names, others: Collection[int], what: str)
 
 
 def _selected(spec: TableSpec, names: Names, given: Any, where: str) -> int:
-    """A table of a snapshot, by its number, its stored name, or the embedding's where it is stored without one."""
+    """A table of a snapshot, by its number or stored name, or by the embedding's name where it has none stored."""
     for known in (names, spec.table_names[: len(names)]):
         number = table_number(given, known)
         if number is not None:

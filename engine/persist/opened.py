@@ -46,7 +46,7 @@ class TableHandle:
         self.device = device
         self._process = os.getpid()
         self._table: OpenTable | None = None
-        self._closed_at = 0  # the step
+        self._closed_at = 0  # the step of the rows when they were closed
         self._server: StoreServer | None = None
         folder = None
         if options.persistent_path is not None:
@@ -67,7 +67,7 @@ class TableHandle:
 
     @property
     def table(self) -> OpenTable:
-        """Raises ClosedError after `close`, StoreError in a forked process, which shares the folder with its parent."""
+        """The open table. ClosedError after `close`, StoreError in a forked process, whose parent has the folder."""
         if self._table is None:
             raise ClosedError(
                 f"embedding {self._name!r} was closed, or another embedding opened its folder; create it again"
@@ -80,9 +80,9 @@ class TableHandle:
         return self._table
 
     def follow(self, optimizer: RowOptimizer) -> None:
-        """Train the rows by `optimizer` from here on; opens the table again where lines need room for its state.
+        """Train the rows by `optimizer` from here on. Opens the table again where lines need room for its state.
 
-        Raises OptimizerError where the rows carry the state of another.
+        Raises OptimizerError where the rows carry another optimizer's state.
         """
         table = self.table
         held, wanted = table.state, optimizer.row_state(table.spec.dim)
@@ -162,7 +162,7 @@ class TableHandle:
         return self._snapshots.base
 
     def named(self) -> SavedAs:
-        """The step of the rows, now or when they were closed, and the last snapshot where it is of that step.
+        """The step of the rows, now or when they were closed, and the last snapshot, if it is of that step.
 
         Raises what an earlier step did wrong and the device found late.
         """
@@ -173,7 +173,7 @@ class TableHandle:
             return self._snapshots.of_step(self._table.step)
 
     def compare(self, awaited: SavedAs) -> None:
-        """Warn where the rows are not those that a state_dict named."""
+        """Warn where the rows are not the rows that a state_dict named."""
         mine = self.named()
         if mine.may_be(awaited):
             return
@@ -216,11 +216,11 @@ class TableHandle:
         return {"name": self._name, "step": table.step, "rows": table.counts.rows}
 
     def close(self) -> None:
-        """Bring the rows down and let the folder go. Where that fails, everything stays open, to be closed again,
-        unless the folder was removed or replaced, or a write failed in the middle for lack of memory: then nothing is
-        written and all is let go.
+        """Bring the rows down and let the folder go.
 
-        May be called again; does nothing in a forked process. Raises, after that, what an earlier call did wrong.
+        Where that fails, everything stays open, to be closed again. Where the folder was removed or replaced, or a
+        write failed in the middle for lack of memory, nothing is written and all is let go. May be called again; does
+        nothing in a forked process. At the end, raises what an earlier call did wrong.
         """
         try:
             self._close()
@@ -237,11 +237,11 @@ class TableHandle:
             with _disable_current_modes():  # garbage may be collected during a trace, which would record this
                 unsaved = self._table.watch.finish_saving()
                 self._stop_serving()
-                late = self._table.late_error(wait=True) or unsaved  # concerns no row: they are kept first
+                late = self._table.late_error(wait=True) or unsaved  # concerns no row: rows are kept first
                 try:
                     self._home.close(self._table)
                 except BaseException:
-                    if self._table.stack is None:  # closed without its rows, which are lost
+                    if self._table.stack is None:  # the table was closed without its rows, which are lost
                         self._let_go()
                     else:
                         self._serve()
@@ -251,11 +251,11 @@ class TableHandle:
                 raise late
 
     def finish(self) -> None:
-        """`close` at the end of the embedding or the process: nobody could catch what it raises, so that is logged."""
+        """Close at the end of the embedding or the process. Errors are logged, since nobody could catch them."""
         try:
             self.close()
         except Exception as error:
-            if self._table is None:  # closed: the error is one of an earlier call
+            if self._table is None:  # closed: the error is of an earlier call
                 log.error("embedding %r: %s", self._name, error)
                 return
             self._stop_serving()
@@ -267,7 +267,7 @@ class TableHandle:
         try:
             self._table = build()
         except BaseException:
-            if before.stack is None:  # failed while the new one took its place
+            if before.stack is None:  # it failed while the new table took its place
                 self._stop_serving()
                 self._let_go()
             raise

@@ -1,7 +1,7 @@
 """Where a table's rows live between runs: opens, closes, saves and restores the table of one store folder.
 
 The live rows are scratch while a table is written: the mark goes before the first write and comes back with a clean
-close. What is found without a mark is never served; the last snapshot is.
+close. Rows that are found without a mark are never served; the rows of the last snapshot are.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TableHome:
         self._unmarked = False  # whether it is known that they carry no mark
 
     def open(self, optimizer: RowOptimizer | None) -> OpenTable:
-        """The table with the rows that the folder says are good. Raises StoreError, OptionError, OptimizerError."""
+        """The table with the good rows of the folder. Raises StoreError, OptionError, OptimizerError."""
         if self.folder is None:
             return self._build(optimizer, None, None)
         try:
@@ -80,12 +80,12 @@ class TableHome:
     def close(self, table: OpenTable) -> None:
         """Bring written rows down and mark the folder clean, so that the next run resumes from them.
 
-        Where that fails, as on a full disk, the table stays open, to be closed again. One whose write failed is
-        closed without a mark: the next run goes back to the last snapshot. So is one whose folder was removed or
+        Where that fails, as on a full disk, the table stays open, to be closed again. A table whose write failed is
+        closed without a mark: the next run goes back to the last snapshot. So is a table whose folder was removed or
         replaced, and then StoreError is raised.
         """
         with table.lock:
-            table.rest()  # first: what follows may fail, and at the end of the process no thread may be left
+            table.rest()  # first: later calls may fail, and at the end of the process no thread may be left
             if self.folder is not None and self._scratch and not table.is_lost:
                 try:
                     self.folder.check()
@@ -108,14 +108,14 @@ class TableHome:
         else:
             folder.clear_incoming()
             write_snapshot(folder.incoming, table.describe(), table.scan())
-        self._unmarked = False  # nor is it known where what follows fails
+        self._unmarked = False  # unknown as well where a later call fails
         if self._on_disk:
             folder.set_mark(self._mark_of(table))
         else:
             folder.replace_live(folder.incoming, self._mark_of(table))
 
     def after_failed_close(self, table: OpenTable) -> str:
-        """What the next run finds where this one ends now, for the log."""
+        """What the next run would find if this run ended now, for the log."""
         if self.folder is None or not self._scratch:
             return "no stored row is lost by it"
         try:
@@ -137,7 +137,7 @@ class TableHome:
         self.options.check_row(self.spec.dim, self.spec.dim + optimizer.row_state(self.spec.dim).width)
 
     def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
-        """The same rows with room for the optimizer's state, and on the device that is wanted now."""
+        """A table of the same rows, with room for the optimizer's state, on the device that is wanted now."""
         table.check()
         if self.folder is not None:
             self.close(table)
@@ -148,7 +148,7 @@ class TableHome:
         return wider
 
     def move(self, table: OpenTable, device: torch.device) -> OpenTable:
-        """The same rows on another device. Raises InputError, OptionError, StoreError."""
+        """A table of the same rows on another device. Raises InputError, OptionError, StoreError."""
         before, self._processor = self._processor, processor_of(device, self.options)
         try:
             return self.reopen(table, table.optimizer)
@@ -194,7 +194,7 @@ class TableHome:
             ) from error
 
     def _recover(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
-        """The last run did not close: its live rows are of different steps."""
+        """The table after a run that did not close, whose live rows are of different steps."""
         was_open = folder.was_open
         if self.options.open == "error" and was_open:
             raise StoreError(
@@ -208,7 +208,7 @@ class TableHome:
         else:
             found = f"restored its last snapshot {snapshot.name!r}, of step {snapshot.description['step']}"
             check_stored(self.spec, snapshot.description, optimizer, StoreError, f"store folder {str(folder.path)!r}")
-            folder.discard_live()  # makes room: no run uses these rows again
+            folder.discard_live()  # this makes room: no run uses these rows again
             table, _ = self.load(optimizer, snapshot, None)
         if not was_open:
             log.info("embedding %r: store folder %s is new; %s", self.spec.name, folder.path, found)
@@ -256,8 +256,8 @@ class TableHome:
     ) -> OpenTable:
         """A table with the rows of `source`, built aside; closes `running` when all are read.
 
-        With `same_rows` they are the live rows, only kept in another way. They go back to the snapshot `base` after a
-        kill, where it is given.
+        With `same_rows` the rows are the live rows, kept in another way. With `base`, rows go back to that snapshot
+        after a kill.
         """
         folder = self.folder
         place = folder.incoming if folder is not None and self._on_disk else None
@@ -331,7 +331,7 @@ class TableHome:
         return table
 
     def _write_at(self, bottom: RocksDB | Table, step: int) -> None:
-        """Before each write."""
+        """Called before each write of step `step`."""
         if isinstance(bottom, RocksDB):
             bottom.make_writable()  # first: live rows that cannot be written keep their mark
         self._begin_writing()
@@ -339,14 +339,14 @@ class TableHome:
             self.folder.note_step(step)
 
     def _begin_writing(self) -> None:
-        """Before the first write: from here on the live rows in the folder are not the table's."""
+        """Called before the first write. From here on the live rows in the folder are not the table's."""
         if self.folder is None or (self._scratch and self._unmarked):
             return
         with uninterrupted():
             self.folder.clear_mark()
             self._scratch = self._unmarked = True
         if not self._on_disk:
-            self.folder.discard_live()  # makes room: rows in memory are written anew at the close
+            self.folder.discard_live()  # this makes room: rows in memory are written anew at the close
 
     def _mark_of(self, table: OpenTable) -> dict[str, Any]:
         assert table.stack is not None
@@ -361,7 +361,7 @@ def _drop(table: OpenTable, place: Path | None) -> None:
     """Undo a table that was built aside in `place`."""
     table.close()
     if place is not None:
-        with contextlib.suppress(OSError):  # what went wrong first is told, and the next open removes it
+        with contextlib.suppress(OSError):  # the first error is the one to raise, and the next open removes the folder
             remove_folder(place)
 
 
@@ -371,7 +371,7 @@ def _lacks_space(error: TierbedError) -> bool:
 
 
 def _no_space_to_open(folder: StoreFolder, error: TierbedError) -> str:
-    cause = str(error).partition("; free space")[0]  # RocksDB's own advice is for a store that is open
+    cause = str(error).partition("; free space")[0]  # without RocksDB's advice, which is for a store that is open
     base = folder.base
     spared = f" but {base!r}, the one to go back to" if base else ""
     return (
@@ -381,7 +381,7 @@ def _no_space_to_open(folder: StoreFolder, error: TierbedError) -> str:
 
 
 def _lost(kept: int, reached: int | None) -> str:
-    """What an unclean end cost, for the log: steps after `kept`, up to `reached` where that is known."""
+    """What an unclean end cost, for the log: the steps after `kept`, up to `reached` if it is known."""
     if reached is None or reached < kept:
         return "what was written since is lost"
     if reached == kept:

@@ -27,9 +27,9 @@ from .recovery import TableHome
 
 
 class SavedAs(NamedTuple):
-    """What names rows in a state_dict: their step, and where there is one the snapshot of that step.
+    """Names rows in a state_dict, by their step and by the snapshot of that step, if there is one.
 
-    `digest` is of the snapshot's rows; None as well in a state_dict of tierbed 0.1 as it was first.
+    `digest` is of the snapshot's rows; None as well in a state_dict of the first tierbed 0.1.
     """
 
     step: int
@@ -46,7 +46,7 @@ class SavedAs(NamedTuple):
 
 
 class HomeSnapshots:
-    """Of the table that `home` opens."""
+    """The snapshots of the table that `home` opens."""
 
     def __init__(self, home: TableHome) -> None:
         self._home = home
@@ -58,12 +58,12 @@ class HomeSnapshots:
         return (folder.base or None) if folder is not None else None
 
     def check_save(self, table: OpenTable, name: str, kind: str, overwrite: bool) -> None:
-        """Raise what `save` would raise of its arguments. SnapshotError, StoreError, OptionError."""
+        """Raise what `save` would raise for these arguments. SnapshotError, StoreError, OptionError."""
         with table.lock:
             check_save(self._folder_of(name), name, kind, self._held(table), overwrite)
 
     def of_step(self, step: int) -> SavedAs:
-        """What names rows of that step: `base` where it is of that step."""
+        """The name of rows of a step; it has `base` where that is of the same step."""
         base = self.base
         held = None if base is None else self.read(base)
         if held is None or held.step != step:
@@ -71,7 +71,7 @@ class HomeSnapshots:
         return held
 
     def read(self, name: str) -> SavedAs | None:
-        """What names the rows of a snapshot in the store folder; None where there is none, or it cannot be read."""
+        """The name of the rows of a snapshot in the store folder; None where no such snapshot can be read."""
         held = self._read(name)
         if held is None:
             return None
@@ -95,7 +95,7 @@ class HomeSnapshots:
         progress: Callable[[int], None] | None = None,
         overwrite: bool = False,
     ) -> Manifest:
-        """The rows as snapshot `name` of the store folder. Raises SnapshotError, StoreError, OptionError."""
+        """Save the rows as snapshot `name` of the store folder. Raises SnapshotError, StoreError, OptionError."""
         folder = self._folder_of(name)
         with table.lock:  # rows of one step
             table.check()
@@ -110,7 +110,7 @@ class HomeSnapshots:
     def save_in_background(
         self, table: OpenTable, name: str, kind: str = "full", overwrite: bool = False
     ) -> BackgroundSave:
-        """`save` by a thread of its own, of the rows as they are now. Only for the kind that takes its time."""
+        """Save the rows as they are now in a thread of its own. Only for the kind of snapshot that takes its time."""
         folder = self._folder_of(name)
         if kind in ("incremental", "checkpoint"):
             raise OptionError(
@@ -129,7 +129,7 @@ class HomeSnapshots:
             return table.watch.save_in_background(f"snapshot {name!r}", write)
 
     def load(self, table: OpenTable, name: str, selection: Selection, strict: bool) -> tuple[OpenTable, LoadReport]:
-        """The table with the rows of a snapshot. Until they are verified, `table` and its rows stay as they were."""
+        """A table with the rows of a snapshot. Until the rows are verified, `table` and its rows stay as they were."""
         snapshot = Snapshot.open(self._folder_of(name).snapshots / name)
         what = f"snapshot {name!r}"
         selection, remarks = fitting(self._home.spec, snapshot.description, table.optimizer, selection, strict, what)
@@ -138,7 +138,7 @@ class HomeSnapshots:
         return loaded, report
 
     def prune(self, table: OpenTable, keep_last: int, keep_every: int | None) -> list[str]:
-        """Remove all but some snapshots. Returns the names of those removed. OptionError, SnapshotError."""
+        """Remove all but some snapshots. Returns the names of removed snapshots. OptionError, SnapshotError."""
         folder = self._folder()
         with table.lock:  # what is saved in the background is not listed yet, and goes over none
             if table.watch.saving is None or table.watch.saving.done:
@@ -146,7 +146,7 @@ class HomeSnapshots:
             return [snapshot.name for snapshot in prune(folder, keep_last, keep_every).removed]
 
     def save_rows(self, table: OpenTable, place: Path) -> None:
-        """The rows as the snapshot `place`, and in a store folder by its name too. Raises SnapshotError, StoreError."""
+        """Save the rows as the snapshot `place`, and by its name in a store folder too. SnapshotError, StoreError."""
         folder = self._home.folder
         if folder is not None:
             self.save(table, place.name)
@@ -157,9 +157,10 @@ class HomeSnapshots:
             write_snapshot(place, table.describe(), table.scan())
 
     def load_rows(self, table: OpenTable, place: Path, state: bool = True) -> OpenTable:
-        """The table with the rows of the snapshot `place`, checked before; a store folder gets it as one of its own.
+        """A table with the rows of the snapshot `place`, checked before. A store folder gets the snapshot as well.
 
-        Without `state`, a table of the weights alone, and a store folder gets none: it could not go back to them.
+        Without `state`, the table has the weights alone, and a store folder gets no snapshot: it could not go back to
+        weights.
         """
         snapshot = Snapshot.open(place)
         if self._home.folder is None or not state:
@@ -170,7 +171,7 @@ class HomeSnapshots:
             return self._home.load(table.optimizer, own, table)[0]
 
     def check_rows(self, table: OpenTable, place: Path, state: bool = True) -> None:
-        """Read all that `load_rows` needs. SnapshotError where it is damaged or does not fit, OptimizerError."""
+        """Read all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError."""
         snapshot = Snapshot.open(place)
         what = f"snapshot {place.name!r}"
         described = Selection(state=state).description(snapshot.description)
@@ -180,9 +181,9 @@ class HomeSnapshots:
             check_linked(snapshot, self._folder_of(place.name).snapshots / place.name)
 
     def drop_rows(self, table: OpenTable, saved: Snapshot) -> None:
-        """Take what `save_rows` put there for a checkpoint that is gone, unless others or the live rows need it.
+        """Remove the snapshot that `save_rows` made for a replaced checkpoint, unless others or the live rows need it.
 
-        Raises SnapshotError where that is unknown, or it cannot be removed.
+        Raises SnapshotError where this is unknown, or the snapshot cannot be removed.
         """
         folder = self._home.folder
         if folder is None:
@@ -193,7 +194,7 @@ class HomeSnapshots:
                 remove_snapshot(place)
 
     def discard_rows(self, name: str) -> None:
-        """Take back what `save_rows` put into the store folder: live rows go back to the snapshot before it."""
+        """Remove what `save_rows` put into the store folder. Live rows go back to the snapshot before it."""
         if self._home.folder is not None:
             remove_snapshot(self._home.folder.snapshots / name)
 

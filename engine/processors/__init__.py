@@ -1,1 +1,1 @@
-"""What a table asks of the device that its rows are used on, and the devices that answer."""
+"""What a table asks of a processor, the processors, and the choice of one by device."""

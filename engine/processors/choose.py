@@ -29,9 +29,9 @@ PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], Factory]] = {"cpu":
 
 
 def processor_of(device: torch.device, options: StoreOptions) -> Factory:
-    """For tables on a device of torch. InputError for one that has no tables, OptionError for options that it lacks.
+    """The maker of processors for a device of torch. InputError for a device that tables cannot be on.
 
-    StoreError where the software for it is not installed.
+    OptionError for options that the device lacks. StoreError where the software for it is not installed.
     """
     if device.type not in DEVICES:
         raise InputError(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class CpuProcessor:
-    """As `Processor`. It finds nothing late: what it is asked for is done when the call returns."""
+    """The `Processor` of the CPU. It finds no mistake late: all work of a call is done when the call returns."""
 
     checks_late = False
     recorder: Recorder | None = None
@@ -72,13 +72,13 @@ class CpuProcessor:
         return None
 
     def follow(self, mark: None) -> None:
-        """What is asked for is done when the call returns."""
+        """Does nothing: all work of a call is done when the call returns."""
 
     def wait(self) -> None:
-        """It is."""
+        """Does nothing: all work of a call is done when the call returns."""
 
     def hand_over(self, batch: _core.Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        """They are equal, and memory is free when nobody has it any more."""
+        """Does nothing: ids were compared before, and memory that nobody refers to is free at once."""
 
     def count_written(self, batch: _core.Batch) -> Counts:
         return _core.count_written(batch, self.layout).astype(np.int64)
@@ -120,7 +120,7 @@ class CpuProcessor:
 
 
 def _arrays(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
-    """As the core takes them: gradients, whether bags are means, weights."""
+    """(gradients, whether bags are means, weights) in the form that the core takes."""
     means = [lookup.pooling == "mean" for lookup in gradients.lookups]
     weights = [None if given is None else flat(given) for given in gradients.weights]
     return [array_of(grad) for grad in gradients.grads], means, weights

@@ -1,4 +1,4 @@
-"""Tables on an NVIDIA GPU, as `engine/ops/processor.py` says."""
+"""Tables on an NVIDIA GPU: the `Processor` of engine/processors/processor.py for CUDA devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def on_device(device: Device, options: StoreOptions) -> Factory:
-    """Raises OptionError for what a table on a GPU lacks."""
+    """The maker of processors for a GPU. Raises OptionError for options that a table on a GPU lacks."""
     for name, off in (("eviction", "none"), ("admission", None), ("ttl_steps", None)):
         value = getattr(options, name)
         if value != off:
@@ -47,7 +47,10 @@ def on_device(device: Device, options: StoreOptions) -> Factory:
 
 
 class CudaProcessor:
-    """Finds bad table ids and offsets, and rows beyond a fixed capacity, late: a call returns before the device ran."""
+    """The `Processor` of a GPU. A call returns before the device ran.
+
+    So bad table ids, bad offsets and rows beyond a fixed capacity are found late.
+    """
 
     checks_late = True
 
@@ -59,7 +62,7 @@ class CudaProcessor:
         self._layout = Layout(device, spec.initial_values(state))
         self._faults = Faults(device, spec.name, spec.num_tables, capacity)
         self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
-        self._taken = torch.zeros(1, dtype=torch.int64, device=self.device)  # updates
+        self._taken = torch.zeros(1, dtype=torch.int64, device=self.device)  # how many updates took place
         self._numbers = kernels.new_numbers(self.device)
 
     @property
@@ -89,8 +92,8 @@ class CudaProcessor:
         return CachedTable(self._layout, host, self._cache(options), self._faults), host
 
     def batch(self, lookups: Sequence[Lookup], like: Batch | None = None, ahead: bool = False) -> Batch:
-        """One that is made ahead has its occurrences grouped by row already."""
-        _core.set_threads(torch.get_num_threads())  # tiers below a cache are of the host
+        """A batch as `Processor.batch` says. A batch that is made ahead has its occurrences grouped by row already."""
+        _core.set_threads(torch.get_num_threads())  # for tiers of the host below a cache
         if like is not None:
             return like.sibling(self._faults.word)
         segments = [_segment(lookup) for lookup in lookups]
@@ -151,7 +154,7 @@ class CudaProcessor:
         return self._rule(rule).square(batch, *self._tensors(gradients))
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
-        """As kernels take them: gradients, whether bags are means, weights."""
+        """(gradients, whether bags are means, weights) in the form that kernels take."""
         rows = [grad.detach().reshape(-1, self._layout.dim).contiguous() for grad in gradients.grads]
         means = [lookup.pooling == "mean" for lookup in gradients.lookups]
         return rows, means, [_contiguous(given) for given in gradients.weights]
@@ -178,7 +181,7 @@ class CudaProcessor:
 
 
 def _segment(lookup: Lookup) -> Segment:
-    """On the device alone: no value is read here."""
+    """A segment of a batch, made on the device alone: no value is read here."""
     ids = lookup.ids.detach().reshape(-1).contiguous()
     keys = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
     tables = None

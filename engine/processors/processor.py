@@ -1,4 +1,4 @@
-"""What an open table asks of the processor that its rows are used on: one obvious way of a batch for all of them."""
+"""What an open table asks of the processor that its rows are used on. A batch takes the same way on every processor."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ R = TypeVar("R")
 
 
 class Recorder(Protocol):
-    """As `Device` of `cuda/device.py`."""
+    """Records launches, as `Device` of engine/ops/cuda/device.py does."""
 
     def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]: ...
 
 
 class Late(NamedTuple):
-    """A mistake that the processor found when the call that made it had returned; nothing changed since."""
+    """A mistake that was found after its call had returned. Nothing has changed since that call."""
 
     error: TierbedError
-    taken: int  # how many updates took place, of all that were asked for
+    taken: int  # how many of the requested updates took place
 
 
 class Processor(Protocol[B]):
@@ -47,76 +47,77 @@ class Processor(Protocol[B]):
 
     device: torch.device
     layout: _core.Layout  # of lines in host memory
-    checks_late: bool  # what is wrong with ids is found when the call that was given them has returned
-    recorder: Recorder | None  # what records launches, to run them again
+    checks_late: bool  # whether bad ids are found only after the call that was given them has returned
+    recorder: Recorder | None  # records launches, to run them again
 
     @property
     def written(self) -> Counts:
         """How many rows of each table were written for the first time; may wait for the device."""
 
     def late(self, wait: bool) -> Late | None:
-        """What was found since it was asked last, once; with `wait`, in all that was asked for."""
+        """The mistake found since the last call, reported once; with `wait`, all requested work is looked at."""
 
     def full_table(self, tier: str) -> FullStore[B]:
-        """`tier`: "device" or "host". Raises OptionError where its memory is too small."""
+        """A full table in the memory `tier`, "device" or "host". Raises OptionError where that memory is too small."""
 
     def cache(self, below: Tier, options: CachedHostMemOptions) -> Store[B]:
-        """Raises OptionError for a budget that cannot work."""
+        """A cache in front of a tier. Raises OptionError for a budget that cannot work."""
 
     def cached_table(self, options: CachedHostMemOptions) -> tuple[Store[B], Table]:
-        """A cache over a full table in host memory, and that table. Raises OptionError as the two above."""
+        """A cache over a full table in host memory, and that table. OptionError, as `full_table` and `cache`."""
 
     def batch(self, lookups: Sequence[Lookup], like: B | None = None, ahead: bool = False) -> B:
-        """Raises InputError for offsets and table ids that are out of range, or finds it late.
+        """The unique rows of lookups. Raises InputError for offsets and table ids out of range, or finds them late.
 
-        like: a batch of these lookups that was made for another table, with as many tables and the same padding; its
-        unique rows are taken. `ahead` of its step: what is found late is found in its step.
+        like: a batch of these lookups, made for an embedding with as many tables and the same padding; its unique rows
+        are taken. ahead: whether the batch is made ahead of its step; mistakes found late are then found in its step.
         """
 
     def beside(self) -> AbstractContextManager[object]:
-        """Around what another thread than that of the steps does, which is done beside them."""
+        """A context for work of another thread than the one of the steps: the work is done beside the steps."""
 
     def mark(self) -> Any:
-        """What this thread has asked for until now."""
+        """A mark of all work that this thread has asked for until now."""
 
     def follow(self, mark: Any) -> None:
-        """What this thread asks for from here on comes after that."""
+        """Let the work that this thread asks for from here on come after the work that `mark` stands for."""
 
     def wait(self) -> None:
-        """Until all that any thread has asked for is done."""
+        """Wait until all work that any thread has asked for is done."""
 
     def hand_over(self, batch: B, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        """Another thread made the batch of the former; this one uses it from here on, for the latter."""
+        """Let this thread use, for `lookups`, a batch that another thread made of the announced lookups."""
 
     def count_written(self, batch: B) -> Counts:
-        """How many unique rows of each table were ever written, of a batch whose lines are set; may wait."""
+        """How many rows of each table in a batch were ever written; its lines are set. May wait for the device."""
 
     def gather(self, batch: B, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`."""
 
     def weights_grad(self, batch: B, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        """The gradient of its weights, float32 of the shape of its ids, 0 for padding; grad as gathered."""
+        """The gradient of a lookup's weights, float32 of its ids' shape, 0 for padding; grad is like its `gather`."""
 
     def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        """What `update`, `settle` and `catch_up` go by from here on.
+        """Set the numbers that `update`, `settle` and `catch_up` go by from here on.
 
-        hyper: the rule's, as `RowOptimizer.hyper`. step: the embedding's. scale: of gradients.
+        hyper: the numbers of the rule, from `RowOptimizer.hyper`. step: the embedding's step. scale: multiplies
+        gradients.
         """
 
     def update(self, batch: B, gradients: Gradients, rule: str) -> None:
         """Reduce each row's gradients and apply the rule.
 
-        TypeError or ValueError for wrong gradients, and nothing is written.
+        Raises TypeError or ValueError for wrong gradients, and nothing is written.
         """
 
     def square_gradients(self, batch: B, gradients: Gradients, rule: str) -> Tensor:
         """[at least the unique rows] float32, the sum of the squares of each row's gradient, 0 beyond the rows.
 
-        rule: that of the update that follows, with whose kernels a device may have this one.
+        rule: the rule of the update that follows. A device may compile this kernel together with the rule's kernels.
         """
 
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:
-        """Write values [positions, dim] to the rows of a lookup without bags, the last occurrence standing."""
+        """Write values [positions, dim] to the rows of a lookup without bags. The last occurrence of a row stands."""
 
     def settle(self, batch: B, rule: str) -> None:
         """Let lookups see rows at the beginning of the step, for a rule that catches up. No line changes."""
@@ -125,5 +126,5 @@ class Processor(Protocol[B]):
         """Bring the lines of the batch to the beginning of the step, for a rule that catches up."""
 
 
-# makes the processor of a table: (spec, state, the most rows or None)
+# (spec, state, the most rows or None) -> the processor of a table
 Factory = Callable[["TableSpec", "RowState", int | None], Processor[Any]]

@@ -17,7 +17,7 @@ from .plain import PlainDict
 from .tables import check_table_name
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-MIN_MASS = 1e-6  # of the distribution, that a truncation must leave
+MIN_MASS = 1e-6  # the least share of a distribution that a truncation must leave
 REACH = 7.0  # no normal draw lies this many standard deviations from the mean
 
 Entry = tuple[int, tuple[float, float], tuple[float, float]]  # kind, parameters, quantiles
@@ -42,7 +42,7 @@ class Initializer(PlainDict):
             object.__setattr__(self, item.name, number)
 
     def entry(self) -> Entry:
-        """What `_core.Layout` takes for one column group of one table."""
+        """Kind, parameters and quantiles, as `_core.Layout` takes them for one column group of one table."""
         raise NotImplementedError
 
 
@@ -127,7 +127,7 @@ class TruncNormalInitializer(NormalInitializer):
 
 @lru_cache(maxsize=1024)
 def _truncation(mean: float, std: float, a: float, b: float) -> tuple[float, float]:
-    """(q0, q1), the extreme p whose values lie in [a, b], computed as a row's are before the last rounding."""
+    """(q0, q1), the extreme p whose values lie in [a, b], by a row's arithmetic before the last rounding."""
     mean, std, a, b = (float(np.float32(number)) for number in (mean, std, a, b))
     if std == 0.0:
         return (0.0, 1.0) if a <= mean <= b else (0.0, 0.0)
@@ -183,7 +183,7 @@ _MAKERS: dict[str, Callable[..., Initializer]] = {
 
 
 def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
-    """An initializer from what it prints as, e.g. {"type": "uniform", "low": -0.1}; defaults as in the makers.
+    """An initializer from its printed form, e.g. {"type": "uniform", "low": -0.1}; defaults as in the makers.
 
     Raises OptionError for anything else.
     """
@@ -212,7 +212,7 @@ class ColumnOptions(PlainDict):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class NamedOptions(PlainDict):
-    """Of one table. `name` is an item where the table has one."""
+    """The options of one table. `name` is an item where the table has a name."""
 
     name: str | None = field(default=None, kw_only=True)
 
@@ -258,8 +258,8 @@ def make_table_options(
 ) -> AnyTableOptions:
     """Options of one table. `param`: an initializer, a list of column options, or table options; or dicts of the kind.
 
-    name: by which the table is known beside its number; None keeps the one that `param` has, if any. Raises OptionError
-    for anything else.
+    name: the table's name, beside its number; None keeps the name in `param`, if there is one. Raises OptionError for
+    anything else.
     """
     if isinstance(param, Mapping) and set(param) - {"name"} in ({"initializer"}, {"columns"}):
         name = param.get("name") if name is None else name
@@ -275,7 +275,7 @@ make_table = make_table_options
 
 
 class InitialValues(NamedTuple):
-    """How new rows begin, as `_core.Layout` takes it."""
+    """How new rows begin, in the form that `_core.Layout` takes."""
 
     states: Sequence[float]
     state_widths: Sequence[int]
@@ -291,7 +291,7 @@ def as_arrays(
 ) -> tuple[list[int], NDArray[np.float32], NDArray[np.float64]]:
     """(kinds, parameters [n, 2], quantiles [n, 2]) as `_core.Layout` takes them, n = len(tables) * len(columns).
 
-    `columns` are the widths of the column groups. Raises OptionError where a table lists another number of them.
+    `columns` are the widths of the column groups. Raises OptionError where a table lists another number of groups.
     """
     entries: list[Entry] = []
     for index, table in enumerate(tables):

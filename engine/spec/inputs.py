@@ -1,4 +1,4 @@
-"""Checks of what users pass to lookups. They look at shapes and dtypes alone, so they hold in a trace as well."""
+"""Checks of what users pass to lookups. The checks look at shapes and dtypes alone, so they hold in a trace as well."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ OUTPUT_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloa
 
 
 class Lookup(NamedTuple):
-    """The checked arguments of a lookup. A bag is the ids whose rows are pooled into one."""
+    """The checked arguments of a lookup. A bag is a group of ids whose rows are pooled into one row."""
 
     ids: Tensor  # [...]; pooled [..., L], or [n] with offsets
-    table_ids: Tensor | None = None  # integers, of the shape of the result; None: its last dimension is the tables
+    table_ids: Tensor | None = None  # integers, of the result's shape; None: its last dimension is the tables
     offsets: Tensor | None = None  # [bags + 1], where each bag of ids begins and the last one ends
     pooling: str | None = None  # "sum" or "mean"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What a lookup returns, without the last dimension: that of ids, or of the bags."""
+        """The shape of the result without its last dimension: the shape of ids, or of the bags."""
         if self.offsets is not None:
             return (self.offsets.shape[0] - 1,)
         return tuple(self.ids.shape if self.pooling is None else self.ids.shape[:-1])
 
 
 class Gradients(NamedTuple):
-    """Of what the lookups of a batch returned; a row's is the sum over its occurrences in all of them."""
+    """Gradients of what the lookups of a batch returned. A row's is the sum over its occurrences in all lookups."""
 
     lookups: Sequence[Lookup]
     grads: Sequence[Tensor]  # each lookup.shape + (dim,), of `dtype`
-    weights: Sequence[Tensor | None]  # that each was pooled with
+    weights: Sequence[Tensor | None]  # the weights that each lookup was pooled with
     dtype: torch.dtype
 
 
 def check_lookup(spec: TableSpec, ids: Any, table_ids: Any = None, offsets: Any = None, pooling: Any = None) -> Lookup:
-    """Table ids, a tensor, an array or nested lists, also of names, broadcast to the shape of the result.
+    """The arguments of a lookup, checked, with table ids broadcast to the shape of the result.
 
-    The rest is as it is, and all tensors are of one device. Raises InputError.
+    table_ids: a tensor, an array or nested lists, also of names. The other arguments stay as they are, and all tensors
+    are of one device. Raises InputError.
     """
     where = f"ids of embedding {spec.name!r}"
     if not isinstance(ids, Tensor):
@@ -129,7 +130,7 @@ def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
 
 
 def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
-    """A key and its table, which may be None where there is one. Raises InputError."""
+    """A key and its table; `table` may be None where the embedding has one table. Raises InputError."""
     if whole(key) is None:
         raise InputError(f"key of embedding {spec.name!r}: got {key!r}; give one whole number")
     if table is None and spec.num_tables == 1:
@@ -158,7 +159,7 @@ def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
 
 
 def check_grad(spec: TableSpec, lookup: Lookup, grad: Tensor, dtype: torch.dtype) -> None:
-    """Raises InputError for a gradient that is not like what the lookup returned."""
+    """Raises InputError for a gradient whose shape or dtype is not that of the lookup's result."""
     wanted = (*lookup.shape, spec.dim)
     if grad.dtype != dtype or tuple(grad.shape) != wanted or grad.device != lookup.ids.device:
         raise InputError(
@@ -196,7 +197,7 @@ def _refuse_nested(where: str, name: str, values: Any) -> None:
 
 
 def keys_from(spec: TableSpec, keys: Any) -> Tensor:
-    """Keys of an array or nested lists of whole numbers as a tensor of the key type. Raises InputError."""
+    """Keys, given as an array or nested lists of whole numbers, as a tensor of the key type. Raises InputError."""
     error = f"keys of embedding {spec.name!r}: give whole numbers that {spec.key_type} can hold"
     given = _array(keys, error)
     wanted = given.astype(KEY_TYPES[spec.key_type]) if given.dtype.kind in "iu" or given.size == 0 else None
@@ -206,7 +207,7 @@ def keys_from(spec: TableSpec, keys: Any) -> Tensor:
 
 
 def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Tensor | None:
-    """Table ids of an array or nested lists as a tensor."""
+    """Table ids, given as an array or nested lists, as a tensor."""
     if table_ids is None or isinstance(table_ids, Tensor):
         return table_ids
     error = f"table_ids of embedding {spec.name!r}: give whole numbers, or names of tables"
@@ -218,12 +219,12 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
     values = given.astype(np.int64)
     if values.ndim == 0:
         return _number(int(values), device)
-    with _disable_current_modes():  # a constant of a traced step, which need not bring it to the device each time
+    with _disable_current_modes():  # a constant of a traced step: no step has to bring it to the device
         return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 def _numbers_of(spec: TableSpec, tables: NDArray[np.object_], error: str) -> NDArray[np.int64]:
-    """The numbers of tables, of which some are given by name."""
+    """The numbers of tables; some of `tables` are names."""
     numbers = [table_number(table, spec.table_names) for table in tables.flat]
     if None in numbers:
         unknown = tables.flat[numbers.index(None)]
@@ -233,13 +234,13 @@ def _numbers_of(spec: TableSpec, tables: NDArray[np.object_], error: str) -> NDA
 
 @cache
 def _number(value: int, device: torch.device) -> Tensor:
-    """One tensor for a number, so that lookups are seen to have the same, in a trace as well."""
+    """One tensor for each number, so that two lookups are seen to have the same table ids, in a trace as well."""
     with _disable_current_modes(), torch.inference_mode(False):
         return torch.full((), value, dtype=torch.int64, device=device)
 
 
 def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32]:
-    """Rows for keys of that shape as an array [n, dim]. Raises InputError."""
+    """The rows given for keys of `shape` as an array [n, dim]. Raises InputError."""
     where, wanted = f"rows of embedding {spec.name!r}", (*shape, spec.dim)
     if isinstance(rows, Tensor):
         if rows.device.type == "meta":

@@ -6,6 +6,6 @@ from typing import Any
 
 
 def is_folder_name(name: Any) -> bool:
-    """Whether it is 1 to 200 printable bytes of UTF-8, without separators and a leading dot."""
+    """Whether `name` is 1 to 200 printable bytes of UTF-8, without separators and without a leading dot."""
     plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not set(name) & set("/\\")
     return plain and 1 <= len(name.encode()) <= 200

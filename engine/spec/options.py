@@ -19,28 +19,28 @@ CACHE_POLICIES = ("lru", "lfu")
 IO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # the other cores are for the dense part of a step
 OPEN_MODES = ("resume", "fresh", "error")
 EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
-MOST_SIGHTS = 255  # that a count of them can tell
+MOST_SIGHTS = 255  # the most sightings of a row that are counted
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class StoreOptions(PlainDict):
-    """What every store has.
+    """The options that every store has.
 
     persistent_path: the folder that holds a folder for each embedding, by name; None keeps nothing on disk.
     capacity: the most rows that may have been written, over all tables; None is no limit.
     size_factor, storage_dim: row size in multiples of the dim, or in floats, optimizer state included. The engine knows
-    it; what is given is checked.
+    the row size; a given one is checked.
     physical_block_size: bytes that the disk reads at once.
     open: what to do with a folder whose last run did not close: "resume" restores the last snapshot, or starts empty
     where there is none; "error" raises. "fresh" starts empty in any case; snapshots are kept.
     eviction: which rows make room for new ones at `capacity`: "none" (an error), "lru", "lfu", "ttl", "distance_lfu".
-    admission: which new rows training keeps: None all, a whole number n those that n training steps looked up, a
-    probability p each with p at every step.
-    ttl_steps: rows not written for more steps than that are dropped; with eviction "ttl", where room is needed. None:
-    never. docs/lifecycle.md says how each of the three works.
+    admission: which new rows training keeps. None: all; a whole number n: rows that n training steps looked up; a
+    probability p: each row with p at every step.
+    ttl_steps: rows that were not written for more than so many steps are dropped; with eviction "ttl", only where room
+    is needed. None: never. docs/lifecycle.md says how eviction, admission and ttl_steps work.
     """
 
-    io_threads = IO_THREADS  # an option of cached_ssd alone; prefetch works with as many on every store
+    io_threads = IO_THREADS  # an option of cached_ssd alone; on other stores prefetch works with this number
     store: str = field(init=False)
     persistent_path: str | os.PathLike[str] | None = None
     capacity: int | None = None
@@ -103,7 +103,7 @@ class StoreOptions(PlainDict):
             )
 
     def check_row(self, dim: int, width: int) -> None:
-        """Raises OptionError where a given row size is not what the optimizer needs: `width` floats for `dim`."""
+        """Raises OptionError where a given row size is not the one of the optimizer: `width` floats for `dim`."""
         if self.storage_dim is not None and self.storage_dim != width:
             raise OptionError(
                 f"storage_dim={self.storage_dim}: with this optimizer a row takes {width} floats; leave storage_dim out"
@@ -133,10 +133,10 @@ class HostMemOptions(StoreOptions):
 class CachedHostMemOptions(StoreOptions):
     """A device cache of `cache_budget_mb` MiB in front of a full table in host memory.
 
-    cache_policy: which row of a full set gives way where no announced step tells: "lru", the one unused for longest,
-    or "lfu", the one that fewest steps used.
+    cache_policy: which row of a full set gives way where no announced step decides: "lru", the row unused for longest,
+    or "lfu", the row that fewest steps used.
     overflow_mb: MiB beside the cache for rows that no set has room for and, before RocksDB, for rows on their way down.
-    Prefetch and rows that give way wait at it; a step takes what its own batch needs.
+    Prefetch and rows that give way wait at this bound; a step takes what its own batch needs.
     """
 
     store: str = field(default="cached_host_mem", init=False)
@@ -156,16 +156,16 @@ class CachedHostMemOptions(StoreOptions):
 class CachedSsdOptions(CachedHostMemOptions):
     """A device cache, and a host cache if `host_cache_budget_mb` is not 0, before RocksDB in `persistent_path`.
 
-    shards: databases that a new folder is split into, by hash; 1 to 64, and 4 where None. An existing one keeps its
+    shards: databases that a new folder is split into, by hash; 1 to 64, and 4 where None. An existing folder keeps its
     number.
-    read_mode: "buffered" reads files through the page cache; "mmap" maps them, which is faster where they are in
-    memory, but ends the process where the disk fails to read; "direct" bypasses the page cache.
+    read_mode: "buffered" reads files through the page cache. "mmap" maps files; it is faster where they are in memory,
+    and ends the process where the disk fails to read. "direct" bypasses the page cache.
     io_threads: threads that bring rows up ahead of their step, and as many that write rows down.
     async_io: read by io_uring where the RocksDB of this build does.
-    rocksdb_cache_mb: MiB of RocksDB's own cache of blocks, for "direct" reads alone, 32 where None: others have the
-    page cache.
-    rocksdb_options: a dict, or RocksDB's options string, which it is kept as, over tierbed's own settings. Names are
-    fields of RocksDB's DBOptions and ColumnFamilyOptions; those of a file's format go into
+    rocksdb_cache_mb: MiB of RocksDB's own cache of blocks, for "direct" reads alone, 32 where None; other reads have
+    the page cache.
+    rocksdb_options: a dict or RocksDB's options string, over tierbed's own settings; it is kept as the string. Names
+    are fields of RocksDB's DBOptions and ColumnFamilyOptions. Options of a file's format go into
     {"block_based_table_factory": {...}}.
     """
 
@@ -219,7 +219,7 @@ def make_device_mem_store_options(
     admission: float | None = None,
     ttl_steps: int | None = None,
 ) -> DeviceMemOptions:
-    """All rows in device memory: the fastest, bounded by it. Raises OptionError; the arguments are `StoreOptions`'."""
+    """All rows in device memory: the fastest store, bounded by that memory. Arguments: `StoreOptions`. OptionError."""
 
     return DeviceMemOptions(
         persistent_path,
@@ -246,7 +246,7 @@ def make_host_mem_store_options(
     admission: float | None = None,
     ttl_steps: int | None = None,
 ) -> HostMemOptions:
-    """All rows in host memory. Raises OptionError; the arguments are `StoreOptions`'."""
+    """All rows in host memory. Arguments: `StoreOptions`. OptionError."""
 
     return HostMemOptions(
         persistent_path,
@@ -357,7 +357,7 @@ KINDS: dict[str, type[StoreOptions]] = {
 
 
 def store_options_from_dict(options: Mapping[str, Any], where: str = "store_options") -> StoreOptions:
-    """Store options from what they print as: `store` and the maker's arguments. Raises OptionError naming `where`."""
+    """Store options from their printed form, `store` and the maker's arguments. Raises OptionError naming `where`."""
     if isinstance(options, StoreOptions):
         return options
     if not isinstance(options, Mapping):

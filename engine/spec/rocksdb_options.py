@@ -11,7 +11,7 @@ from .. import _core
 from ..errors import OptionError, StoreError
 from ..numeric import real
 
-CACHE_MB = 32  # of blocks
+CACHE_MB = 32  # of RocksDB's cache of blocks
 READ_MODES = ("buffered", "mmap", "direct")
 
 
@@ -25,10 +25,10 @@ def require_rocksdb() -> None:
 
 
 def options_text(options: Mapping[str, Any] | str | None) -> str:
-    """RocksDB's options string, `name=value;name={name=value;...}`, of a dict or of itself.
+    """RocksDB's options string, `name=value;name={name=value;...}`, from a dict or from such a string.
 
-    Raises OptionError naming the option for one that RocksDB does not know, a value that it cannot read, or one that
-    would break what the store promises.
+    Raises OptionError, which names the option, where RocksDB does not know the name or cannot read the value, and where
+    the store would break a promise by it.
     """
     if options is None:
         return ""

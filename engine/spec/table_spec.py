@@ -1,6 +1,6 @@
 """What an embedding is, apart from where its rows live: names, widths, tables, seed.
 
-It makes the native layout and the stored description.
+A `TableSpec` makes the native layout and the stored description.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
 
 @dataclass(frozen=True)
 class TableSpec:
-    """`columns`: the widths of the column groups. `padding_idx`: ids that are no rows."""
+    """What an embedding is. `columns`: the widths of the column groups. `padding_idx`: the id that names no row."""
 
     name: str
     columns: tuple[int, ...]
@@ -48,7 +48,7 @@ class TableSpec:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What messages and metrics call each table: its name, else its number."""
+        """What messages and metrics call each table: the table's name, else its number."""
         return labels_of(self.table_names)
 
     @cached_property
@@ -64,7 +64,7 @@ class TableSpec:
         return InitialValues(state.initial, state.widths, self.seed % 2**64, self.columns, *arrays)
 
     def plain_tables(self) -> list[dict[str, Any]]:
-        """Of each table what its rows begin with."""
+        """For each table, its options as plain values: how its rows begin."""
         return [{part: value for part, value in table.as_dict().items() if part != "name"} for table in self.tables]
 
     def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def table_spec(
     padding_idx: Any,
     seed: Any,
 ) -> TableSpec:
-    """Of what a user gave, a table option for each of `tables`. Raises OptionError."""
+    """The spec of an embedding from a user's arguments, `tables` with options for each table. Raises OptionError."""
     key_type = check_key_type(key_type)
     options = tuple(make_table_options(table) for table in tables)
     check_distinct([table.name for table in options])
@@ -109,7 +109,7 @@ def table_spec(
 
 
 def check_name(name: Any) -> str:
-    """Raises OptionError for a name that cannot be a folder's."""
+    """Raises OptionError for a name that cannot be the name of a folder."""
     if not is_folder_name(name) or name != name.strip():
         raise OptionError(
             f"name={name!r}: give 1 to 200 printable bytes that can name a folder: no slashes, no leading dot or "
@@ -138,7 +138,7 @@ def check_key_type(key_type: Any) -> torch.dtype:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raises OptionError for any but float32, the one that rows are stored in."""
+    """Raises OptionError for any dtype but float32, the dtype of stored rows."""
     if dtype is not torch.float32:
         raise OptionError(f"dtype={dtype!r}: rows are float32; give torch.float32, and cast what a lookup returns")
 

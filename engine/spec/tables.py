@@ -1,4 +1,4 @@
-"""The names of an embedding's tables: which may be, how stored ones fit them, and which table a name means."""
+"""The names of an embedding's tables: which names may be, how stored names fit, and which table a name means."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from ..errors import OptionError
 from ..numeric import whole
 
-FIELD = "table_names"  # of a description: a name or None for each table; rows stored without it have no names
+FIELD = "table_names"  # of a description: a name or None for each table; without the field no table has a name
 LONGEST = 200
 
-Names = Sequence[str | None]  # one for each table, None where it has none
+Names = Sequence[str | None]  # a name for each table, None for a table without a name
 
 
 def is_table_name(name: Any) -> bool:
-    """Whether a table may have it. One of digits alone would be taken for a number."""
+    """Whether a table may have this name. A name of digits alone would be taken for a number."""
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST:
         return False
     return name.isprintable() and name == name.strip() and not name.isdigit()
@@ -43,22 +43,22 @@ def check_distinct(names: Names) -> None:
 
 
 def labels_of(names: Names) -> tuple[str, ...]:
-    """What messages and metrics call each table: its name, else its number. No two are alike."""
+    """What messages and metrics call each table: the table's name, else its number. No two labels are alike."""
     return tuple(label_of(index, names) for index in range(len(names)))
 
 
 def label_of(table: int, names: Names) -> str:
-    """Of one table, which a row of a foreign file may be of though there is none such."""
+    """The label of one table. A foreign file may hold rows of a table that the embedding does not have."""
     return numbered(table, names).get("table_name", str(table))
 
 
 def names_in(description: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """The names of the tables that a valid description is of."""
+    """The table names in a valid description."""
     return tuple(description.get(FIELD) or [None] * len(description["tables"]))
 
 
 def table_number(given: Any, names: Names) -> int | None:
-    """The table that a number or a name says; None where there is none such."""
+    """The number of the table that a number or a name means; None where there is no such table."""
     if isinstance(given, str):
         return names.index(given) if given in names else None
     return whole(given, 0, len(names) - 1)
@@ -77,20 +77,20 @@ def numbered(table: int, names: Names) -> dict[str, Any]:
 
 
 def misplaced(stored: Names, mine: Names) -> list[int]:
-    """The tables that are stored under a name which is not theirs. Rows stored without one fit any."""
+    """The tables whose stored name is not their own. Rows that were stored without a name fit any table."""
     padded = [*mine, *[None] * len(stored)]
     return [index for index, name in enumerate(stored) if name is not None and name != padded[index]]
 
 
 def names_of_both(left: Names, right: Names) -> tuple[str | None, ...] | None:
-    """The names of tables that two descriptions are of, some named in one alone; None where a place has two of them."""
+    """The table names of two descriptions, where some tables may be named in one alone; None where two names differ."""
     names = tuple(a or b for a, b in zip_longest(left, right))
     named = [name for name in names if name is not None]
     return None if misplaced(right, names) or len(set(named)) < len(named) else names
 
 
 def are_names(value: Any, tables: int) -> bool:
-    """Whether a description of so many tables may hold it as their names."""
+    """Whether a description of so many tables may hold `value` as their names."""
     if type(value) is not list or len(value) != tables:
         return False
     named = [name for name in value if name is not None]

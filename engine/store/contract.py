@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from .. import _core
 from ..row_format import Chunks, Keys, Tables
 
-Lines = NDArray[np.uint64]  # [n], the address of a line each
+Lines = NDArray[np.uint64]  # [n], the address of each line
 Found = NDArray[np.bool_]  # [n]
 Asked = NDArray[np.int64]  # [tables, 2], hits and misses
 
@@ -32,17 +32,17 @@ class Level(Protocol):
     def scan(self) -> Chunks:
         """Every held row as (bucket, rows of `row_dtype`).
 
-        Buckets ascending, within one (table, key) ascending, in bounded chunks.
+        Buckets ascend, and (table, key) ascends within a bucket. Chunks have a bounded size.
         """
 
     def erase(self, tables: Tables, keys: Keys) -> None:
-        """Forget rows, given once each, in this and the tiers below; those that are not there are fine.
+        """Forget rows, given once each, in this tier and the tiers below; rows that are not there are passed over.
 
         A row that a batch has up at this time goes back to its initial value where it is.
         """
 
     def flush(self) -> None:
-        """Bring every dirty line down to the last tier, which makes it durable where it is a disk."""
+        """Bring every dirty line down to the last tier. A last tier on a disk makes its rows durable."""
 
     def close(self) -> None:
         """Release memory and files. Does not flush."""
@@ -61,53 +61,53 @@ class Loadable(Level, Protocol):
     """The last tier of a stack. `tables` and `keys` hold no (table, key) twice; lines are in host memory."""
 
     def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
-        """Copy each line to its row, inserting it where it is new."""
+        """Copy each line to its row, inserting the row where it is new."""
 
 
 class TableImage(Protocol):
-    """The rows of a full table as they are when this is made, read bucket by bucket while they change.
+    """The rows of a full table as they are when the image is made, read bucket by bucket while they change.
 
-    Nothing runs beside anything else, but for `sort` beside what `keep` and `keep_rows` do.
+    No two calls run at the same time, except `sort` with `keep` or `keep_rows`.
     """
 
     def keep(self, batch: Any) -> None:
-        """To be called before the lines of a pinned batch are written: what they hold is kept aside."""
+        """Keep aside what the lines of a pinned batch hold. Called before they are written."""
 
     def keep_rows(self, tables: Tables, keys: Keys) -> None:
-        """The same before rows, distinct, are erased."""
+        """Keep rows aside, given once each. Called before they are erased."""
 
     def list(self, bucket: int) -> None:
-        """Begin to read a bucket; they are read in ascending order."""
+        """Begin to read a bucket; buckets are read in ascending order."""
 
     def sort(self) -> None:
-        """Between `list` and the first `next`."""
+        """Sort the rows of the bucket. Called between `list` and the first `next`."""
 
     def next(self, rows: NDArray[np.uint8]) -> int:
-        """Pack as many rows as there is room for, by (table, key), as `row_dtype`. How many: 0 at the bucket's end."""
+        """Pack as many rows as `rows` has room for, by (table, key), as `row_dtype`. Returns how many, 0 at the end."""
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept aside."""
+        """The memory of what is kept aside, in bytes."""
 
 
 class Table(Loadable, Protocol):
-    """The last tier of a stack without a disk: every row, in memory."""
+    """The last tier of a stack without a disk. It has every row, in memory."""
 
     def image(self, top: Any) -> TableImage:
-        """`top`: of the stack, which has been flushed."""
+        """An image of the rows as they are now. `top`: the top of the stack, flushed."""
 
 
 class Tier(Loadable, Protocol):
-    """Something in host memory or on a disk that a cache goes over: the full table, RocksDB, or another cache."""
+    """What a cache stands in front of, in host memory or on a disk: the full table, RocksDB, or another cache."""
 
     @property
     def native(self) -> _core.Tier:
-        """What a cache of the CPU goes over."""
+        """The native tier, for a cache of the CPU in front of it."""
 
     def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         """Copy each held row to its line; a line whose row is not held is left as it was.
 
-        touch: whether it counts as a use of the rows, which a cache tells the rows to keep by.
+        touch: whether the read counts as a use of the rows. A cache decides by uses which rows it keeps.
         """
 
 
@@ -115,48 +115,49 @@ class Tracker(Protocol[B]):
     """The names of rows that changed."""
 
     def note(self, batch: B) -> None:
-        """The lines of a pinned batch will be written."""
+        """Note the rows of a pinned batch. Called before their lines are written."""
 
     def names(self) -> tuple[Tables, Keys]:
-        """Of the rows that changed since the last `forget`, but for some that were erased after it; may wait."""
+        """The names of the rows that changed since the last `forget`, without some that were erased since; may wait."""
 
     def forget(self) -> None:
-        """What `names` has just told is known elsewhere."""
+        """Forget what `names` has just returned."""
 
 
 class Store(Level, Protocol[B]):
-    """The top of a stack: serves a step."""
+    """The top of a stack, which serves steps."""
 
     def pin(self, batch: B, room: Room | None) -> None:
-        """Bring each unique row of the batch up, initialising new ones, and write its address to the batch.
+        """Bring each unique row of the batch up, initialising new rows, and write its address to the batch.
 
-        It stays there until `unpin`. More new rows than there is room for raise CapacityError and pin nothing; a store
-        that cannot tell without waiting for its device sets a fault, and the batch changes nothing.
+        A row stays at its address until `unpin`. More new rows than there is room for raise CapacityError and pin
+        nothing. A store that would have to wait for its device to find this sets a fault, and the batch changes
+        nothing.
         """
 
     def unpin(self, batch: B, dirty: bool) -> None:
         """End a pin. With `dirty`, the lines were written and must reach the tiers below in time."""
 
     def announce(self, batch: B) -> None:
-        """A coming step pins this batch; steps do so in the order in which their batches are announced."""
+        """Announce the batch of a coming step. Steps pin announced batches in the order of the announcements."""
 
     def prefetch(self, batch: B) -> bool:
-        """Bring the rows of an announced batch up ahead and keep them there; False where the caps say to wait.
+        """Bring the rows of an announced batch up ahead and keep them there. Returns False where a cap says to wait.
 
-        May run in another thread than the rest, as `announce` may.
+        `prefetch` and `announce` may run in another thread than the other methods.
         """
 
     def cancel(self) -> None:
-        """Forget every announced batch but the pinned one. They may be announced again."""
+        """Forget every announced batch but the pinned one. Forgotten batches may be announced again."""
 
     def tracker(self) -> Tracker[B] | None:
-        """What tells from now on which rows change; None where `_core.ChangedRows` does."""
+        """A tracker of the rows that change from now on; None for a store that `_core.ChangedRows` can follow."""
 
     def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         """As `Tier.read`."""
 
     def asked(self) -> Asked:
-        """By table, the `hits` and `misses` that `metrics` has of this store; may wait for the device."""
+        """The hits and misses of each table, as in the `metrics` of this store; may wait for the device."""
 
     def peek(self, batch: B) -> None:
         """Write the address of each unique row to the batch for reading alone.
@@ -166,17 +167,17 @@ class Store(Level, Protocol[B]):
 
 
 class FullStore(Store[B], Table, Protocol[B]):
-    """Every row, at the top: a stack of one."""
+    """A full table as the top of a stack: the stack is this one tier."""
 
 
 class WithoutAnnouncements(Generic[B]):
-    """For stores that gain nothing from knowing the batches of coming steps."""
+    """The announcements of stores that gain nothing from knowing the batches of coming steps."""
 
     def announce(self, batch: B) -> None:
-        """Nothing to remember."""
+        """Does nothing: the store remembers no batch."""
 
     def prefetch(self, batch: B) -> bool:
         return True
 
     def cancel(self) -> None:
-        """Nothing to forget."""
+        """Does nothing: the store remembers no batch."""

@@ -1,4 +1,4 @@
-"""Files that outlive a crash and betray damage: fsync, atomic replacement, msgpack sealed with a checksum."""
+"""Files that survive a crash and show damage: fsync, atomic replacement, msgpack sealed with a checksum."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import msgpack  # type: ignore[import-untyped]
 
 from ..interrupts import uninterrupted
 
-TEMPORARY = ".tmp-"  # begins the name of what is being written
-MORE_FILES = "let this process open more files (ulimit -n)"  # where there is no descriptor left
+TEMPORARY = ".tmp-"  # begins the name of a file or folder that is being written
+MORE_FILES = "let this process open more files (ulimit -n)"  # the remedy where there is no descriptor left
 MAX_SEALED = 1 << 24  # bytes; bounds what reading a foreign file may allocate
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
-_trying = Lock()  # of `check_exchange`: a save in the background does it as well
+_trying = Lock()  # one `check_exchange` at a time: a save in the background calls it as well
 
 
 def remedy_for(error: OSError, otherwise: str) -> str:
-    """What to do about an error of the system, `otherwise` where it depends on what was asked for."""
+    """What to do about an error of the system; `otherwise` where that depends on the call that failed."""
     return MORE_FILES if error.errno in (errno.EMFILE, errno.ENFILE) else otherwise
 
 
@@ -53,11 +53,12 @@ def make_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def made_aside(folder: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A folder beside `folder` that becomes it, durably, where the block ends; where it raises, nothing is left.
+    """A temporary folder beside `folder`, which gets the name `folder`, durably, when the block ends.
 
-    What the block puts there it makes durable. Parents are created; what a killed process left is removed. With
-    `overwrite` it takes the place of what is there at one instant, and the old one goes when that is durable. Raises
-    OSError; NoExchangeError, the old one untouched; UnsyncedError where the new one is there all the same.
+    If the block raises, nothing is left. The block makes durable what it puts into the temporary folder. Parents are
+    created; what a killed process left is removed. With `overwrite` the new folder takes the place of an old one at one
+    instant, and the old one is removed when that is durable. Raises OSError; NoExchangeError, and the old folder is
+    untouched; UnsyncedError, and the new folder is there.
     """
     temporary = folder.parent / f"{TEMPORARY}{folder.name}"
     try:
@@ -68,33 +69,34 @@ def made_aside(folder: Path, overwrite: bool = False) -> Iterator[Path]:
         fsync_dir(temporary)
         with uninterrupted():  # between the exchange and its sync the old one must not be removed
             put_in_place(temporary, folder, overwrite)
-    except UnsyncedError:  # a power loss may bring back what was replaced, so that stays
+    except UnsyncedError:  # a power loss may bring the old folder back, so that stays
         raise
     except BaseException:
         with contextlib.suppress(OSError):  # what went wrong first is told
             remove_folder(temporary)
         raise
-    with contextlib.suppress(OSError):  # the next one removes it
-        remove_folder(temporary)  # what was replaced
+    with contextlib.suppress(OSError):  # the next call removes it
+        remove_folder(temporary)  # the old folder
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what `made_aside` of killed processes left in a folder, if that is there. Raises OSError."""
+    """Remove what `made_aside` of killed processes left in a folder, if the folder is there. Raises OSError."""
     remove_aside(list(folder.glob(f"{TEMPORARY}*/")))
 
 
 class UnsyncedError(OSError):
-    """What was asked for is there, whole; whether it outlives a power loss is not known."""
+    """A file or folder was put in place, whole; whether it survives a power loss is not known."""
 
 
 class NoExchangeError(OSError):
-    """The file system cannot let two folders change places, so none can be replaced at one instant."""
+    """The file system cannot exchange two folders, so no folder can be replaced at one instant."""
 
 
 def put_in_place(temporary: Path, path: Path, overwrite: bool = False) -> None:
-    """Rename what is durable itself to `path`, which is not there, durably. Raises OSError, UnsyncedError.
+    """Rename a durable file or folder to `path`, durably; nothing has that name. Raises OSError, UnsyncedError.
 
-    With `overwrite` a folder that is there gets the name `temporary`, or raises NoExchangeError, and a file goes.
+    With `overwrite` `path` may be there: an old folder gets the name `temporary`, or NoExchangeError is raised; an old
+    file is replaced.
     """
     if overwrite and temporary.is_dir() and os.path.lexists(path):
         exchange(temporary, path)
@@ -102,12 +104,12 @@ def put_in_place(temporary: Path, path: Path, overwrite: bool = False) -> None:
         temporary.rename(path)
     try:
         fsync_dir(path.parent)
-    except OSError as error:  # nor would it be known of an undoing
+    except OSError as error:  # whether an undoing is durable would not be known either
         raise UnsyncedError(f"it is there, whole, but may not outlive a power loss: {error}") from error
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Let two names of a file system change places at one instant. Raises OSError, NoExchangeError."""
+    """Exchange two names of one file system at one instant. Raises OSError, NoExchangeError."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         number = errno.ENOSYS
@@ -122,7 +124,7 @@ def exchange(one: Path, other: Path) -> None:
 
 def check_exchange(folder: Path) -> None:
     """Raises NoExchangeError or OSError where a folder made beside `folder` could not take its place."""
-    place = folder.parent / f"{TEMPORARY}.{folder.name}"  # no other's: names have no leading dot
+    place = folder.parent / f"{TEMPORARY}.{folder.name}"  # no name of a user: those have no leading dot
     with _trying:
         try:
             remove_folder(place)
@@ -135,9 +137,9 @@ def check_exchange(folder: Path) -> None:
 
 
 def remove_aside(folders: Collection[Path]) -> None:
-    """Remove what killed processes left, if it is there, all in one folder. Raises OSError.
+    """Remove folders that killed processes left, all in one parent, where they are there. Raises OSError.
 
-    It may be what an exchange replaced, which is durable first.
+    One of them may be an old folder after an exchange, so the exchange is made durable first.
     """
     there = [folder for folder in folders if os.path.lexists(folder)]
     if there:
@@ -147,7 +149,7 @@ def remove_aside(folders: Collection[Path]) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with all that is in it, if it is there; of a link to a folder, the link alone."""
+    """Remove a folder with all that is in it, if it is there. Of a link to a folder, only the link is removed."""
     with uninterrupted(), contextlib.suppress(FileNotFoundError):  # shutil loses track of its descriptors otherwise
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
@@ -161,7 +163,7 @@ def _fsync(path: Path, flags: int) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that at any instant it is the old one or the new one, whole. One writer at a time."""
+    """Write a file so that at any instant the old file or the new file is there, whole. One writer at a time."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         with uninterrupted(), temporary.open("wb") as file:
@@ -177,7 +179,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def seal(value: Any) -> bytes:
-    """msgpack of `[msgpack of value, its crc32]`. Raises ValueError for a value that it cannot hold."""
+    """msgpack of `[msgpack of value, its crc32]`. Raises ValueError for a value that msgpack cannot hold."""
     try:
         payload = msgpack.packb(value)
     except (TypeError, OverflowError) as error:
@@ -190,7 +192,7 @@ def seal(value: Any) -> bytes:
 
 
 def unseal(data: bytes) -> Any:
-    """The value of `seal`. Raises ValueError for anything else: truncated, damaged or foreign."""
+    """The value that was given to `seal`. Raises ValueError for truncated, damaged and foreign data."""
     outer = _unpack(data, max_array_len=2, max_map_len=0)
     if type(outer) is not list or [type(item) for item in outer] != [bytes, int]:
         raise ValueError("not a sealed record")
@@ -201,7 +203,7 @@ def unseal(data: bytes) -> Any:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError, also for a pipe or a device, which could block for ever."""
+    """Open a file for reading. Raises OSError; also for a pipe or a device, since they could block for ever."""
     check_regular(path)
     return path.open("rb")
 
@@ -213,7 +215,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_record(path: Path) -> bytes:
-    """The content of a file to `unseal`. Raises OSError, or ValueError if it is too large to be one."""
+    """The content of a file, for `unseal`. Raises OSError, and ValueError for more than MAX_SEALED bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_SEALED:

@@ -1,4 +1,4 @@
-"""The folder of a live store: who holds it, whether its rows are consistent, and the rows' place."""
+"""The folder of a live store: who holds it, whether its rows are consistent, and where they are."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class StoreFolder(FolderView):
 
     - `LOCK`: locked by the holder, with its process id inside;
     - `SOCKET`: where other processes ask the holder for snapshots while it trains; dead where it was killed;
-    - `MARK`: the mark, which describes the live rows while they are all of one step, and once a run has begun to write
-      them names the snapshot to go back to;
-    - `STEP`: how far the live rows came, while they carry no mark;
+    - `MARK`: the mark. It describes the live rows while they are all of one step; once a run has begun to write them,
+      it names the snapshot to go back to;
+    - `STEP`: the step that the live rows came to, while they carry no mark;
     - `live` or `live-2`, as the mark says: the rows of the running table, scratch without the mark;
     - `incoming`: live rows being prepared; what a killed process left there is removed here;
     - `snapshots`: a folder for each snapshot; what killed saves left there is removed here.
 
-    `user`: who in this process holds it, for what is said to others here. Raises StoreError if the path or a parent is
-    a file, cannot be written, or another holder has it.
+    `user`: who in this process holds the folder; error messages name it. Raises StoreError if the path or a parent is a
+    file, cannot be written, or has another holder.
     """
 
     remedy = "persistent_path must be a folder that this user can write, with room on its device"
@@ -51,7 +51,7 @@ class StoreFolder(FolderView):
         self.user = user
         self._lock: int | None = None
         self._step_file: int | None = None
-        super().__init__(Path(path).absolute())  # the working directory may change
+        super().__init__(Path(path).absolute())  # since the working directory may change
         self.incoming = self.path / "incoming"
         with self._errors("open"), uninterrupted():
             make_folder(self.path)
@@ -93,11 +93,11 @@ class StoreFolder(FolderView):
         """Let the folder go. The files stay as they are. May be called again."""
         if self._lock is not None:
             _note_holder(self._lock, b"")
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # in case a child that is just being forked has a copy
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that is just being forked may have a copy
             self._close_descriptor()
 
     def check(self) -> None:
-        """Raises StoreError where the folder was removed since it was opened, also where another is in its place."""
+        """Raises StoreError where the folder was removed since it was opened, even if another is in its place."""
         assert self._lock is not None
         with self._errors("find"):
             try:
@@ -129,7 +129,7 @@ class StoreFolder(FolderView):
         self.release()
 
     def clear_incoming(self) -> None:
-        """Remove what is in `incoming`, or was on its way there. Raises StoreError."""
+        """Remove `incoming`, and what was being written to become it. Raises StoreError."""
         with self._errors("prepare"):
             remove_folder(self.incoming)
             remove_leftovers(self.path)
@@ -140,11 +140,11 @@ class StoreFolder(FolderView):
         self._forget_step()
 
     def clear_mark(self) -> None:
-        """Declare the live rows scratch, durably: to be called before any of them is written. Raises StoreError."""
+        """Declare the live rows scratch, durably. Called before any of them is written. Raises StoreError."""
         self._write(self._own())
 
     def note_step(self, step: int) -> None:
-        """Remember how far the live rows came, for what is said after a kill; it costs a write of the page cache."""
+        """Remember the step that the live rows came to, for messages after a kill. Costs a write of the page cache."""
         with contextlib.suppress(OSError):
             if self._step_file is None:
                 self._step_file = os.open(self.path / "STEP", os.O_WRONLY | os.O_CREAT, 0o644)
@@ -162,16 +162,16 @@ class StoreFolder(FolderView):
         self._write({**self._read(), "base": [name]})
 
     def expect_base(self, name: str) -> None:
-        """Before snapshot `name` is written: the live rows go back to it once it is there. Raises StoreError.
+        """Let the live rows go back to snapshot `name` once it is written. Called before that. Raises StoreError.
 
-        Where one of that name is there, which it replaces, they do once it is another.
+        Where a snapshot of that name is there already, they go back to it once it has been replaced.
         """
         current, place = self.base, self.snapshots / name
         expected = [name, snapshot_id(place)] if os.path.lexists(place) else name
         self._write({**self._read(), "base": [expected] if current is None else [expected, current]})
 
     def _settle_base(self) -> None:
-        """A snapshot that a killed save did not come to write is none to go back to, whatever gets its name later."""
+        """Forget the snapshot that a killed save did not write: rows never go back to a later one of its name."""
         there = [name for name, replaced in self._bases() if self._is_there(name, replaced)]
         if there and there != self._read().get("base"):
             with contextlib.suppress(StoreError):  # on a full disk, rows can still be read
@@ -188,7 +188,7 @@ class StoreFolder(FolderView):
     def discard_live(self) -> None:
         """Clear the mark and remove the live rows. Raises StoreError."""
         self.check()
-        if self.read_mark() is not None:  # else nothing is written first, for which a full disk has no room
+        if self.read_mark() is not None:  # without a mark nothing is written: a full disk has no room
             self.clear_mark()
         with self._errors("remove the live rows of"):
             for place in PLACES:
@@ -196,10 +196,10 @@ class StoreFolder(FolderView):
             fsync_dir(self.path)
 
     def replace_live(self, new: Path, description: dict[str, Any], base: str | None = None) -> None:
-        """Let a durable folder of the same filesystem be the live rows, and describe them as `set_mark`.
+        """Let a durable folder of the same filesystem be the live rows, and mark them as `set_mark` does.
 
-        With `base`, they go back to that snapshot from here on. A kill at any instant leaves the old rows with their
-        mark or the new ones with theirs. Raises StoreError.
+        With `base`, the live rows go back to that snapshot from here on. A kill at any instant leaves the old rows with
+        the old mark, or the new rows with the new mark. Raises StoreError.
         """
         self.check()
         old = self.live
@@ -225,13 +225,13 @@ class StoreFolder(FolderView):
             raise StoreError(f"the mark of {str(self.path)!r} cannot hold the description: {error}") from error
         self.check()
         with self._errors("mark"):
-            if self._mark.exists() and content == self._read():  # a full disk has no room to write it again
+            if self._mark.exists() and content == self._read():  # a full disk has no room to write the same mark again
                 fsync_dir(self.path)
             else:
                 write_atomically(self._mark, data)
 
 
 def _note_holder(lock: int, process: bytes) -> None:
-    """In place, which takes no room on a disk; where there never was any, the holder stays unknown."""
+    """Write the holder's process id in place, which takes no room on a disk; without room the holder stays unknown."""
     with contextlib.suppress(OSError):
         os.pwrite(lock, process.rjust(20) + b"\n", 0)

@@ -12,14 +12,14 @@ from ..errors import StoreError
 from .durable import read_record, remedy_for, unseal
 
 PLACES = ("live", "live-2")
-OWN = ("base", "place")  # what the folder itself keeps in the mark
-MANIFEST = "manifest.msgpack"  # of a snapshot
+OWN = ("base", "place")  # fields of the mark that the folder itself keeps
+MANIFEST = "manifest.msgpack"  # the manifest of a snapshot
 
 
 def snapshot_id(folder: Path) -> str:
-    """The id of a snapshot; "" where there is none, or one that cannot be read.
+    """The id of a snapshot; "" where there is no snapshot, or none that can be read.
 
-    Raises StoreError where this process lacks descriptors or memory: it is unknown then.
+    Raises StoreError where this process lacks descriptors or memory, since the id is unknown then.
     """
     try:
         content = unseal(read_record(folder / MANIFEST))
@@ -56,7 +56,7 @@ class FolderView:
 
     @property
     def noted_step(self) -> int | None:
-        """What `note_step` was told last since the live rows carried a mark; None where that is not known."""
+        """The last step of `note_step` since the live rows carried a mark; None where it is not known."""
         try:
             return int((self.path / "STEP").read_bytes())
         except (OSError, ValueError):
@@ -64,7 +64,7 @@ class FolderView:
 
     @property
     def base(self) -> str | None:
-        """The snapshot that the live rows go back to: saved or loaded last. "" for none, None where it is unknown."""
+        """The snapshot that the live rows go back to, saved or loaded last: "" for none, None where it is unknown."""
         return next((name for name, replaced in self._bases() if self._is_there(name, replaced)), None)
 
     @property
@@ -73,7 +73,7 @@ class FolderView:
         return {name for name, replaced in self._bases() if replaced is not None}
 
     def _bases(self) -> list[tuple[str, str | None]]:
-        """Names, the first that is there counts; each with the id of the snapshot that it replaces, None for none."""
+        """Snapshots to go back to, of which the first that is there counts; each with the id it replaces, or None."""
         bases = self._read().get("base")
         found: list[tuple[str, str | None]] = []
         for base in bases if isinstance(bases, list) else []:
@@ -90,12 +90,12 @@ class FolderView:
 
     @property
     def begun(self) -> bool:
-        """Whether a run has ever written here: without it, a folder that has no mark is new."""
+        """Whether a run has ever written rows in the folder. If none has, a folder without a mark is new."""
         return self._mark.exists() or self.live.exists() or self.snapshots.exists()
 
     @property
     def was_open(self) -> bool:
-        """Whether rows were ever live here: without it, what is there are snapshots that came from elsewhere."""
+        """Whether rows were ever live in the folder. If not, its snapshots came from elsewhere."""
         return self._mark.exists() or self.live.exists() or self.noted_step is not None
 
     def _read(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The full table: every row in memory. It is a store by itself, and the last tier under a cache."""
+"""The full table: every row in memory. It may be a store by itself, or the last tier under a cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_room(new: int, room: Room | None) -> None:
 
 
 class FullTable(WithoutAnnouncements[_core.Batch]):
-    """Grows as rows arrive; `tier` names the memory in metrics."""
+    """A full table that grows as rows arrive. `tier` names its memory in metrics."""
 
     def __init__(self, layout: _core.Layout, tier: str) -> None:
         self._layout = layout
@@ -32,13 +32,13 @@ class FullTable(WithoutAnnouncements[_core.Batch]):
     def pin(self, batch: _core.Batch, room: Room | None) -> None:
         missing = self.native.find(batch)
         if room is not None:
-            # rows of a failed step are resident but were never written: they are new as well
+            # rows of a failed step are resident but were never written, so they count as new
             check_room(_core.count_new(batch, self._layout), room)
         if missing:
             self.native.insert_missing(batch, self._layout)
 
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
-        """Lines never move: there is nothing to end."""
+        """Does nothing: lines of a full table never move."""
 
     def peek(self, batch: _core.Batch) -> None:
         if self.native.find(batch):
@@ -65,10 +65,10 @@ class FullTable(WithoutAnnouncements[_core.Batch]):
                 yield bucket, rows
 
     def flush(self) -> None:
-        """Nothing lies below."""
+        """Does nothing: no tier lies below."""
 
     def tracker(self) -> None:
-        """`_core.ChangedRows` knows batches."""
+        """None: `_core.ChangedRows` follows batches of the CPU."""
 
     def image(self, top: Any) -> _core.TableImage:
         return _core.TableImage(self.native, self._layout, top.native)

@@ -15,45 +15,50 @@ from ..threads import LOOK
 from .contract import TableImage
 
 KEPT_BYTES = 256 << 20
-CHUNK_BYTES = 1 << 20  # what is read while steps wait
+CHUNK_BYTES = 1 << 20  # read at once, while steps wait
 
 
 class Image(Protocol):
-    """Made under the table's lock, which whoever calls the last three holds."""
+    """The rows of a table at one instant.
+
+    An image is made under the table's lock, and callers of `before_write` and `before_erase` hold that lock.
+    """
 
     def chunks(self) -> Chunks:
-        """Every row, as `Tier.scan`, once, from one thread. Raises ClosedError once the image or its table is closed,
-        StoreError."""
+        """Every row, as `Tier.scan`; called once, from one thread.
+
+        Raises StoreError, and ClosedError once the image or its table is closed.
+        """
 
     def close(self) -> None:
-        """Let the rows change freely. May be called again."""
+        """Let the rows change freely from here on. May be called again."""
 
     @property
     def is_pressed(self) -> bool:
-        """Whether steps may soon have to wait for it to be read."""
+        """Whether steps may soon have to wait until more of the image is read."""
 
     def wait_for_room(self, is_unread: Callable[[], bool]) -> None:
-        """Before anything is changed: waits while the rows kept aside take too much memory, without the lock.
+        """Wait while the rows kept aside take too much memory. Called before rows change, without the lock.
 
-        It is closed where nobody reads it any more.
+        The image is closed where nobody reads it any more.
         """
 
     def before_write(self, batch: Any) -> None:
-        """The lines of a pinned batch will be written."""
+        """Keep the rows of a pinned batch aside. Called before their lines are written."""
 
     def before_erase(self, tables: Tables, keys: Keys) -> None:
-        """Rows, given once each, will be erased."""
+        """Keep rows aside, given once each. Called before they are erased."""
 
 
 class DiskImage:
-    """A scan of RocksDB, which is a view of one instant. `closed` is told when it was closed, with the table's lock."""
+    """A scan of RocksDB, which is a view of one instant. `closed` is called after `close`, with the table's lock."""
 
     def __init__(self, rows: Chunks, lock: Any, closed: Callable[[Image], None]) -> None:
         self._rows = rows
         self._reading = RLock()
         self._lock, self._tell = lock, closed
         self._closed = False
-        self._first = next(rows, None)  # opens the scan
+        self._first = next(rows, None)  # this opens the scan
 
     def chunks(self) -> Chunks:
         chunk = self._first
@@ -68,7 +73,7 @@ class DiskImage:
         with self._lock, self._reading:
             if not self._closed:
                 self._closed = True
-                with suppress(ValueError):  # garbage is collected in the midst of it: RocksDB closes its scans itself
+                with suppress(ValueError):  # garbage collection in the midst of it: RocksDB closes its scans itself
                     self._rows.close()  # type: ignore[attr-defined]
                 self._tell(self)
 
@@ -77,20 +82,20 @@ class DiskImage:
         return False
 
     def wait_for_room(self, is_unread: Callable[[], bool]) -> None:
-        """Nothing is kept."""
+        """Does nothing: RocksDB's view takes none of this memory."""
 
     def before_write(self, batch: Any) -> None:
-        """Nothing to keep."""
+        """Does nothing: RocksDB's view keeps its rows."""
 
     def before_erase(self, tables: Tables, keys: Keys) -> None:
-        """Nothing to keep."""
+        """Does nothing: RocksDB's view keeps its rows."""
 
 
 class MemoryImage:
     """The rows of a full table, of `width` floats, over which there may be a cache.
 
-    What a row was is kept aside when it changes for the first time before it was read; `kept_bytes` bounds that but for
-    the rows of one step. `closed` is told when it was closed, with the lock.
+    A row that changes before it was read is kept aside as it was. `kept_bytes` bounds the memory for such rows, and the
+    rows of one step may exceed it. `closed` is called once the image was closed, with the table's lock.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class MemoryImage:
         self._kept_bytes = kept_bytes
         self._tell = closed
         self._changed = Condition(lock)
-        self.waits = 0  # of steps, for room
+        self.waits = 0  # how often steps waited for room
 
     def chunks(self) -> Chunks:
         most = max(1, CHUNK_BYTES // self._dtype.itemsize)
@@ -154,7 +159,7 @@ class MemoryImage:
     def _sort(self) -> None:
         table = self._table
         if table is not None:
-            table.sort()  # may take long, and needs no lock
+            table.sort()  # sorting may take long, and needs no lock
 
     def _has_room(self) -> bool:
         return self._table is None or self._table.kept_bytes < self._kept_bytes

@@ -18,7 +18,7 @@ from .durable import fsync_dir, make_folder, remedy_for
 
 SHARDS = 4
 WRITE_BUFFER_BYTES = 192 << 20  # the most that the memtables of all shards take
-SCAN_BYTES = 1 << 20  # a chunk
+SCAN_BYTES = 1 << 20  # of a chunk
 MB = 1 << 20
 
 
@@ -31,9 +31,9 @@ def rocksdb_info() -> dict[str, Any]:
 class LiveFile(NamedTuple):
     """A file of the databases at one moment: `name`, shard-N/<file>, in their folder.
 
-    `size`: in bytes; one that is still written to may have more. `crc32c`: of a file of rows, as RocksDB took
-    it while writing; None for other files, and where a version of tierbed wrote it that kept none. `content`: what a
-    copy must hold instead of what is in the file now.
+    `size`: in bytes; a file that is still written to may have more. `crc32c`: the checksum of a file of rows, as
+    RocksDB took it while writing; None for other files, and for files of early versions of tierbed, which kept none.
+    `content`: what a copy must hold instead of what is in the file now.
     """
 
     name: str
@@ -43,12 +43,12 @@ class LiveFile(NamedTuple):
 
 
 class RocksDB:
-    """Rows of `width` floats in `folder`, one database a shard.
+    """Rows of `width` floats in `folder`, with one database for each shard.
 
-    `shards`: how many the folder has, all of which must be there; None makes a new one with `new_shards`.
-    `read_only`: nothing is written to the folder, and a write of rows raises StoreError; so it is opened where a full
-    disk has no room for more, until `make_writable`.
-    `options`: as `options_text` gives them; they go over tierbed's own.
+    `shards`: how many shards the folder has, all of which must be there; None makes a new folder with `new_shards`.
+    `read_only`: nothing is written to the folder, and a write of rows raises StoreError. A folder on a full disk is
+    opened in this way too, until `make_writable`.
+    `options`: the string of `options_text`; its options go over tierbed's own.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class RocksDB:
                 reason = str(error).rpartition("; ")[0]
                 raise OptionError(f"read_mode={read_mode!r}: {reason}; give 'buffered'") from error
             if not read_only:
-                fsync_dir(folder)  # RocksDB makes what is in a shard durable, not the shard's name
+                fsync_dir(folder)  # RocksDB makes the files in a shard durable, and not the shard's name
 
     @property
     def native(self) -> _core.RocksTier:
-        """What a cache above takes. Raises StoreError once closed."""
+        """The native tier, for a cache above. Raises StoreError once closed."""
         return self._open()
 
     def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
@@ -148,20 +148,20 @@ class RocksDB:
             self._open().compact()
 
     def make_writable(self) -> None:
-        """To be called before rows change: a full disk may have let it be opened for reading alone. StoreError."""
+        """Open for writing what a full disk let be opened for reading alone. Called before rows change. StoreError."""
         with self._errors():
             self._open().make_writable()
 
     @property
     def failed(self) -> bool:
-        """Whether it failed in the middle of a call, as where memory ran out: then every other call raises."""
+        """Whether a call failed in its middle, as where memory ran out. Every other call raises then."""
         return self._db is not None and self._db.failed
 
     @contextlib.contextmanager
     def live_files(self) -> Iterator[list[LiveFile]]:
-        """The files that hold all rows written so far; within the block none of them is removed. StoreError.
+        """The files that hold all rows written so far. While the block runs none of them is removed. StoreError.
 
-        One block at a time.
+        Only one such block may run at a time.
         """
         database = self._open()
         with self._errors():
@@ -186,7 +186,7 @@ class RocksDB:
         """How the databases run: `rocksdb_info` and
 
         - `flush_threads`, `compaction_threads`: of the process, shared by every database in it;
-        - `memtable_bytes_max`: what written rows take in memory before they are in files, at most;
+        - `memtable_bytes_max`: the most memory that written rows take before they are in files;
         - `async_io`: whether reads of this tier go by io_uring.
         """
         return {**rocksdb_info(), **self._open().info()}

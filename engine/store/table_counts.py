@@ -16,7 +16,7 @@ FIELD = "table_rows"  # of a mark: how many rows each table has; marks of earlie
 
 
 def counted(tables: Tables, num_tables: int) -> Counts:
-    """How many of the rows are of each table."""
+    """How many of the given rows belong to each table."""
     return np.bincount(tables, minlength=num_tables)
 
 
@@ -28,7 +28,7 @@ def counted_chunks(chunks: Chunks, num_tables: int) -> Counts:
 
 
 def counts_in(mark: Mapping[str, Any], num_tables: int) -> Counts | None:
-    """Of the rows that a mark describes, with zeros for tables that it does not know; None where it does not tell."""
+    """The row counts in a mark, with zeros for tables that the mark does not know; None for a mark without counts."""
     given = mark.get(FIELD)
     if type(given) is not list or len(given) > num_tables or not all(type(n) is int and n >= 0 for n in given):
         return None
@@ -38,6 +38,6 @@ def counts_in(mark: Mapping[str, Any], num_tables: int) -> Counts | None:
 
 
 def by_label(labels: Sequence[str], **counts: Sequence[int] | Counts) -> dict[str, dict[str, int]]:
-    """What is counted, each [tables], by the label of the table."""
+    """Counts, each [tables], by the label of the table."""
     columns = [np.asarray(values).tolist() for values in counts.values()]
     return {label: dict(zip(counts, row, strict=True)) for label, *row in zip(labels, *columns, strict=True)}

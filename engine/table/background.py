@@ -16,8 +16,8 @@ from ..row_format import Chunks
 from ..store.image import Image
 from ..threads import LOOK, Thread, wait_for
 
-NICER = 10  # than the threads that train
-REST = 5.0  # times as long as it works: memory and disk are shared, whatever the priority
+NICER = 10  # the niceness above that of the threads that train
+REST = 5.0  # rests are so many times as long as work: memory and disk are shared, whatever the priority
 
 log = logging.getLogger("tierbed")
 
@@ -25,15 +25,15 @@ log = logging.getLogger("tierbed")
 class BackgroundSave:
     """Hands the rows of an image to `write` in a thread of its own, and closes the image after it.
 
-    `what` names the snapshot in messages, `lock` is the table's: what waits lets go of it. Raises RuntimeError where
-    the system gives no thread.
+    `what` names the snapshot in messages. `lock` is the table's lock; who waits lets go of it. Raises RuntimeError
+    where the system gives no thread.
     """
 
     def __init__(self, what: str, image: Image, write: Callable[[Chunks], object], lock: Any) -> None:
         self.what = what
         self._process = os.getpid()
         self._over = Condition(lock)
-        self._hurry = Event()  # somebody waits
+        self._hurry = Event()  # set while somebody waits
         self._ended = Event()
         self._error: BaseException | None = None
         self._told = False
@@ -43,16 +43,16 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Whether it ended, well or not."""
-        alive = self._thread.is_alive()  # asked first: what ends says so before
+        """Whether the save has ended, well or not."""
+        alive = self._thread.is_alive()  # asked first: a thread sets its result before it ends
         if not alive and not self._ended.is_set() and self._process == os.getpid():
             self._lose()
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it ends, for `timeout` seconds at most; False where it goes on. Ctrl-C ends the wait alone.
+        """Wait until the save ends, for `timeout` seconds at most; False where it goes on. Ctrl-C ends the wait alone.
 
-        Raises what went wrong with it: then there is no snapshot. StoreError in a forked process, which lacks the
+        Raises what went wrong with the save: then there is no snapshot. StoreError in a forked process, which lacks the
         thread.
         """
         if not self.done and self._process != os.getpid():
@@ -65,14 +65,14 @@ class BackgroundSave:
             end = None if timeout is None else monotonic() + timeout
             while not self.done and (end is None or monotonic() < end):  # not for the lock: a step may hold it long
                 self._ended.wait(LOOK if end is None else min(LOOK, end - monotonic()))
-        done = self.done  # tells as well where its thread is no more
+        done = self.done  # finds as well that the thread is no more
         if self._error is not None:
             self._told = True
             raise self._error
         return done
 
     def finish(self) -> BaseException | None:
-        """Wait until it ends, unless in its own thread. Returns what went wrong, once, where `wait` did not say it."""
+        """Wait until the save ends, unless in its thread. Returns what went wrong, once, if `wait` did not raise it."""
         if not self.done and self._process == os.getpid() and current_thread() is not self._thread:
             self._hurry.set()
             with self._over:
@@ -83,17 +83,17 @@ class BackgroundSave:
         return self._error
 
     def _paced(self, image: Image) -> Chunks:
-        """The rows of the image, with rests, so that steps go on at nearly their pace."""
+        """The rows of the image, read with rests, so that steps go on at nearly their pace."""
         begin = perf_counter()
         with closing(image.chunks()) as chunks:  # type: ignore[type-var]
             for chunk in chunks:
                 yield chunk
-                if not image.is_pressed and main_thread().is_alive():  # else the process waits, to end
+                if not image.is_pressed and main_thread().is_alive():  # else steps or the end of the process wait
                     self._hurry.wait(REST * (perf_counter() - begin))
                 begin = perf_counter()
 
     def _lose(self) -> None:
-        """The thread is no more, and did not come to say so."""
+        """End the save where its thread is no more and did not say so."""
         self._error = self._error or MemoryError(f"{self.what}: the thread that saves it ended without a word")
         self.image.close()
         self._ended.set()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ..errors import TierbedError
 
-_LOOK_AGAIN = 0.05  # seconds, while a visitor waits
+_LOOK_AGAIN = 0.05  # seconds between two looks of a waiting visitor
 
 
 class Visited(Protocol):
@@ -28,28 +28,29 @@ class Visited(Protocol):
 
 
 class Boundary:
-    """Lets one visitor at a time in. Steps give way to it: a lock alone may go back to the thread that let it go.
+    """Lets one visiting thread at a time in between two steps, to which steps give way.
 
-    From its pin to its update a step has the table without the lock, and what it evicts has gone already.
+    A lock alone may go back to the thread that let it go. And from its pin to its update a step uses the table without
+    holding the lock, when the rows that it evicts have gone already.
     """
 
     def __init__(self) -> None:
-        self.wanted = False  # by a visitor; steps look at it without a lock
-        self._arrived = Event()  # a step waits, so none is under way
+        self.wanted = False  # whether a visitor waits; steps look at it without a lock
+        self._arrived = Event()  # set when a step waits, so none is under way
         self._over = Event()
 
     def give_way(self, table: Visited) -> None:
-        """Before a step begins, where a visitor is `wanted`: wait until it has gone. Ctrl-C is heard meanwhile."""
+        """Wait until the visitor has gone. Called before a step, where `wanted` is set. Ctrl-C is heard meanwhile."""
         table.release()
         self._arrived.set()
         self._over.wait()
 
     @contextmanager
     def visit(self, table: Visited, give_up: Callable[[], bool]) -> Iterator[bool]:
-        """Around what another thread does between two steps, with the table's lock: no step is under way.
+        """A block of another thread between two steps, with the table's lock held and no step under way.
 
-        It is False, and nothing may be done, where `give_up` said so before; it is asked while the visitor waits.
-        Raises what an earlier call of the steps' thread did wrong, where it is found late; that thread hears it too.
+        Yields False, and the block may do nothing, where `give_up` returned True while the visitor waited. Raises what
+        an earlier call of the steps' thread did wrong and the device found late; that thread raises it too.
         """
         self._arrived.clear()
         self._over.clear()
@@ -79,7 +80,7 @@ class Boundary:
 
 
 def _catch_up_with_device(table: Visited) -> None:
-    table.processor.wait()  # steps may run on a stream that is not this thread's
+    table.processor.wait()  # steps may run on another stream than this thread
     if late := table.late_error(wait=True):
         table.untold = late
         raise late

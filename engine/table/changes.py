@@ -1,4 +1,4 @@
-"""Which rows changed since a snapshot: their names as they change, and their rows when an incremental one is saved."""
+"""The rows that changed since a snapshot: noted by name, and read when an incremental snapshot is saved."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from ..row_format import BUCKETS, Change, Keys, Tables, keys_of, row_dtype
 from ..store.contract import Store, Tracker
 from .scanned import line_addresses
 
-CHUNK_BYTES = 1 << 23  # of rows that are read at once
+CHUNK_BYTES = 1 << 23  # bytes of rows that are read at once
 
 
 class Changes:
-    """The names of rows that changed since the snapshot with the id `since`. Everything holds the table's lock.
+    """The names of rows that changed since the snapshot with the id `since`. All callers hold the table's lock.
 
-    While a snapshot is being saved they are in two sets, for what changes meanwhile is not in it.
+    While a snapshot is being saved the names are in two sets, since changes of that time are not in the snapshot.
     """
 
     def __init__(self, since: str, tracker: Tracker[Any] | None) -> None:
-        """`tracker`: of the top of the stack."""
+        """tracker: from the top of the stack, or None."""
         self.since = since
         self._tracker = tracker
-        self._saving: _core.ChangedRows | None = None  # until the last `cut`
+        self._saving: _core.ChangedRows | None = None  # names up to the last `cut`
         self._later = _core.ChangedRows()
 
     def note(self, batch: Any) -> None:
-        """The rows of a batch are written."""
+        """Note the rows of a batch that is written."""
         (self._tracker or self._later).note(batch)
 
     def note_rows(self, tables: Tables, keys: Keys) -> None:
-        """Rows are erased."""
+        """Note rows that are erased."""
         self._later.note_rows(tables, keys)
 
     def cut(self) -> None:
-        """What changed until now is about to be saved; where that fails, it is still known."""
+        """Begin to save what changed until now. If the save fails, it is still known."""
         if self._tracker is not None:
             self._later.note_rows(*self._tracker.names())
             self._tracker.forget()
-        later = _core.ChangedRows(room=self._later.size)  # as many will change again
+        later = _core.ChangedRows(room=self._later.size)  # about as many will change again
         if self._saving is None:
             self._saving = self._later
         else:
@@ -49,14 +49,14 @@ class Changes:
         self._later = later
 
     def saved(self, since: str) -> None:
-        """What changed until the last `cut` is in the snapshot of that id."""
+        """Note that what changed until the last `cut` is in the snapshot with the id `since`."""
         self.since, self._saving = since, None
 
     def rows(self, top: Store[Any], width: int) -> Iterator[Change]:
         """What changed until the last `cut`, as `top` has it now, in chunks.
 
-        Buckets ascend, within one (table, key) of rows and of keys do. Some of the keys may be of rows that came after
-        the snapshot and went again.
+        Buckets ascend, and within a bucket (table, key) of rows and of keys do. Some keys may be of rows that came
+        after the snapshot and went again.
         """
         changed, dtype = self._saving, row_dtype(width)
         assert changed is not None

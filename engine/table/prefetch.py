@@ -1,7 +1,7 @@
 """Batches made ready before their step: ids deduplicated and rows brought up, by a thread of its own.
 
-What is announced is a hint. A step takes a prepared batch only where its ids are those that were announced, and reads
-values when it runs, so hints change when work is done and never a row.
+An announcement is a hint. A step takes a prepared batch only where its ids are the announced ones, and it reads values
+when it runs. So hints change the time of work, and never a row.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..threads import Thread, wait_for
 if TYPE_CHECKING:
     from ..processors.processor import Processor
 
-WINDOW = 31  # batches that a store knows of ahead, beside that of the step; more wait here
-QUEUE = 4 * WINDOW  # batches that wait at most
+WINDOW = 31  # the batches that a store knows of ahead, beside the batch of the step; more wait here
+QUEUE = 4 * WINDOW  # the most batches that wait
 
 
 class _Coming:
@@ -35,13 +35,13 @@ class _Coming:
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
         self.lookups = [_copy(lookup) for lookup in lookups]
         self.copied = processor.mark()
-        # a device is not waited for to see that its memory holds the same ids still, which `hand_over` checks late
+        # no waiting for the device to compare ids in the same memory: `hand_over` checks them late
         self._given = [_places(lookup) for lookup in lookups] if processor.checks_late else None
-        self._kept = lookups  # so that nothing else comes into their memory
+        self._kept = lookups  # kept, so that nothing else gets their memory
         self.batch: Any = None
-        self.made: Any = None  # a mark as well
-        self.announced = False  # the store knows of it
-        self.fetched = False  # its rows are up
+        self.made: Any = None  # a mark: the batch is made
+        self.announced = False  # whether the store knows of the batch
+        self.fetched = False  # whether its rows are up
         self.error: BaseException | None = None
 
     def is_of(self, lookups: Sequence[Lookup]) -> bool:
@@ -57,7 +57,7 @@ def _copy(lookup: Lookup) -> Lookup:
 
 
 def _places(lookup: Lookup) -> tuple[Any, ...]:
-    """What says that two lookups are of the same memory, and that torch has not written there in between."""
+    """A value that is equal for lookups of the same memory to which torch has not written in between."""
     return lookup.pooling, *(
         part if part is None else (part.data_ptr(), _version(part), part.dtype, part.shape, part.stride())
         for part in lookup[:3]
@@ -65,7 +65,7 @@ def _places(lookup: Lookup) -> tuple[Any, ...]:
 
 
 def _version(part: Tensor) -> Any:
-    return object() if part.is_inference() else part._version  # the former counts no writes
+    return object() if part.is_inference() else part._version  # tensors of inference mode count no writes
 
 
 def _same(one: Lookup, other: Lookup) -> bool:
@@ -81,7 +81,7 @@ def _same(one: Lookup, other: Lookup) -> bool:
 
 
 class Prefetcher:
-    """Prepares the announced batches of one table in their order. Its thread starts with the first of them."""
+    """Prepares the announced batches of one table in their order. Its thread starts at the first announcement."""
 
     def __init__(self, processor: Processor[Any], store: Store[Any], threads: int) -> None:
         self._processor = processor
@@ -90,24 +90,24 @@ class Prefetcher:
         self.counts = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
         self._coming: deque[_Coming] = deque()  # empty where there is no thread
         self._changed = Condition()
-        self._thread: Thread | None = None  # the one that goes on; another ends
-        self._process = 0  # that the thread is of
-        self._busy = False  # the thread is at work outside of the lock
-        self._paused = False  # the thread may not begin anything
-        self._ended = 0  # steps
-        self._full = False  # the store takes no more batches ahead until a step ends
-        self._unmatched = 0  # steps in a row that nobody announced
+        self._thread: Thread | None = None  # the thread that goes on; any other ends
+        self._process = 0  # the process of the thread
+        self._busy = False  # whether the thread is at work outside of the lock
+        self._paused = False  # whether the thread may begin nothing
+        self._ended = 0  # how many steps have ended
+        self._full = False  # whether the store takes no more batches ahead until a step ends
+        self._unmatched = 0  # how many steps in a row nobody announced
 
     @property
     def has_thread(self) -> bool:
         return self._thread is not None
 
     def announce(self, lookups: Sequence[Lookup]) -> None:
-        """A coming step has these lookups; steps are announced in their order.
+        """Announce the lookups of a coming step. Steps are announced in their order.
 
         Raises RuntimeError where the system gives no thread.
         """
-        if len(self._coming) == QUEUE:  # nobody takes them
+        if len(self._coming) == QUEUE:  # no step takes these batches
             self.counts["prefetch_dropped"] += 1
             return
         coming = _Coming(lookups, self._processor)
@@ -115,16 +115,16 @@ class Prefetcher:
             if self._thread is None or not self._thread.is_alive():
                 self._busy = False
                 thread = Thread(target=self._run, name="tierbed-prefetch", daemon=True)
-                thread.start()  # may fail; it waits for the lock
+                thread.start()  # start may fail; the thread waits for the lock
                 self._thread, self._process = thread, os.getpid()
             self._coming.append(coming)
             self._changed.notify_all()
 
     @contextmanager
     def step(self, lookups: Sequence[Lookup] | None) -> Iterator[Any]:
-        """Around pinning the rows of a step: its batch where it was announced, else None.
+        """A block that pins the rows of a step. Yields the step's batch where it was announced, else None.
 
-        Without `lookups` it is no step, and takes no announced batch. Raises what preparing the batch raised.
+        Without `lookups` the block is no step, and takes no announced batch. Raises what preparing the batch raised.
         """
         if not self._coming:
             yield None
@@ -134,7 +134,7 @@ class Prefetcher:
             batch = self._take(lookups)
             try:
                 yield batch
-            except BaseException:  # it may not have come to be pinned: the store forgets it as well
+            except BaseException:  # the batch may not be pinned: the store forgets it as well
                 self._interrupt(None, None)
                 self._resume()
                 raise
@@ -146,7 +146,7 @@ class Prefetcher:
             self._resume()
 
     def ended(self) -> None:
-        """A step is over: there is room for another batch."""
+        """Note that a step is over, and that there is room for another batch."""
         if self._thread is not None:
             with self._changed:
                 self._ended += 1
@@ -162,17 +162,17 @@ class Prefetcher:
             self._thread = None
             self._coming.clear()
             self._changed.notify_all()
-        if thread is not current_thread():  # garbage may be collected in it, and close the table
+        if thread is not current_thread():  # garbage collected in the thread may close the table
             thread.join()
         self._busy = self._full = False
         self._store.cancel()
 
     def _take(self, lookups: Sequence[Lookup]) -> Any:
-        """The batch that was announced first, for a step with these lookups."""
+        """Take the batch that was announced first, for a step with these lookups."""
         with self._changed:
             first = self._coming[0]
             if not wait_for(self._changed, lambda: first.announced or first.error, self._thread):
-                while len(self._coming) > 1:  # these go the plain way
+                while len(self._coming) > 1:  # the steps of these go the plain way
                     self._coming.pop()
                 first.error = MemoryError("the thread that makes announced batches ready ended without a word")
             if first.error is None:
@@ -184,15 +184,15 @@ class Prefetcher:
         raise first.error
 
     def _interrupt(self, wanted: int | None, lookups: Sequence[Lookup] | None) -> Any:
-        """Pause the thread and let the store forget every batch; they are announced again after `_resume`.
+        """Pause the thread and let the store forget every batch. Batches are announced again after `_resume`.
 
-        Returns the batch number `wanted`, as far as it was made, and drops it and those before it. `lookups`: of a
-        step.
+        Returns batch number `wanted`, as far as it was made, and drops it and the batches before it. lookups: of the
+        step, if there is one.
         """
         with self._changed:
             self._paused = True
             if not wait_for(self._changed, lambda: not self._busy, self._thread):
-                self._busy = False  # it is no more
+                self._busy = False  # the thread is no more
             self._store.cancel()
             for coming in self._coming:
                 coming.announced = coming.fetched = False
@@ -205,12 +205,12 @@ class Prefetcher:
                     self._coming.popleft()
                 self._unmatched = 0
                 return self._hand_over(self._coming.popleft(), lookups)
-            if self._unmatched > WINDOW:  # hints that no step wants
+            if self._unmatched > WINDOW:  # no step wants these hints
                 self._coming.clear()
             return None
 
     def _hand_over(self, coming: _Coming, lookups: Sequence[Lookup]) -> Any:
-        """Its batch as far as it was made, for the thread of the step."""
+        """An announced batch, as far as it was made, for the thread of its step."""
         if coming.batch is not None:
             self._processor.follow(coming.made)
             self._processor.hand_over(coming.batch, coming.lookups, lookups)
@@ -245,11 +245,11 @@ class Prefetcher:
                     coming.error = error
 
     def _next(self) -> _Coming | None:
-        """What to work on: every batch of the window becomes known before any is fetched."""
+        """The batch to work on. Every batch of the window becomes known to the store before any is fetched."""
         unfetched = None
         for coming in islice(self._coming, WINDOW):
             if coming.error is not None:
-                break  # the step that meets it raises; what follows waits
+                break  # its step raises the error; later batches wait
             if not coming.announced:
                 return coming
             if not coming.fetched and unfetched is None:

@@ -1,4 +1,4 @@
-"""Builds the tiers that the options ask for, slowest first."""
+"""The stack of tiers that the options ask for, built from the slowest tier up."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ log = logging.getLogger("tierbed")
 
 
 class Stack(NamedTuple):
-    """`top` serves steps; `bottom` is the tier that every row reaches in time, the one to load rows into."""
+    """The tiers of a table. `top` serves steps. Every row reaches `bottom` in time, and rows are loaded into it."""
 
     top: Store[Any]
     bottom: RocksDB | Table
 
     def compact(self) -> None:
-        """`RocksDB.compact`, where RocksDB is the bottom."""
+        """Call `RocksDB.compact`, where RocksDB is the bottom."""
         if isinstance(self.bottom, RocksDB):
             self.bottom.compact()
 
 
 def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path | None, shards: int | None) -> Stack:
-    """The top is of the processor, what is below a cache of the host.
+    """Build the tiers. The top is of the processor, and the tiers below a cache are of the host.
 
-    `folder`: where RocksDB lives, with the `shards` that it has or None for a new one. OptionError, StoreError.
+    folder: where RocksDB lives. shards: how many it has, None for a new folder. Raises OptionError, StoreError.
     """
     layout = processor.layout
     if isinstance(options, CachedSsdOptions):

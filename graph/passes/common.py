@@ -18,7 +18,7 @@ from ..trace.trace import LIVE
 from .dense import dense_step
 from .step_end import DenseGrads, RowGrads, StepEnd, accumulate, end_step, schedule
 
-# what moves rows and parameters
+# the nodes that move rows and parameters
 EFFECTS: set[Callable[..., Any]] = {step.update, dense_step, end_step, accumulate, schedule}
 
 
@@ -30,9 +30,9 @@ def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
 
 
 def drop_detach(graph: fx.Graph) -> None:
-    """A compiled step runs without autograd, where detach is the identity, unless one of the two is reshaped alone.
+    """Remove detach, without autograd the identity, unless its input or its result is reshaped alone.
 
-    That of an argument, which the trace made, is always: build reshapes the very tensor of the call.
+    A detach of an argument is removed always. The trace made it, and build reshapes the very tensor of the call.
     """
     apart = reshaped(graph)
     detaches = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
@@ -44,7 +44,7 @@ def drop_detach(graph: fx.Graph) -> None:
 
 
 def drop_double_transpose(graph: fx.Graph) -> None:
-    """The backward of a linear layer transposes its weight, and its weight's gradient, there and back."""
+    """Remove pairs of transposes. The backward of a linear layer has them, for its weight and the weight's gradient."""
     transpose = torch.ops.aten.t.default
     apart = reshaped(graph)
     for node in graph.find_nodes(op="call_function", target=transpose):
@@ -70,7 +70,7 @@ def keep_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
 def add_dense_steps(
     module: fx.GraphModule, optimizers: dict[str, Optimizer], grads: list[tuple[Optimizer, fx.Node, fx.Node]]
 ) -> None:
-    """One node an optimizer at the end of the step. `grads` gives each parameter's optimizer, node and gradient."""
+    """Add a node for each optimizer at the end of the step. grads: each parameter's optimizer, node and gradient."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
         for name, optimizer in optimizers.items():
@@ -81,7 +81,7 @@ def add_dense_steps(
 
 
 def end_together(module: fx.GraphModule, end: StepEnd) -> fx.Node:
-    """One node in place of all updates and dense steps, which scales and clips their gradients together."""
+    """Replace all updates and dense steps by one node, which scales and clips their gradients together."""
     graph = module.graph
     accumulates = end.every > 1
     rows: list[Any] = []
@@ -112,7 +112,7 @@ def end_together(module: fx.GraphModule, end: StepEnd) -> fx.Node:
 
 
 def _read_instead(graph: fx.Graph, prefetch: fx.Node) -> None:
-    """Let what uses a pinned batch read: its rows are pinned when their gradients are complete."""
+    """Let the uses of a pinned batch read instead: accumulated rows are pinned when their gradients are complete."""
     arguments: Any = prefetch.args
     embedding, lookups = arguments
     reads: dict[Any, Callable[..., Any]] = {step.gather: step.read, step.weights_grad: step.read_weights_grad}
@@ -127,7 +127,7 @@ def _read_instead(graph: fx.Graph, prefetch: fx.Node) -> None:
 
 
 def add_schedules(module: fx.GraphModule, schedulers: dict[str, LRScheduler], stepped: fx.Node | None) -> None:
-    """A step of each learning rate schedule at the end; where `stepped` is given, it says whether there was one."""
+    """Add a step of each learning rate schedule at the end. stepped: a node that says whether optimizers had a step."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
         for name, scheduler in schedulers.items():
@@ -137,7 +137,7 @@ def add_schedules(module: fx.GraphModule, schedulers: dict[str, LRScheduler], st
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """Remove what nothing depends on. Unlike FX's own pass it also removes in-place ops on memory that nobody reads."""
+    """Remove nodes that nothing depends on, and in-place ops on memory that nobody reads, unlike FX's own pass."""
     live = live_nodes(graph, EFFECTS)
     for node in reversed(list(graph.nodes)):
         if node not in live:

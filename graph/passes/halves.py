@@ -11,9 +11,10 @@ from torch import fx
 def split(
     module: fx.GraphModule, graph: fx.Graph, last: set[Callable[..., Any]]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """`graph`, made of that of `module` and used up here, without the calls of `last`; and these, in their order.
+    """A step in two modules: `graph` without the calls of functions in `last`, and these calls, in their order.
 
-    The first returns (results, what the second takes).
+    `graph` was made of the graph of `module`, and is used up here. The first module returns (results, the arguments of
+    the second).
     """
     output, end = graph.output_node(), fx.Graph()
     moving = [node for node in graph.nodes if node.target in last]

@@ -1,6 +1,6 @@
 """The pass that lets TorchInductor compile the dense part of a step.
 
-What draws random numbers, changes memory in place or works on rows stays an op of its own: its order is the eager one.
+An op that draws random numbers, changes memory in place or works on rows stays by itself, in the eager order.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Compiled(nn.Module):
 
 
 def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.GraphModule:
-    """The same step with each part of several pure aten ops, as large as can be, compiled for its shapes.
+    """The same step, with its parts of several pure aten ops compiled for their shapes. Parts are as large as can be.
 
-    Ops that ids are made of stay as they are. GraphError where Inductor cannot compile.
+    Ops that make ids stay as they are. GraphError where Inductor cannot compile.
     """
     fused = CapabilityBasedPartitioner(module, _Pure(module.graph)).partition_and_fuse(prefix="dense_")
     for node in fused.graph.find_nodes(op="call_module", sort=True):

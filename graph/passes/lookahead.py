@@ -1,6 +1,6 @@
 """What a coming batch will look up: hints for the embeddings, as each step computes its ids itself.
 
-A pass cuts from a compiled step what the ids of its training lookups are made of, to be run on the inputs of a batch.
+A pass cuts the ops that make the ids of training lookups from a compiled step. They run on the inputs of a batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Coming = list[tuple[Rows, list[Lookup]]]
 
 
 def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
-    """A module with the placeholders of the compiled `module` that returns (embedding, lookups) for all it trains.
+    """A module with the placeholders of the compiled `module`, which returns (embedding, lookups) for all it trains.
 
-    Left out are those whose ids depend on rows, on random numbers, on what this step changes outside of it, or on an op
-    that is not torch's own. None where nothing is left.
+    Left out are lookups whose ids depend on rows, on random numbers, on what this step changes outside of it, or on an
+    op that is not torch's own. None where nothing is left.
     """
     known = known_ahead(module)
     if not known:
@@ -41,7 +41,7 @@ def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def known_ahead(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """The (embedding, lookups) whose rows can be brought up before the step runs, and the node that pins them."""
+    """The nodes that pin rows which can be brought up before the step runs, with their (embedding, lookups)."""
     trained: list[tuple[fx.Node, Any]] = []
     for node in module.graph.find_nodes(op="call_function", target=step.prefetch):
         trained.append((node, node.args[:2]))
@@ -57,7 +57,7 @@ def known_ahead(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
 
 
 def _sources(user: fx.Node, arguments: Any) -> set[fx.Node]:
-    """The nodes that these arguments of it are made of, with those that wrote to their memory before it."""
+    """The nodes that make these arguments of `user`, and the nodes that wrote to their memory before `user`."""
     writers: dict[int, list[fx.Node]] = defaultdict(list)
     for node in user.graph.nodes:
         if node is user:

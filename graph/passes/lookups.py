@@ -18,21 +18,21 @@ from ..trace.alias import is_random, memory, stable, storages, written
 LOOKUP = torch.ops.tierbed.lookup.default
 LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default
 WEIGHTS_GRAD = torch.ops.tierbed.lookup_weights_grad.default
-# how autograd adds up the gradients of one parameter, and copies them: the argument that it copies
+# ops by which autograd adds up and copies the gradients of one parameter, and the argument that an op copies
 _SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 
 
 class Segment(NamedTuple):
-    """A lookup as a batch has it: equal ones, of nodes that compare by identity, share a segment."""
+    """A lookup of a batch. Equal lookups share a segment; nodes compare by identity."""
 
     lookup: Lookup
     weights: Any
-    changed: fx.Node | None  # what wrote to the weights last
+    changed: fx.Node | None  # the node that wrote to the weights last
 
 
 def expand_reads(module: fx.GraphModule, name_of: Callable[[int], str]) -> None:
-    """Every lookup, and gradient of weights, that is left becomes a read, which changes nothing."""
+    """Replace every lookup, and every gradient of weights, that is left by a read, which changes nothing."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=LOOKUP):
         with graph.inserting_before(node):
@@ -45,12 +45,12 @@ def expand_reads(module: fx.GraphModule, name_of: Callable[[int], str]) -> None:
 
 
 def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: Callable[[int], str]) -> None:
-    """One prefetch before the first lookup with a gradient, a gather for each, one update at the end of the step.
+    """Make one prefetch before the first lookup with a gradient, a gather for each, one update at the step's end.
 
-    Gradients of weights, where build wants them, are taken between: from the rows as they were gathered.
+    Gradients of weights are taken between, where build wants them: from the rows as they were gathered.
 
-    `grad` is what build left as the gradient of the embedding's parameter. GraphError where it is more than a sum of
-    lookups' gradients, and where hoisting would change the ids of a lookup or the order of random draws.
+    grad: what build left as the gradient of the embedding's parameter. Raises GraphError where `grad` is more than a
+    sum of lookups' gradients, and where hoisting would change the ids of a lookup or the order of random draws.
     """
     graph = module.graph
     grads: dict[Segment, list[Any]] = defaultdict(list)
@@ -84,7 +84,7 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: 
 
 
 def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, segments: list[Segment]) -> None:
-    """Let the gradients of weights use the rows of the batch where it has them; they do not depend on the weights."""
+    """Let the gradients of weights use the rows of the batch, where it has these. Rows do not depend on the weights."""
     index_of = {segment.lookup: index for index, segment in enumerate(segments)}
     node = batch.next
     while node.op != "output":
@@ -98,13 +98,13 @@ def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, segments
 
 
 def _lookup(node: fx.Node) -> Lookup:
-    """Of a lookup or one of its gradients, whose arguments are alike but the first."""
+    """The `Lookup` of a node, a lookup or one of its gradients. Their arguments are alike but for the first."""
     arguments: Any = node.args[1:5]
     return Lookup(*arguments)
 
 
 def _segment(node: fx.Node) -> Segment:
-    """Of a lookup or its gradient."""
+    """The segment of a node, a lookup or its gradient."""
     weights: Any = node.args[5]
     changed = None
     if weights is not None:
@@ -124,9 +124,9 @@ def _given(weights: Any) -> tuple[Any, ...]:
 
 
 def refuse_used(graph: fx.Graph, shadows: dict[fx.Node, str], name_of: Callable[[int], str]) -> None:
-    """GraphError if something still uses an embedding's parameter, given by node, or its gradient: neither has a value.
+    """GraphError if a node still uses an embedding's parameter or its gradient, since neither has a value.
 
-    Runs when lookups are expanded and dead nodes dropped.
+    shadows: the nodes of these parameters. Runs when lookups are expanded and dead nodes dropped.
     """
     for shadow, name in shadows.items():
         if shadow.users:
@@ -144,7 +144,7 @@ def _no_tensor(name: str) -> GraphError:
 
 
 def _terms(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx.Node]:
-    """The lookup gradients whose plain sum is `grad`, one given twice if it counts twice. GraphError otherwise."""
+    """The lookup gradients whose plain sum is `grad`; one that counts twice is there twice. GraphError otherwise."""
     counts: Counter[fx.Node] = Counter()
     summed: set[fx.Node] = set()
     pending: list[Any] = [grad]
@@ -192,9 +192,9 @@ def _total(graph: fx.Graph, grads: list[fx.Node]) -> fx.Node:
 
 
 def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
-    """Move what the ids of the later lookups are made from before the first lookup.
+    """Move the ops that make the ids of later lookups before the first lookup.
 
-    Where they are made from rows of an earlier lookup, those rows are read first: a batch is fetched as a whole.
+    Where ids are made from rows of an earlier lookup, those rows are read first: a batch is fetched as a whole.
     """
     between: list[fx.Node] = []
     node = lookups[0]

@@ -1,7 +1,7 @@
-"""The pass that lets a step for many sizes take all numbers from the sizes of its inputs, as they are when it begins.
+"""The pass that lets a step for many sizes take all numbers from its inputs' sizes at its beginning.
 
-A recording asks the tensor where it met a size first, at the time when the size is needed: an op may have changed that
-tensor's shape in place by then. A stride that a kernel chooses need not be the recorded one either.
+A recording takes a size from the tensor where it met that size first, at the time when the size is needed. By then an
+op may have changed the tensor's shape in place. A stride that a kernel chooses need not be the recorded one either.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..trace.alias import is_reshape
 
 
 def sizes_from_inputs(module: fx.GraphModule) -> None:
-    """Replace what reads a size, a stride or an offset of a tensor by a number made of sizes of the placeholders.
+    """Replace nodes that read a size, a stride or an offset of a tensor by numbers made of the placeholders' sizes.
 
-    GraphError where the step changes the shape of an input or of a live tensor in place: no other call has its sizes.
+    GraphError where the step changes the shape of an input or of a live tensor in place: no other call has that size.
     """
     graph = module.graph
     if any(is_reshape(node) and node.args[0].op != "call_function" for node in graph.nodes):
@@ -45,7 +45,7 @@ def sizes_from_inputs(module: fx.GraphModule) -> None:
 
 
 def _open_sizes(graph: fx.Graph) -> dict[Any, Any]:
-    """The symbols (of sympy) of a recording, each as the proxy of a node that asks a placeholder for it."""
+    """The sympy symbols of a recording, each with the proxy of a node that reads it from a placeholder."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     found: dict[Any, Any] = {}
     for node in graph.find_nodes(op="placeholder"):

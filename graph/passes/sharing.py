@@ -13,10 +13,10 @@ from ..trace.alias import is_random, memory, written
 
 
 def share_batches(module: fx.GraphModule) -> None:
-    """`prefetch(embedding, lookups)` of what another embedding prefetched before it becomes one like that batch.
+    """Let a prefetch take the unique rows of an earlier prefetch of the same lookups by another embedding.
 
-    Lookups are the same where the same of torch's ops make their tensors of the same. What makes them may not be
-    written to anywhere in the step. Embeddings must agree in their number of tables, key type and padding.
+    Lookups are the same where the same ops of torch make their tensors of the same tensors. Nothing may write to these
+    tensors anywhere in the step. Embeddings must agree in their number of tables, key type and padding.
     """
     changed = set().union(*map(written, module.graph.nodes))
     values: dict[Hashable, int] = {}
@@ -38,7 +38,7 @@ def share_batches(module: fx.GraphModule) -> None:
 
 
 def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
-    """Equal for arguments of equal values: nodes go by theirs, numbers by their type as well."""
+    """A key that is equal for arguments of equal values. A node goes by its value, a number by its type as well."""
     if isinstance(argument, fx.Node):
         return fx.Node, value_of[argument]
     if isinstance(argument, list | tuple):

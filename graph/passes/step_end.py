@@ -1,6 +1,6 @@
 """The node that ends a step whose gradients are accumulated, unscaled or clipped before parameters move.
 
-Without any of these a step ends in a node for each embedding and each optimizer, and this one is not there.
+Where gradients are none of these, a step ends in a node for each embedding and each optimizer instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class DenseGrads(NamedTuple):
-    """Of the parameters of one optimizer that backward() reached."""
+    """The gradients of one optimizer's parameters, as far as backward() reached them."""
 
     optimizer: Optimizer
     params: list[Tensor]
@@ -38,7 +38,7 @@ class DenseGrads(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """Of the lookups of a pinned batch, with the weights that they were pooled with."""
+    """The gradients of a pinned batch's lookups, with the weights that pooled them."""
 
     batch: Pinned
     grads: list[Tensor]
@@ -50,7 +50,7 @@ LookupGrads = tuple[Rows, list[Lookup], list[Tensor], list[Tensor | None]]
 
 
 class _Same:
-    """A part of a key that equals itself alone: it keeps the tensor, so that no other can take its id."""
+    """A part of a key that equals itself alone. It keeps a tensor, so that no other tensor can take its id."""
 
     def __init__(self, tensor: Tensor | None) -> None:
         self._tensor = tensor
@@ -63,14 +63,14 @@ class _Same:
 
 
 class StepEnd:
-    """What a graph asks of its gradients, and those that wait for the update."""
+    """What a graph does with its gradients, and the gradients that wait for an update."""
 
     def __init__(self) -> None:
         self.max_norm: float | None = None
         self.clip_value: float | None = None
         self.scaler: GradScaler | None = None
-        self.every = 1  # of how many steps gradients are summed
-        self.steps = 0  # whose gradients wait
+        self.every = 1  # how many steps' gradients are summed
+        self.steps = 0  # how many steps' gradients wait
         self._dense: dict[Optimizer, dict[Tensor, Tensor]] = {}
         self._rows: dict[Rows, RowGradients] = {}
 
@@ -80,11 +80,11 @@ class StepEnd:
         return self.max_norm is None and self.clip_value is None and self.scaler is None and self.every == 1
 
     def key(self) -> Hashable:
-        """Changes with what a compiled step depends on."""
+        """A key that changes with the settings that a compiled step depends on."""
         return self.is_plain, self.every > 1, self.scaling()
 
     def scaling(self) -> Hashable:
-        """Changes with the tensor that a compiled step multiplies its loss by."""
+        """A key that changes with the tensor that a compiled step multiplies its loss by."""
         return _Same(self._scale)
 
     @property
@@ -102,7 +102,7 @@ class StepEnd:
             )
 
     def keep(self, rows: list[LookupGrads], dense: list[DenseGrads]) -> None:
-        """Add the gradients of one more step to those that wait."""
+        """Add the gradients of one more step to the waiting gradients."""
         with uninterrupted():
             for embedding, lookups, grads, weights in rows:
                 kept = self._rows.setdefault(embedding, RowGradients(embedding))
@@ -115,7 +115,7 @@ class StepEnd:
             self.steps += 1
 
     def pin(self) -> tuple[list[RowGrads], list[DenseGrads]]:
-        """All gradients that wait, with their rows pinned."""
+        """All waiting gradients, with their rows pinned."""
         rows = [RowGrads(batch, *kept.grads()) for kept in self._rows.values() if (batch := kept.pin()) is not None]
         dense = [DenseGrads(optimizer, list(sums), list(sums.values())) for optimizer, sums in self._dense.items()]
         return rows, dense
@@ -126,16 +126,16 @@ class StepEnd:
             embedding.release()
 
     def clear(self) -> None:
-        """Forget the gradients that wait."""
+        """Forget the waiting gradients."""
         self.steps = 0
         self._dense.clear()
         self._rows.clear()
 
 
 def end_step(end: StepEnd, rows: list[RowGrads], dense: list[DenseGrads]) -> bool:
-    """Unscale and clip all gradients together, then update rows and dense parameters. Returns whether it did.
+    """Unscale and clip all gradients together, then update rows and dense parameters. Returns whether they moved.
 
-    It does not where a gradient scaler is set and a gradient is not finite: then nothing moves, and the scale falls.
+    Where a gradient scaler is set and a gradient is not finite, nothing moves, and the scale falls.
     """
     scale, finite = 1.0, True
     scaler = end.scaler if end.scaler is not None and end.scaler.is_enabled() else None
@@ -168,9 +168,9 @@ def end_dense(end: StepEnd, dense: list[DenseGrads], scale: float = 1.0) -> bool
 
 
 def accumulate(end: StepEnd, rows: list[LookupGrads], dense: list[DenseGrads]) -> bool:
-    """Keep the gradients of a step; after the last of `end.every` steps, do as `end_step` with the sums of all.
+    """Keep the gradients of a step. After the last of `end.every` steps, do as `end_step` with their sums.
 
-    Where that raises, as on a full capacity, the gradients are dropped, and the next call begins anew.
+    Where `end_step` raises, as on a full capacity, the gradients are dropped, and the next call begins anew.
     """
     end.keep(rows, dense)
     if end.steps < end.every:
@@ -185,13 +185,13 @@ def accumulate(end: StepEnd, rows: list[LookupGrads], dense: list[DenseGrads]) -
 
 
 def schedule(scheduler: LRScheduler, stepped: bool = True) -> None:
-    """One step of a learning rate schedule, where the optimizers had theirs."""
+    """One step of a learning rate schedule, if the optimizers had a step."""
     if stepped:
         scheduler.step()
 
 
 def check_schedule(optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """OptimizerError for what is no schedule of this optimizer, or one whose step needs more than the step count."""
+    """OptimizerError for what is no schedule of this optimizer, or a schedule that needs more than the step count."""
     if not isinstance(scheduler, LRScheduler):
         raise OptimizerError(
             f"lr_sch={type(scheduler).__name__}: give a scheduler of torch.optim.lr_scheduler, made over the optimizer"
@@ -215,7 +215,7 @@ def positive(name: str, value: float | None) -> float | None:
 
 
 def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> list[Tensor]:
-    """Not in place: a gradient may be a view, or a result of the step."""
+    """Gradients scaled and clipped. Not in place: a gradient may be a view, or a result of the step."""
     if grads and scale != 1.0:
         grads = list(torch._foreach_mul(grads, scale))
     if grads and clip_value is not None:
@@ -224,7 +224,7 @@ def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> lis
 
 
 def _tell(scaler: GradScaler, finite: bool) -> None:
-    """Let the scale follow: the scaler asks the gradients of an optimizer, here one over a number that tells."""
+    """Let the scaler adapt its scale. It looks at an optimizer's gradients: here at one number that says `finite`."""
     probe = torch.zeros(())
     probe.grad = torch.tensor(0.0 if finite else math.inf)
     scaler.unscale_(torch.optim.SGD([probe], lr=0.0))

@@ -18,16 +18,16 @@ class Announcer:
     def __init__(self, end: StepEnd) -> None:
         self._end = end
         self._together: dict[Rows, list[Lookup]] = defaultdict(list)
-        self._count = 0  # of accumulated steps
+        self._count = 0  # how many accumulated steps
 
     def add(self, between: int, coming: Coming | None) -> None:
-        """What the next batch looks up, where that is known; `between` others are to run before it."""
+        """Announce what the next batch looks up, None where unknown. `between` other batches run before it."""
         number = (self._end.steps + between) % self._end.every
         if number == 0:
             self._together.clear()
             self._count = 0
         if number != self._count or coming is None:
-            return  # of this update's lookups some are not known, or are not of this run
+            return  # some lookups of this update are not known, or not of this run
         for embedding, lookups in coming:
             self._together[embedding] += lookups
         self._count += 1

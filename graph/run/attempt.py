@@ -1,4 +1,4 @@
-"""How a step for many sizes runs: if it fails before it moved anything, all is put back, and another step may run."""
+"""How a step for many sizes runs. If it fails before it moved anything, all is put back, and another step may run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
 class FailedForSizes(Exception):
-    """A step for many sizes failed, and all is as it was before; its `__cause__` is what torch raised."""
+    """A step for many sizes failed, and all is as it was before. `__cause__` is what torch raised."""
 
 
 class Attempt:
@@ -41,10 +41,10 @@ class Attempt:
         bind_ops(self._last)
 
     def run(self, tensors: list[Tensor], forward: Forward) -> Any:
-        """What the step returns; each half by `forward(module, tensors)`.
+        """Run the step, each half by `forward(module, tensors)`, and return its result.
 
-        FailedForSizes for what torch raises before parameters or rows move; buffers, arguments and random numbers are
-        put back. Our own errors, and what is raised later, go on as they are.
+        Raises FailedForSizes for what torch raises before parameters or rows move; buffers, arguments and random
+        numbers are put back. tierbed's own errors, and errors that come later, are raised as they are.
         """
         changed = [*(tensors[i] for i in self._changed), *self._held]
         before = [tensor.clone() for tensor in changed]
@@ -52,7 +52,7 @@ class Attempt:
         try:
             outputs, taken = forward(self._first, tensors)
         except TierbedError:
-            raise  # of rows or of the graph: another step would raise it as well
+            raise  # an error of rows or of the graph, which another step would raise as well
         except Exception as error:
             for tensor, value in zip(changed, before, strict=True):
                 tensor.copy_(value)
@@ -64,7 +64,7 @@ class Attempt:
 
 
 def _generators(graph: fx.Graph) -> list[torch.Generator]:
-    """Those of the devices that a step draws random numbers on."""
+    """The random generators of the devices on which a step draws random numbers."""
     drawn = [node.meta.get("val") for node in graph.nodes if is_random(node.target, node.args)]
     devices = {value.device for value in pytree.tree_leaves(drawn) if isinstance(value, Tensor)}
     on_gpu = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]

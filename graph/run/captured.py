@@ -24,7 +24,7 @@ from ..passes.halves import split
 from ..passes.step_end import StepEnd, end_dense, end_step, schedule
 from ..trace.alias import memory, written
 
-WARM_UP = 3  # calls that run plainly before: kernels are compiled, libraries and memory settle
+WARM_UP = 3  # calls that run plainly first: kernels are compiled, libraries and memory settle
 
 _INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -39,7 +39,7 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Recording:
-    """`replay` reads `inputs` and writes `outputs`, what the step returns, and `ends`, what its end takes."""
+    """A recorded step. `replay` reads `inputs`, and writes `outputs`, the results, and `ends`, for the step's end."""
 
     replay: Callable[[], None]
     inputs: list[Tensor]
@@ -50,12 +50,12 @@ class Recording:
 class Captured:
     """How a compiled training step runs as a CUDA graph.
 
-    All is recorded but optimizers of dense parameters and schedules, which run after each replay on what it computed.
-    A recording holds as long as the memory that it used stays in place; where that changes, another is made.
+    All is recorded but optimizers of dense parameters and schedules; these run after each replay, on what it computed.
+    A recording is valid while the memory that it used stays in place. Where that changes, another recording is made.
     """
 
     def __init__(self, module: fx.GraphModule, inputs: int, trained: list[Rows], end: StepEnd) -> None:
-        """module: the step, whose first `inputs` placeholders are tensors of a call."""
+        """module: the step. Its first `inputs` placeholders are the tensors of a call."""
         self._recorded, self._end_of_step = cut(module)
         self._inputs, self._trained, self._end = inputs, trained, end
         nodes = [n for n in module.graph.nodes if n.op == "get_attr"]
@@ -64,9 +64,9 @@ class Captured:
         self._constants = [value for value in held if isinstance(value, Tensor)]
         placeholders = self._recorded.graph.find_nodes(op="placeholder")
         self._used = [index for index in range(inputs, len(placeholders)) if placeholders[index].users]
-        self._seen: Any = None  # what the latest calls depended on
-        self._calls = 0  # so many of them, up to WARM_UP
-        self._refused: GraphError | None = None  # why they cannot be recorded
+        self._seen: Any = None  # what a recording of the latest calls depends on
+        self._calls = 0  # how many calls had this in common, up to WARM_UP
+        self._refused: GraphError | None = None  # why such calls cannot be recorded
         self.recording: Recording | None = None
 
     def run(self, tensors: list[Tensor], plain: Callable[[], Any]) -> Any:
@@ -95,7 +95,7 @@ class Captured:
         if None in state:
             return None
         live = [*(tensors[index] for index in self._used), *self._constants]
-        seen = get_ident(), tables, state, [tensor.data_ptr() for tensor in live]  # libraries settle by thread
+        seen = get_ident(), tables, state, [tensor.data_ptr() for tensor in live]  # libraries settle for each thread
         if seen != self._seen:
             self._check(tables)
             self._seen, self._calls, self.recording, self._refused = seen, 0, None, None
@@ -114,7 +114,7 @@ class Captured:
         except (TierbedError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            cause = error.__context__ or error  # torch raises another at the end of a recording that failed
+            cause = error.__context__ or error  # torch raises another error at the end of a failed recording
             self._refused = GraphError(
                 f"cuda_graph: the step could not be recorded: {cause}; leave out of build what waits for the device, "
                 "such as an op of your own that reads a value, or call cuda_graph(False)"
@@ -186,7 +186,7 @@ def _waits(node: fx.Node) -> bool:
 
 
 def cut(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A compiled step in two: what is recorded, which returns (results, what the rest takes), and the rest."""
+    """A compiled step in two: the recorded part, which returns (results, the arguments of the rest), and the rest."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.find_nodes(op="call_function", target=end_step):
@@ -197,7 +197,7 @@ def cut(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 
 def _split_end(graph: fx.Graph, node: fx.Node) -> None:
-    """Of clipping by value alone: rows are clipped by the numbers of their update."""
+    """Split the end of a step that clips by value alone: rows are clipped by the numbers of their update."""
     rows: Any
     end, rows, dense = node.args
     with graph.inserting_before(node):

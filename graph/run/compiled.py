@@ -42,26 +42,26 @@ from ..trace.trace import Trace, trace
 from .attempt import Attempt
 from .captured import Captured
 
-# runs a module on tensors
+# (module, tensors) -> the result of the module
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """`module` takes the input tensors of a call, then the live tensors of the graph. `owner` names the graph."""
+    """A step of the graph `owner`. `module` takes the input tensors of a call, then the graph's live tensors."""
 
     owner: str
     module: fx.GraphModule
-    lookups: fx.GraphModule | None  # `cut_lookups`
+    lookups: fx.GraphModule | None  # made by `cut_lookups`
     trained: list[tuple[Rows, RowOptimizer]]
     spec: pytree.TreeSpec
     constants: list[Any]
     is_tensor: list[bool]
-    captured: Captured | None = None  # where training steps run as a CUDA graph
-    attempt: Attempt | None = None  # where it is for many sizes
+    captured: Captured | None = None  # set where training steps run as a CUDA graph
+    attempt: Attempt | None = None  # set where the step is for many sizes
 
     def coming(self, tensors: list[Tensor]) -> Coming | None:
-        """What a coming run on these tensors trains, as far as that is known. What is wrong with them, it raises."""
+        """What a coming run on these tensors trains, as far as it is known. That run raises what is wrong with them."""
         if self.lookups is None:
             return None
         try:
@@ -72,16 +72,16 @@ class CompiledStep:
             return None
 
     def run(self, tensors: list[Tensor], forward: Forward | None = None) -> Any:
-        """What build returned, computed anew. If an op raises, pins are dropped and the exception goes on.
+        """Run the step and return what build returned. If an op raises, pins are dropped and the exception goes on.
 
-        forward: runs the step's module on tensors, in place of its own `forward`.
+        forward: runs the step's module on tensors, in place of the module's `forward`.
 
         GraphError while another thread trains the same rows. FailedForSizes where a step for other sizes may run.
         """
         if not self.trained:
             outputs = self._forward(tensors, forward)
         else:
-            # no half of a step is ever made
+            # Ctrl-C waits: a step is made whole or not at all
             with uninterrupted(), training_step([embedding for embedding, _ in self.trained], self.owner):
                 outputs = self._train(tensors, forward)
         following = iter(outputs)
@@ -94,7 +94,7 @@ class CompiledStep:
     def _train(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         for embedding, rows in self.trained:
             if embedding.row_optimizer is not rows:
-                embedding.follow(rows)  # another graph trained it since
+                embedding.follow(rows)  # another graph trained the embedding since
         try:
             return self._forward(tensors, forward)
         except BaseException:
@@ -103,7 +103,7 @@ class CompiledStep:
             raise
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
-        # not no_grad: some kernels choose by gradient mode, and it is the one that the trace saw
+        # not no_grad: some kernels choose by gradient mode, which has to be the one of the trace
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             if self.attempt is not None:
                 return self.attempt.run(tensors, forward or _plain)
@@ -179,7 +179,7 @@ def compile_step(
             if embedding is not None:
                 expand_trained(module, embedding.handle, grad, label)
                 trained.append((embedding, optimizers.rows(embedding)))
-    grads = keep_outputs(graph, count)  # not before: a gradient of weights may be a dense one, and was replaced
+    grads = keep_outputs(graph, count)  # only now: a gradient of weights may be a dense gradient, and was replaced
     if with_grad:
         dense = [
             (holders[id(tensors[index])], live[index], grad)
@@ -231,7 +231,7 @@ def compile_for_many(
     optimizers: OptimizerSet,
     end: StepEnd,
 ) -> CompiledStep | None:
-    """A step that serves calls of other sizes as well, where they keep changing and one can be made."""
+    """A step that serves calls of other sizes as well, where sizes keep changing and such a step can be made."""
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     changing = sizes.changing(family, inputs)
     if changing is None:
@@ -239,7 +239,7 @@ def compile_for_many(
     try:
         traced = trace(root, leaves, spec, tensors, optimizers, changing)
         step = compile_step(root, traced, optimizers, end, tensors, None, False)
-    except Exception:  # build looks at a size; what else is wrong, a step for these sizes raises as well
+    except Exception:  # build looks at a size; any other mistake, a step for these sizes raises as well
         return None
     assert traced.fits is not None
     return step if sizes.add(type(root).__name__, family, traced.fits, step, inputs) else None

@@ -1,7 +1,7 @@
 """`Graph.run`: steps over a loader, with the rows of the batches to come brought up while a step computes.
 
 Batches are drawn ahead of their steps, and their ids announced. A step reads rows when it runs, after the update of the
-step before, so that its results are those of the plain loop.
+step before. So its results are those of the plain loop.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ AHEAD = 8
 
 
 def arguments(batch: Any) -> tuple[Any, ...]:
-    """Of a call of the graph: the parts of a list or a tuple, else the batch itself."""
+    """The arguments of a call for a batch: the items of a list or a tuple, else the batch itself."""
     return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
 
 
 def iterate(batches: Iterable[Any]) -> Iterator[Any]:
-    """InputError for what is no loader."""
+    """An iterator over batches. InputError for what is no loader."""
     try:
         return iter(batches)
     except TypeError:
@@ -42,11 +42,11 @@ def iterate(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 class Run(Iterator[Any]):
-    """What `build` returned for each batch, in the loader's order. One that raised can be gone on with.
+    """Iterates over what `build` returned for each batch, in the loader's order. May go on after an exception.
 
-    A batch is taken once: by the step that runs on it, whether that ends or raises. An exception of the loader comes
-    after the steps of the batches that it gave before. Ctrl-C comes when a step under way has ended, whose result is
-    lost then, and leaves the other batches for the next call.
+    A batch is taken once, by the step that runs on it, whether the step ends or raises. An exception of the loader
+    comes after the steps of the batches that the loader gave before. Ctrl-C comes when the step under way has ended;
+    the result of that step is lost, and the other batches are left for the next call.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Run(Iterator[Any]):
         progress: Progress,
         left: list[None],
     ) -> None:
-        """left: gets an item where this is collected without having ended, which may be at any time, in any thread."""
+        """left: gets an item where the run is collected before its end, which may be at any time, in any thread."""
         most = whole(ahead, 0, WINDOW)
         if most is None:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}")
         self._graph, self._announce, self._ahead = graph, announce, most
         self._batches = iterate(batches)
         self._window: deque[Any] = deque()
-        self._tensors: deque[list[Tensor]] = deque()  # of the window's batches, up to where Ctrl-C came between
-        self._end: Exception | None = None  # of the loader, for when the window is empty
+        self._tensors: deque[list[Tensor]] = deque()  # tensors of the window's batches; fewer where Ctrl-C came between
+        self._end: Exception | None = None  # an exception of the loader, for when the window is empty
         self._progress = progress
         self._left = weakref.finalize(self, _leave, left, progress)
         self._left.atexit = False
@@ -80,9 +80,9 @@ class Run(Iterator[Any]):
             if isinstance(end, StopIteration):
                 self.close()
             else:
-                self._end = None  # it may go on
+                self._end = None  # the loader may go on
             raise end
-        with uninterrupted():  # Ctrl-C finds a batch in the window, or its step made
+        with uninterrupted():  # Ctrl-C finds a batch in the window, or its step done
             batch = arguments(self._window.popleft())
             if self._tensors:
                 self._tensors.popleft()
@@ -106,7 +106,7 @@ class Run(Iterator[Any]):
             self._announce(count, *arguments(self._window[-1]))
 
     def _refuse_overwritten(self, before: list[list[int]]) -> None:
-        """InputError where the loader wrote the batch that it has just given over one that waits for its step."""
+        """InputError where the loader wrote its last batch over a batch that waits for its step."""
         drawn = {tensor.data_ptr() for tensor in self._tensors[-1]}
         for kept, versions in zip(self._tensors, before, strict=False):
             for tensor, version in zip(kept, versions, strict=True):

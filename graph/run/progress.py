@@ -16,17 +16,20 @@ class Progress(Protocol):
 
 class NoProgress:
     def advance(self, batch: tuple[Any, ...]) -> None:
-        """Shows nothing."""
+        """Does nothing: no bar is shown."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: no bar is shown."""
 
 
 class Bar:
-    """Steps done and to do, time left, and samples per second: samples of a batch are its first tensor's rows."""
+    """A bar with steps done and to do, time left, and samples per second.
+
+    The samples of a batch are the rows of its first tensor.
+    """
 
     def __init__(self, batches: Iterable[Any], label: str) -> None:
-        from rich import progress  # late: it takes a while to import
+        from rich import progress  # imported late, since it takes a while
 
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}"),
@@ -39,7 +42,7 @@ class Bar:
         self._task = self._bar.add_task(label, total=_length(batches), rate="")
 
     def advance(self, batch: tuple[Any, ...]) -> None:
-        self._bar.start()  # of no effect but the first time
+        self._bar.start()  # has an effect only the first time
         sizes = (len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
         self._samples += next(sizes, 1)
         elapsed = self._bar.tasks[self._task].elapsed
@@ -53,5 +56,5 @@ class Bar:
 def _length(batches: Iterable[Any]) -> int | None:
     try:
         return len(batches) if isinstance(batches, Sized) else None
-    except TypeError:  # of a DataLoader over an iterable dataset
+    except TypeError:  # raised by a DataLoader over an iterable dataset
         return None

@@ -1,7 +1,7 @@
 """`Graph.draw`: a compiled step as an SVG picture, stages from top to bottom.
 
-The layout is in layers: within its stage, an op is below all that it reads. Chains of elementwise ops and views are one
-box. Parameters are no boxes, but named in those that read them.
+The layout is in layers: within its stage, an op is below all that it reads. A chain of elementwise ops and views is one
+box. Parameters are no boxes; the boxes that read them name them.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _STYLE = (
     ".store{stroke-width:2.5}.head{fill:#78909c;stroke:none}"
 )
 _CHAR, _LINE, _PAD = 6.7, 15.0, 7.0
-_LONGEST = 44  # characters of a line
-_MOST = 3  # parameters that a box names
+_LONGEST = 44  # the most characters of a line
+_MOST = 3  # the most parameters that a box names
 
 
 @dataclass
 class _Box:
-    """Nodes that are drawn as one, and where."""
+    """Nodes that are drawn as one box, and the place of the box."""
 
     nodes: list[fx.Node]
     lines: list[str]
@@ -100,7 +100,7 @@ def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
 
 
 def _boxes(module: fx.GraphModule, stage_of: dict[fx.Node, str]) -> list[_Box]:
-    """In an order in which each comes after all that it reads."""
+    """The boxes of a step. Each comes after all that it reads."""
     named = _named(module)
     box_of: dict[fx.Node, _Box] = {}
     for node in module.graph.nodes:
@@ -120,7 +120,7 @@ def _boxes(module: fx.GraphModule, stage_of: dict[fx.Node, str]) -> list[_Box]:
 
 
 def _say_ahead(module: fx.GraphModule, boxes: list[_Box]) -> None:
-    """Say where the rows of a node come up ahead of its step; all else is done in order, on one stream."""
+    """Say in boxes where rows come up ahead of their step. All other work is done in order, on one stream."""
     box_of = {node: box for box in boxes for node in box.nodes}
     for node, (source, _) in known_ahead(module):
         embedding = getattr(module, source.target)
@@ -129,7 +129,7 @@ def _say_ahead(module: fx.GraphModule, boxes: list[_Box]) -> None:
 
 
 def _named(module: fx.GraphModule) -> dict[fx.Node, str]:
-    """Names of the nodes that are no boxes: parameters and other tensors that a step keeps, their views, optimizers."""
+    """Names of nodes without boxes: parameters and other tensors that a step keeps, their views, optimizers."""
     named: dict[fx.Node, str] = {}
     for node in module.graph.nodes:
         if LIVE in node.meta or (node.op == "get_attr" and rows_at(module, node) is None):
@@ -140,7 +140,7 @@ def _named(module: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def _continues(source: fx.Node, node: fx.Node) -> bool:
-    """Whether both are links of a chain of ops that are drawn as one."""
+    """Whether both nodes are links of a chain of ops that is one box."""
     return len(source.users) == 1 and all(_is_view(link) or _is_elementwise(link) for link in (source, node))
 
 
@@ -153,7 +153,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _lines(module: fx.GraphModule, nodes: list[fx.Node], named: dict[fx.Node, str]) -> Iterator[str]:
-    """What a box says: its ops, what the last one makes, and the parameters that they read."""
+    """The text of a box: its ops, what the last op makes, and the parameters that they read."""
     last = nodes[-1]
     if last.op.startswith("call"):
         names = [op_name(node.target).removeprefix("aten.").split(".")[0] for node in nodes]
@@ -175,7 +175,7 @@ def _short(line: str) -> str:
 
 
 def _place(boxes: list[_Box], y: float) -> float:
-    """Give the boxes of a stage their places, from `y` down to what is returned."""
+    """Give the boxes of a stage their places, from `y` down. Returns where the stage ends."""
     layers: dict[int, int] = {}
     for box in boxes:
         layers[id(box)] = 1 + max((layers[id(source)] for source in box.before if id(source) in layers), default=-1)
@@ -187,7 +187,7 @@ def _place(boxes: list[_Box], y: float) -> float:
 
 
 def _rows(layer: list[_Box]) -> Iterator[list[_Box]]:
-    """A layer in as many rows as its width needs."""
+    """The boxes of a layer, in as many rows as its width needs."""
     row: list[_Box] = []
     for box in layer:
         if row and _total([*row, box]) > _WIDTH:
@@ -198,7 +198,7 @@ def _rows(layer: list[_Box]) -> Iterator[list[_Box]]:
 
 
 def _place_row(row: list[_Box], y: float) -> None:
-    """Boxes below what they read, as far as those to the left and to the right leave room."""
+    """Place boxes below what they read, as far as the boxes to the left and to the right leave room."""
     x = _LEFT
     for i, box in enumerate(row):
         box.y = y

@@ -32,7 +32,7 @@ def listing(module: fx.GraphModule) -> str:
 
 
 def statement(node: fx.Node) -> str:
-    """The line of Python that a node is."""
+    """The line of Python for a node."""
     if node.op == "output":
         return f"return {node.args[0]}"
     if node.op == "get_attr":
@@ -44,7 +44,7 @@ def statement(node: fx.Node) -> str:
 
 
 def op_name(target: Callable[..., Any] | str) -> str:
-    """`aten.addmm.default`, `gather`, `self.dense_0`."""
+    """The name of an op, such as `aten.addmm.default`, `gather` or `self.dense_0`."""
     if isinstance(target, str):
         return f"self.{target}"
     return str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__
@@ -59,7 +59,7 @@ def describe(module: fx.GraphModule, node: fx.Node) -> str:
 
 
 def tensor_text(value: Tensor) -> str:
-    """`float32 [8, 12]`, with the device where it is not the CPU."""
+    """Dtype and shape of a tensor, such as `float32 [8, 12]`, with the device where it is not the CPU."""
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype} {list(value.shape)}" + ("" if value.device.type == "cpu" else f" {value.device}")
 

@@ -1,6 +1,6 @@
 """`Graph.profile`: steps of a run with a clock after each op, as tables and as a Chrome trace.
 
-A profiled step is the compiled step with the clock read in between, so it computes what the plain one does.
+A profiled step is the compiled step with the clock read in between, so it computes what the plain step does.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Op(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Nanoseconds of one clock."""
+    """A stretch of time, in nanoseconds of one clock."""
 
     begin: int
     end: int
 
 
 class Step(NamedTuple):
-    """One step of a profile: its time with all around it, and the parts of it that are known."""
+    """One step of a profile: its whole time, and the known parts of it."""
 
     span: Span
     loader: list[Span]
-    compiling: int  # ns
+    compiling: int  # ns of compiling
     ops: list[tuple[Op, Span]]
 
 
@@ -56,10 +56,10 @@ class Timer:
     def __init__(self) -> None:
         self._timed: dict[fx.GraphModule, tuple[fx.GraphModule, list[int], list[Op]]] = {}
         self._ran: list[tuple[Op, Span]] = []
-        self.preparing = 0  # ns
+        self.preparing = 0  # ns of putting the clock in
 
     def forward(self, module: fx.GraphModule, tensors: list[Tensor]) -> Any:
-        """`module.forward(*tensors)`."""
+        """The result of `module.forward(*tensors)`, with a clock after each op."""
         if module not in self._timed:
             begin = perf_counter_ns()
             self._timed[module] = _with_clock(module)
@@ -71,7 +71,7 @@ class Timer:
         return outputs
 
     def take(self) -> list[tuple[Op, Span]]:
-        """What ran since the last take."""
+        """The ops that ran since the last `take`, with their times."""
         ran, self._ran = self._ran, []
         return ran
 
@@ -79,9 +79,9 @@ class Timer:
 class Profile:
     """Where the time of steps went. `print(profile)` shows it by stage, `print(profile.by_op())` by op.
 
-    steps: how many. stages: seconds in each, all steps together. `Python around` is what is left of the steps: the
-    check of the signature, the arguments, the window of batches. compile_seconds, with those of preparing the profile:
-    not part of the stages.
+    steps: how many steps. stages: the seconds of each stage, all steps together. `Python around` is what is left of the
+    steps: the check of the signature, the arguments, the window of batches. compile_seconds: the seconds of compiling
+    and of preparing the profile, which are no part of the stages.
     """
 
     def __init__(self, name: str, steps: list[Step], waiting: Waiting) -> None:
@@ -97,8 +97,10 @@ class Profile:
         self.stages = {stage: ns / 1e9 for stage, ns in spent.items() if ns}
 
     def __str__(self) -> str:
-        """A table: for each stage the total, the mean of a step and the share. Below it, where it is so, that threads
-        waited for a core."""
+        """A table with the total, the mean of a step and the share of each stage.
+
+        A line below it says where threads waited for a core.
+        """
         seconds = sum(self.stages.values())
         rows = [*self.stages.items(), ("step", seconds)]
         lines = [f"{self._name}: {self.steps} steps", f"{'':14}{'total ms':>11}{'mean ms':>11}{'share':>8}"]
@@ -151,7 +153,7 @@ class Profile:
 def profile(
     name: str, run: Callable[[Iterable[Any]], Iterator[Any]], batches: Iterable[Any], timer: Timer, compiles: Compiles
 ) -> Profile:
-    """`run` on all the batches; its steps go through `timer`."""
+    """The profile of `run` on all the batches. Its steps go through `timer`."""
     drawn: list[Span] = []
     steps: list[Step] = []
     waiting = Waiting()
@@ -183,7 +185,7 @@ def _timed(batches: Iterable[Any], drawn: list[Span]) -> Iterator[Any]:
 
 
 def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[Op]]:
-    """A module that does the same and appends the time to a list: at its beginning and after each op."""
+    """A module that does the same, and appends the time to a list at its beginning and after each op."""
     stage_of = stages(module.graph)
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in values)

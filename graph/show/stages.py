@@ -32,7 +32,7 @@ _OF_TARGET: dict[Callable[..., Any] | str, str] = {
 
 
 def stages(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The one of `STAGES` that each node is in. What is made of gradients, such as clipping, counts as backward."""
+    """The stage of each node, one of `STAGES`. What is made of gradients, such as clipping, counts as backward."""
     found: dict[fx.Node, str] = {}
     for node in graph.nodes:
         known = _OF_OP.get(node.op) or _OF_TARGET.get(node.target)
@@ -45,14 +45,14 @@ def stages(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def rows_at(module: fx.GraphModule, node: fx.Node) -> str | None:
-    """Whose rows a node fetches, reads or updates, and where they live: `users in cached_ssd`. None: it has none."""
+    """Whose rows a node fetches, reads or updates, and in which store: `users in cached_ssd`. None for other nodes."""
     if node.op == "get_attr":
         value = getattr(module, str(node.target))
         is_embedding = isinstance(value, Rows)
         return f"{node.target} in {value.store_options.store}" if is_embedding else None
     if node.target not in _OF_TARGET:
         return None
-    fetched = node.target is not step.prefetch  # a batch that this one is like is of other rows
+    fetched = node.target is not step.prefetch  # the batch that a prefetch is like has rows of another embedding
     sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (fetched and n.target is step.prefetch)]
     found = [rows for source in sources if (rows := rows_at(module, source)) is not None]
     return ", ".join(dict.fromkeys(found)) or None

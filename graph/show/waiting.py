@@ -1,4 +1,4 @@
-"""How long threads of this process waited for a core, and what to do where those that wait for work hold the cores."""
+"""How long threads of this process waited for a core, and the remedy where idle threads hold the cores."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from time import perf_counter_ns
 
 import torch
 
-_SHARE = 0.1  # of the time that passed, from which on there is advice
+_SHARE = 0.1  # the share of the time that passed, from which on there is advice
 
 
 class Waiting:
-    """What threads waited for a core while `watch` was entered: `seconds`, all threads together, of `passed` seconds.
+    """The time that threads waited for a core during `watch`: `seconds` of all threads, of `passed` seconds.
 
     Both stay 0 where the system does not count, as on any but Linux.
     """
@@ -31,7 +31,7 @@ class Waiting:
 
     @property
     def advice(self) -> str:
-        """A line where threads of torch that spin may be what they waited for; else nothing."""
+        """A line of advice where spinning threads of torch may hold the cores; else an empty string."""
         spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
         if not spin or self.seconds <= _SHARE * self.passed:
             return ""
@@ -45,6 +45,6 @@ def _waited() -> dict[str, int]:
     """By thread of this process, the nanoseconds that it could have run and had no core."""
     waited = {}
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError, IndexError):  # it has ended; this system does not count
+        with suppress(OSError, IndexError):  # the thread has ended, or this system does not count
             waited[thread.name] = int((thread / "schedstat").read_text().split()[1])
     return waited

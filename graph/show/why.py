@@ -21,7 +21,7 @@ from ..trace.built import Built
 from ..trace.names import tensor_names
 from ..trace.signature import argument_name
 
-_SHOWN = 6  # differences of one step
+_SHOWN = 6  # the most differences that are shown of one step
 _NO_TENSOR = "no tensor"
 _ABSENT = "not there"
 _ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -32,7 +32,7 @@ log = logging.getLogger("tierbed")
 
 
 class _Tensor(NamedTuple):
-    """A tensor as a signature sees it, and whose it is where a step keeps the very object."""
+    """A tensor as a signature sees it, with the tensor's owner where a step keeps the very object."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,17 +44,17 @@ class _Tensor(NamedTuple):
 
 
 class _Object(NamedTuple):
-    """What is known by its identity, in words."""
+    """An object that a signature knows by its identity, in words."""
 
     text: str
     identity: Hashable
 
 
-Facts = dict[tuple[str, str], Any]  # by kind, and name or path
+Facts = dict[tuple[str, str], Any]  # by (kind, name or path)
 
 
 class Compiles:
-    """The steps that a graph has compiled: the facts and reasons of the last `kept` ones, the time of all."""
+    """The steps that a graph has compiled: facts and reasons of the last `kept` steps, the time of all steps."""
 
     def __init__(self, kept: int) -> None:
         self._facts: deque[Facts] = deque(maxlen=kept)
@@ -155,7 +155,7 @@ def _difference(new: Any, old: Any) -> str:
     if isinstance(new, _Tensor) and isinstance(old, _Tensor):
         fields = [f for f in _Tensor._fields if f != "identity" and getattr(new, f) != getattr(old, f)]
         if "shape" in fields and "strides" in fields:
-            fields.remove("strides")  # they mostly follow the shape
+            fields.remove("strides")  # strides mostly follow the shape
         return ", ".join(f"{f} {getattr(new, f)}, was {getattr(old, f)}" for f in fields) or "another tensor"
     texts = [_text(value) for value in (new, old)]
     return f"{texts[0]}, was {texts[1]}" if texts[0] != texts[1] else f"another {texts[0]}"
@@ -168,7 +168,7 @@ def _text(value: Any) -> str:
 
 
 def _follows(kind: str, path: str, changed: dict[tuple[str, str], str]) -> bool:
-    """Whether another difference tells it: a replaced module around it, or `eval()` of one that sets all within."""
+    """Whether another difference explains this one: a replaced module around it, or `eval()` of such a module."""
     if kind not in _OF_MODULES or not path:
         return False
     around = ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]

@@ -5,8 +5,8 @@
         tensors.safetensors    those tensors; a parameter or buffer by its name. Its checksum is in graph.msgpack
         rows/<number>/<name>   the snapshot of each embedding, in the order of the graph's modules
 
-The folder is made aside and renamed when all of it is on the disk: it is there whole or not at all. One that takes
-the place of another changes places with it at one instant, and the old one goes after that.
+The folder is made aside and renamed when all of it is on the disk, so it is there whole or not at all. A folder that
+replaces another is exchanged with it at one instant, and the old folder is removed after that.
 
 Format 1 numbered the tensors.
 """
@@ -54,7 +54,7 @@ log = logging.getLogger("tierbed")
 
 
 def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
-    """The folder of a checkpoint, which with `overwrite` may be another one. SnapshotError, InputError, GraphError."""
+    """The folder of a new checkpoint; `overwrite`: an old one may be there. SnapshotError, InputError, GraphError."""
     _saved(root)
     if not isinstance(overwrite, bool):
         raise InputError(f"overwrite={overwrite!r}: give True or False")
@@ -86,11 +86,11 @@ def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
 def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: bool = False) -> None:
     """Write `state`, and the rows of all embeddings under `root`. When it returns, the checkpoint survives anything.
 
-    `folder` is of `check_save`. With `overwrite` it takes the place of a checkpoint that is there, and so do its
-    snapshots in store folders. Raises SnapshotError where it cannot be written, GraphError for a state that it cannot
-    hold.
+    folder: from `check_save`. With `overwrite` the checkpoint replaces one that is there, and its snapshots in store
+    folders replace the old one's. Raises SnapshotError where it cannot be written, GraphError for a state that a
+    checkpoint cannot hold.
     """
-    name = f"{folder.name}-{secrets.token_hex(4)}"  # in a store folder, where names are used once
+    name = f"{folder.name}-{secrets.token_hex(4)}"  # in a store folder, a name is used once
     tensors: dict[str, Tensor] = {}
     plain = encode(dict(state), tensors, "state")
     metadata = encode(getattr(state, "_metadata", None), tensors, "metadata")  # versions of modules
@@ -98,7 +98,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     replaced, there = _rows_in(folder), False
     try:
         with made_aside(folder, overwrite) as place:
-            # equal bytes are written once for each: safetensors refuses tensors that share memory
+            # equal bytes are written for each tensor: safetensors refuses tensors that share memory
             save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, place / TENSORS)
             fsync_file(place / TENSORS)
             record = {
@@ -120,9 +120,9 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     except (OSError, ValueError, SafetensorError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} was not written: {error}") from error
     finally:
-        if not there and _record_of(folder).get("snapshot") != name:  # Ctrl-C may come when it is in place
+        if not there and _record_of(folder).get("snapshot") != name:  # Ctrl-C may come when the checkpoint is in place
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
-                with contextlib.suppress(SnapshotError):  # what went wrong first is told
+                with contextlib.suppress(SnapshotError):  # the first error is the one to raise
                     embedding.opened().discard_rows(name)
     _drop_replaced(embeddings, replaced)
 
@@ -198,7 +198,7 @@ def _rows_in(folder: Path) -> dict[str, Snapshot]:
 
 
 def _record_of(folder: Path) -> dict[str, Any]:
-    """What a checkpoint names; empty where there is none, or it cannot be read."""
+    """The record of a checkpoint; empty where there is no checkpoint, or it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         record = unseal(read_record(folder / STATE))
         if isinstance(record, dict):
@@ -207,7 +207,7 @@ def _record_of(folder: Path) -> dict[str, Any]:
 
 
 def _drop_replaced(embeddings: Mapping[str, SavedRows], replaced: Mapping[str, Snapshot]) -> None:
-    """Remove from store folders what a checkpoint had there that is no more."""
+    """Remove the snapshots of a replaced checkpoint from store folders."""
     for path, snapshot in replaced.items():
         try:
             if path in embeddings:

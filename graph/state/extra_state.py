@@ -18,7 +18,7 @@ from .optimizers import OptimizerSet, embeddings_of
 def extra_state(optimizers: OptimizerSet, end: StepEnd) -> dict[str, Any]:
     """States of optimizers, schedules, scaler and random numbers.
 
-    GraphError while gradients of several steps wait for their update: they are in no state.
+    GraphError while gradients of several steps wait for their update, since no state holds these.
     """
     if end.steps:
         raise GraphError(
@@ -62,7 +62,7 @@ def check_state(
 ) -> None:
     """GraphError where a state_dict has other names, shapes, or numbers of optimizers than that of the graph.
 
-    Tensors of modules of another version are for these to migrate, and shapes of lazy ones are not known yet.
+    Modules of another version migrate their tensors themselves, and shapes of lazy modules are not known yet.
     """
     versions = getattr(state, "_metadata", None) or {}
     own: dict[str, Any] = {EXTRA: None}
@@ -97,7 +97,7 @@ def check_state(
 
 
 def without_rows(root: nn.Module, state: dict[str, Any], optimizers: bool) -> dict[str, Any]:
-    """The state_dict of a checkpoint without what it says of rows, which were loaded; of `optimizers` if not wanted."""
+    """The state_dict of a checkpoint, without the rows, which were loaded; optimizers: whether with optimizers."""
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, SavedRows):
             state.pop(f"{path}.{EXTRA}", None)
@@ -111,7 +111,7 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, st
 
     Raises what `check_extra_state` raises, before anything is put back.
     """
-    if not state:  # of a load without optimizers
+    if not state:  # empty: a load without optimizers
         return
     check_extra_state(optimizers, end, state)
     for optimizer, held in zip(optimizers, state["optimizers"], strict=True):
@@ -126,7 +126,7 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, st
     if cuda and torch.cuda.is_initialized():
         torch.cuda.set_rng_state_all(cuda)
     embeddings = embeddings_of(root)
-    for path, held in state.get("embeddings", {}).items():  # of an older state, where embeddings do not say it
+    for path, held in state.get("embeddings", {}).items():  # of an older state, without that of embeddings
         embedding = embeddings.get(path)
         if isinstance(embedding, SavedRows) and embedding.is_open:
             handle = embedding.opened()

@@ -25,7 +25,7 @@ log = logging.getLogger("tierbed")
 
 
 def embeddings_of(root: nn.Module) -> dict[str, Rows]:
-    """The embeddings under `root`, by path. GraphError for two of one store folder, of which one can be open."""
+    """The embeddings under `root`, by path. GraphError for two of one store folder, since only one can be open."""
     found = {path: m for path, m in root.named_modules() if isinstance(m, Rows)}
     folders: dict[str, str] = {}
     for path, embedding in found.items():
@@ -54,13 +54,17 @@ class OptimizerSet:
         self._optimizers: list[Optimizer] = []
         self._schedulers: dict[int, LRScheduler] = {}  # by the optimizer's id
         self._rows: dict[int, RowOptimizer] = {}
-        self._settled = False  # a step trains, or it was told that none does
+        self._settled = False  # whether a step trains, or a warning said that none does
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self._optimizers)
 
     def add(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-        """OptimizerError for what is no torch optimizer or schedule of it, needs a closure, or was added before."""
+        """Add an optimizer and its schedule.
+
+        OptimizerError for what is no torch optimizer or no schedule of it, and for an optimizer that needs a closure or
+        was added before.
+        """
         if isinstance(optimizer, EagerOptimizer):
             raise OptimizerError(
                 "add_optimizer got an EagerOptimizer, whose step() is for loops outside a graph; pass the optimizer "
@@ -88,11 +92,11 @@ class OptimizerSet:
         self._schedulers.pop(id(optimizer), None)
 
     def schedulers(self) -> list[LRScheduler]:
-        """Those of the optimizers that have one, in their order."""
+        """The schedules of the optimizers that have one, in the optimizers' order."""
         return [self._schedulers[id(o)] for o in self._optimizers if id(o) in self._schedulers]
 
     def key(self) -> Hashable:
-        """Changes with every optimizer and every parameter that is added."""
+        """A key that changes with every optimizer and every parameter that is added."""
         return tuple((id(o), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers)
 
     def attach(self, root: Built) -> None:
@@ -111,10 +115,10 @@ class OptimizerSet:
                 )
             if id(parameter) in by_shadow and id(parameter) not in self._rows:
                 rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
-        self._rows.update(rows)  # at the end: a refused optimizer leaves nothing
+        self._rows.update(rows)  # only now: a refused optimizer leaves nothing
 
     def rows(self, embedding: Rows) -> RowOptimizer:
-        """What the rows of an attached embedding follow in this graph."""
+        """The optimizer that the rows of an attached embedding follow in this graph."""
         return self._rows[id(embedding.shadow)]
 
     def holders(self) -> dict[int, Optimizer]:
@@ -132,7 +136,7 @@ class OptimizerSet:
                 )
 
     def tell_untrained(self, root: Built, trains: bool) -> None:
-        """Warn once of a step of `root` in training mode that trains nothing, where none before it did."""
+        """Warn once of a step of `root` in training mode that trains nothing, if no step before it trained."""
         wanted = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._held())
         if wanted and not trains and not self._settled:
             log.warning(

@@ -16,14 +16,14 @@ _KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter":
 _TAGS: dict[Any, str] = {kind: tag for tag, kind in _KINDS.items()}
 _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 _TAKEN = ("", "__metadata__")  # names that no tensor in a safetensors file has
-_ITEMS = 1 << 16  # of a container that `unseal` reads
+_ITEMS = 1 << 16  # the most items of a container that `unseal` reads
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
 
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -> Any:
-    """`value` with containers as [tag, items] and tensors as ["tensor", name], which are added to `tensors`.
+    """`value` with containers as [tag, items] and tensors as ["tensor", name]; tensors are added to `tensors`.
 
-    A name is the keys that lead to the tensor, with dots between. GraphError naming the place of what is neither.
+    A name is the keys that lead to the tensor, with dots between. GraphError for any other value, naming its place.
     """
     if isinstance(value, Tensor):
         _check_tensor(value, where)
@@ -47,7 +47,7 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -
         else:
             items = [encode(item, tensors, f"{where}[{i}]", _join(name, i)) for i, item in enumerate(value)]
         return [_TAGS[type(value)], items]
-    for kind in _PLAIN:  # a subclass, such as NumPy's float64, becomes the plain one
+    for kind in _PLAIN:  # a subclass, such as NumPy's float64, becomes the plain type
         if isinstance(value, kind) and (kind is not int or _is_held(value)):
             return kind(value)
     raise GraphError(
@@ -57,12 +57,12 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -
 
 
 def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `encode` was given. ValueError, KeyError for what it does not make."""
+    """The value that `encode` was given. ValueError, KeyError for what `encode` does not make."""
     if not isinstance(value, list):
         return value
     tag, content = value
     if tag == "tensor":
-        return tensors[str(content)]  # a number in format 1 of checkpoints
+        return tensors[str(content)]  # format 1 of checkpoints had numbers as names
     if tag not in _KINDS:
         raise ValueError(f"unknown kind {tag!r}")
     if tag in ("list", "tuple"):

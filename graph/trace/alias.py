@@ -25,7 +25,7 @@ def storages(node: fx.Node) -> set[int]:
 
 
 def memory(nodes: Iterable[fx.Node]) -> set[int]:
-    """The storages of all these nodes."""
+    """The storages of all given nodes."""
     return set().union(*map(storages, nodes))
 
 
@@ -64,7 +64,7 @@ def is_reshape(node: fx.Node) -> bool:
 
 
 def stable(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
-    """An argument of a node as it is there: a copy where a later op writes to its memory."""
+    """An argument with the value that it has at `node`: a copy where a later op writes to its memory."""
     later = node.next
     while isinstance(value, fx.Node) and later.op != "output":
         if written(later) & storages(value):

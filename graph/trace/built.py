@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Built(nn.Module):
-    """A module whose `build` is one step. A subclass of `Graph` is one."""
+    """A module whose `build` is one step, such as a subclass of `Graph`."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """The step, written by the subclass."""

@@ -1,4 +1,4 @@
-"""What users call things: tensors, in messages and in the printed graph, and paths."""
+"""Names of tensors in messages and in the printed graph, and paths that users give."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .built import Built
 
 
 def tensor_names(root: nn.Module) -> dict[int, str]:
-    """The path of each parameter and buffer under `root`, by id; of a tied one, the first path."""
+    """The path of each parameter and buffer under `root`, by id; of a tied tensor, the first path."""
     names: dict[int, str] = {}
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         names.setdefault(id(tensor), name)
@@ -22,7 +22,7 @@ def tensor_names(root: nn.Module) -> dict[int, str]:
 
 
 def name_of(root: Built, tensor: Tensor) -> str:
-    """Its path under `root`, else where `root.build` finds it in its closure or globals, else its shape."""
+    """A tensor's path under `root`, else its name in the closure or globals of `root.build`, else its shape."""
     path = tensor_names(root).get(id(tensor)) or _closure_name(root.build, tensor)
     return repr(path) if path else f"of shape {tuple(tensor.shape)}"
 
@@ -42,7 +42,7 @@ def _closure_name(function: Callable[..., Any], tensor: Tensor) -> str | None:
 def identifiers(wanted: list[str], reserved: list[str] | None = None) -> list[str]:
     """Each name as an identifier, made unique: `model.emb` becomes model_emb, a second `adam` becomes adam_1.
 
-    None is one of the `reserved`.
+    No identifier is one of the `reserved`.
     """
     taken, result = ["self", *(reserved or [])], []
     for name in wanted:
@@ -57,7 +57,7 @@ def identifiers(wanted: list[str], reserved: list[str] | None = None) -> list[st
 
 
 def path_of(path: Any) -> Path:
-    """What a user gave as a path. InputError."""
+    """A user's argument as a path. InputError for what is no path."""
     try:
         return Path(path)
     except TypeError:

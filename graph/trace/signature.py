@@ -1,4 +1,4 @@
-"""What a compiled step is valid for: the arguments of a call, and the live state of the graph's modules."""
+"""The signature that a compiled step is valid for: the arguments of a call, and the state of the graph's modules."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _INEXACT = (float, complex, np.generic)
 
 
 class Structure:
-    """The modules under `root`, and what a call needs of them: read at each call, in few steps of the interpreter.
+    """The modules under `root`, and the state of them that is read at each call, in few steps of the interpreter.
 
-    Beside parameters and buffers these are the tensors that are plain attributes of a module.
+    The state is parameters, buffers, and tensors in plain attributes of a module.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -42,7 +42,7 @@ class Structure:
                 raise GraphError(f"{name} has no shape yet; run its module once on a sample before the graph")
         modules = list(root.modules())
         self._modules = modules
-        # the dicts themselves: a module keeps its own for life
+        # the dicts themselves: a module keeps its dicts for life
         self._parameters = [module._parameters for module in modules]
         self._buffers = [module._buffers for module in modules]
         self._children = [module._modules for module in modules]
@@ -55,8 +55,8 @@ class Structure:
         """Parameters and buffers as they are now, tied ones repeated, and a key.
 
         None where modules, their hooks or the number of their attributes have changed. Parameters enter the key by
-        identity, because an optimizer holds the very object; tensors in plain attributes by identity too, because a
-        step holds those that it uses; buffers by type and description alone.
+        identity, because an optimizer holds the very object. Tensors in plain attributes do so too, because a step
+        holds those that it uses. Buffers enter it by type and description alone.
         """
         if self._read_shape() != self._shape:
             return None
@@ -82,9 +82,9 @@ class Structure:
 
 
 def _attribute_key(value: Any) -> Hashable:
-    """A step that uses a tensor keeps it, so that its id stays its own; one that uses its shape alone does not.
+    """The key of an attribute. A tensor has its id and description; what is no tensor is frozen in the step.
 
-    What is no tensor is frozen, like other values that build reads.
+    A step that uses a tensor keeps it, so that no other tensor gets its id; a step that uses its shape alone does not.
     """
     return (id(value), _DESCRIBE(value), _STRIDE(value)) if isinstance(value, Tensor) else None
 
@@ -102,7 +102,7 @@ def modes() -> Hashable:
 
 
 def call_key(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec) -> tuple[Hashable, ...]:
-    """The key of a call's arguments: tensors by description, all else by type and value. GraphError for neither."""
+    """The key of a call's arguments: tensors by description, plain values by type and value. GraphError for others."""
     key: list[Hashable] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -110,7 +110,7 @@ def call_key(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec
                 raise _no_argument(leaves, build, spec, i)
             key.append((_DESCRIBE(leaf), leaf.layout, leaf.stride()))
         elif is_plain(leaf):
-            # repr: 0.0 equals -0.0, and nan not even itself
+            # by repr: 0.0 equals -0.0, and nan does not equal itself
             key.append((type(leaf), repr(leaf) if isinstance(leaf, _INEXACT) else leaf))
         else:
             raise _no_argument(leaves, build, spec, i)
@@ -118,7 +118,7 @@ def call_key(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec
 
 
 def _no_argument(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec, index: int) -> GraphError:
-    """For an argument that a step cannot take."""
+    """The error for an argument that a step cannot take."""
     leaf, name = leaves[index], argument_name(build, spec, leaves, index)
     if isinstance(leaf, Tensor):
         return GraphError(
@@ -134,7 +134,7 @@ def _no_argument(leaves: list[Any], build: Callable[..., Any], spec: pytree.Tree
 
 
 def registered(value: Any) -> str:
-    """How objects of a class of the user's are taken apart, as the end of a message."""
+    """The end of a message, on how objects of a user's class become arguments."""
     return f"make a class of fields a dataclass and call torch.export.register_dataclass({type(value).__name__}) once"
 
 
@@ -163,7 +163,7 @@ def argument_name(build: Callable[..., Any], spec: pytree.TreeSpec, leaves: list
 def _path(value: Any, index: int) -> str:
     try:
         return pytree.keystr(pytree.tree_flatten_with_path(value)[0][index][0])
-    except ValueError:  # it has an object of a class that was registered without names of its fields
+    except ValueError:  # it has an object of a class that was registered without field names
         return ""
 
 

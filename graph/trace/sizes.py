@@ -1,4 +1,4 @@
-"""Steps for sizes that keep changing: after a few that were traced for their own sizes, one that serves many."""
+"""Steps for sizes that keep changing: first a few steps for one size each, then one step that serves many sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-OWN = 8  # sizes of the same arguments that get a step of their own, and the most steps for many of them
+OWN = 8  # how many sizes of the same arguments get a step of their own, and the most steps for many sizes
 FAMILIES = 64
 
 log = logging.getLogger("tierbed")
@@ -22,17 +22,17 @@ S = TypeVar("S")  # a compiled step
 
 @dataclass
 class _Family(Generic[S]):
-    """Calls that differ in the sizes of tensors alone."""
+    """What is known of calls that differ in the sizes of tensors alone."""
 
-    seen: list[Shapes] = field(default_factory=list)  # that have steps of their own
+    seen: list[Shapes] = field(default_factory=list)  # sizes that have steps of their own
     general: list[tuple[Fits, S]] = field(default_factory=list)
-    fixed: bool = False  # no step serves other sizes
-    failed: bool = False  # one did, and torch could not run it
-    told: bool = False  # that each further size is compiled anew
+    fixed: bool = False  # whether no step can serve other sizes
+    failed: bool = False  # whether such a step was made, and torch could not run it
+    told: bool = False  # whether the log said that each further size is compiled anew
 
 
 class Sizes(Generic[S]):
-    """The families of a graph's calls. Keys are those of signatures without sizes; inputs are the tensor arguments."""
+    """The families of a graph's calls. key: a signature without sizes. inputs: the tensor arguments of a call."""
 
     def __init__(self) -> None:
         self._families: dict[Hashable, _Family[S]] = {}
@@ -42,16 +42,16 @@ class Sizes(Generic[S]):
         self._families.clear()
 
     def steps(self) -> list[S]:
-        """Those that serve many sizes."""
+        """The steps that serve many sizes."""
         return [step for family in self._families.values() for _, step in family.general]
 
     def find(self, key: Hashable, inputs: Sequence[Tensor]) -> S | None:
-        """A step that serves many sizes, these among them."""
+        """A step for many sizes that serves these inputs."""
         family = self._families.get(key)
         return next((step for fits, step in family.general if fits(inputs)), None) if family else None
 
     def changing(self, key: Hashable, inputs: Sequence[Tensor]) -> set[tuple[int, int]] | None:
-        """The (input, dimension) pairs that a new step should leave open; None where it is for these sizes alone."""
+        """The (input, dimension) pairs that a new step should leave open; None for a step of these sizes alone."""
         family = self._families.get(key)
         if family is None or len(family.seen) < OWN or family.fixed or family.failed:
             return None
@@ -65,11 +65,11 @@ class Sizes(Generic[S]):
             if any(seen[i][d] != size for seen in family.seen)
         }
         if any(shapes[i][d] < 2 for i, d in dims):
-            return None  # torch takes sizes 0 and 1 for what they are
+            return None  # torch cannot leave sizes 0 and 1 open
         return dims
 
     def saw(self, name: str, key: Hashable, inputs: Sequence[Tensor]) -> None:
-        """A step for these sizes alone was made, since there was none for many, or none can be made."""
+        """Note that a step for these sizes alone was made: there was none for many sizes, or none can be made."""
         family = self._families.setdefault(key, _Family())
         if family.fixed and not family.general and not family.told:
             family.told = True
@@ -87,7 +87,7 @@ class Sizes(Generic[S]):
             self._families.pop(next(iter(self._families)))
 
     def add(self, name: str, key: Hashable, fits: Fits, step: S, inputs: Sequence[Tensor]) -> bool:
-        """Keep a step for many sizes. False where it fits none of those seen before: it is for its own alone."""
+        """Keep a step for many sizes. False where it fits no sizes seen before: then it is for its own sizes alone."""
         family = self._families[key]
         others = (
             [torch.empty(shape, dtype=t.dtype, device="meta") for shape, t in zip(shapes, inputs, strict=True)]
@@ -106,7 +106,7 @@ class Sizes(Generic[S]):
         return True
 
     def drop(self, name: str, step: S, cause: BaseException | None) -> None:
-        """A step for many sizes failed where one for a call's own sizes did not: each further size has its own."""
+        """Drop a step for many sizes that failed where a step for one size did not. Further sizes get their own."""
         for family in self._families.values():
             if any(general is step for _, general in family.general):
                 family.general = [(fits, general) for fits, general in family.general if general is not step]
@@ -120,7 +120,7 @@ class Sizes(Generic[S]):
                 )
 
     def tell_uncompiled(self, name: str) -> None:
-        """That `compile_dense` has no part in steps for many sizes, once."""
+        """Log once that `compile_dense` has no part in steps for many sizes."""
         if not self._told:
             self._told = True
             log.warning(

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...engine.errors import GraphError
 
-one_trace = RLock()  # a trace puts its tensors into modules and optimizers that a graph of another thread may share
+one_trace = RLock()  # modules and optimizers that a trace changes may be shared with a graph of another thread
 
 _MUTABLE = dict | list | set | deque
 _TRACED = FakeTensor | torch.SymInt | torch.SymFloat | torch.SymBool
@@ -27,7 +27,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 def unused_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
     """Give each live trainable parameter a `grad` whose use a trace can see, and yield it by the parameter's id.
 
-    In the end the old ones are back. GraphError if one was replaced: build had a parameter that is not the traced one.
+    In the end the old gradients are back. GraphError if one was replaced: build had a parameter that is not traced.
     """
     live = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
     before = {id(parameter): parameter.grad for parameter in live}
@@ -49,7 +49,7 @@ def unused_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
 
 
 class _Settings(dict[str, Any]):
-    """A param group during a trace, which may be read."""
+    """A param group during a trace. It may be read and not changed."""
 
     def __init__(self, group: dict[str, Any], optimizer: Optimizer) -> None:
         super().__init__(group)
@@ -63,7 +63,7 @@ class _Settings(dict[str, Any]):
 
 
 def changed_setting(optimizer: Optimizer, name: str) -> GraphError:
-    """For a `build` that changes a setting of a param group, which only its trace would do."""
+    """The error for a `build` that changes a setting of a param group: only its trace would change it."""
     return GraphError(
         f"build sets {name!r} of a param group of {type(optimizer).__name__}, as step() of a scheduler does, and a "
         "recorded step does not repeat that; leave it out: add_optimizer(optimizer, lr_sch=scheduler) steps a "
@@ -75,7 +75,7 @@ def changed_setting(optimizer: Optimizer, name: str) -> GraphError:
 def swapped(
     root: nn.Module, optimizers: Iterable[Optimizer], swaps: dict[int, Tensor], names: dict[int, str]
 ) -> Iterator[None]:
-    """Put each swap where a module or an optimizer of the graph holds the tensor of that id.
+    """Put each tensor of `swaps` where a module or an optimizer of the graph holds the tensor of its id.
 
     In the end all is as before. GraphError if build left another tensor on a module, called step() of an optimizer or
     of its schedule, or set a learning rate.
@@ -91,7 +91,7 @@ def swapped(
     held = [(group, group["params"]) for _, own in groups for group in own]
     hooks = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in optimizers]
     for module, name, live in slots:
-        setattr(module, name, swaps[id(live)])  # not into the dicts: an LSTM keeps a list of its own beside them
+        setattr(module, name, swaps[id(live)])  # not into the dicts: an LSTM keeps a list of its tensors beside them
     for group, parameters in held:
         group["params"] = [swaps[id(live)] for live in parameters]
     for optimizer, own in groups:
@@ -130,7 +130,7 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What hangs on the modules under `root`, by attributes and containers in them, with the name of its place."""
+    """The objects that modules under `root` hold, in attributes and containers in them, with their places' names."""
     seen: set[int] = set()
     pending: list[tuple[str, Any]] = [("", root)]
     while pending:

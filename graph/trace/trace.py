@@ -44,8 +44,8 @@ _LIBRARIES = tuple(
     for folder in (Path(torch.__file__).parent, Path(__file__).parents[2] / "engine", Path(__file__).parents[1])
 )
 _SEED = 0x7165_7262_6564
-BACKWARD = "backward"  # in the meta of nodes that autograd recorded
-LIVE = "live"  # in the meta of placeholders that are parameters or buffers
+BACKWARD = "backward"  # marks, in their meta, nodes that autograd recorded
+LIVE = "live"  # marks, in their meta, placeholders that are parameters or buffers
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Returned:
     """What build returned, and which live tensors it gave a gradient."""
 
     spec: pytree.TreeSpec
-    constants: list[Any]  # the leaves, None where the recording gives a tensor
+    constants: list[Any]  # the leaves of the result, None where the recording gives a tensor
     is_tensor: list[bool]
     with_grad: list[int]  # live tensors whose gradients follow the outputs in the recording's output
 
@@ -65,7 +65,7 @@ class Trace:
     module: fx.GraphModule
     returned: Returned
     inputs: list[str]  # names of the input tensors
-    fits: Fits | None  # whether it holds for other input tensors; None where it is for those sizes alone
+    fits: Fits | None  # says whether the step holds for other inputs; None for a step of these sizes alone
 
 
 def trace(
@@ -129,9 +129,9 @@ def trace(
 
     shapes = None if changing is None else _open_shapes()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
-    grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns it on
+    grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns gradients on
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
-        # detach: a tensor that is given twice needs two fakes, since another call may give two tensors
+        # detach: a tensor that is given twice gets two fakes, since another call may give two tensors
         fakes = [_fake(mode, tensor.detach(), i, changing) for i, tensor in enumerate([*inputs, *tensors])]
         # modules under torch.compile are recorded as what they wrap
         inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
@@ -167,12 +167,12 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, changing: set[tuple[
 
 
 def _open_shapes() -> ShapeEnv:
-    """Of sizes alone: what depends on values raises, as in a recording of sizes that are known."""
+    """An environment of open sizes alone. What depends on values raises, as in a recording of known sizes."""
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
 
 
 def _fits(shapes: ShapeEnv, fakes: Sequence[Any]) -> Fits:
-    """What the recording took for granted of the sizes of its inputs."""
+    """The function that tells whether inputs have the sizes that the recording took for granted."""
     code = shapes.produce_guards_expression(fakes, ignore_static=False)
     return lambda inputs: code is None or shapes.evaluate_guards_expression(code, inputs)
 
@@ -187,7 +187,7 @@ def _constant(value: Any) -> Any:
 
 
 def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
-    """One node for each closure tensor: each of its uses was recorded as a tensor of its own."""
+    """Make one node for each closure tensor: its uses were recorded as a tensor each."""
     first: dict[Any, fx.Node] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, node.target)
@@ -199,7 +199,7 @@ def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
 
 
 def _leaf(fake: Tensor, live: Tensor) -> Tensor:
-    """What build sees for a parameter or buffer: a leaf of its own, so that no gradient reaches the live one."""
+    """A tensor for build in place of a parameter or buffer: a leaf, so that no gradient reaches the live tensor."""
     return nn.Parameter(fake, live.requires_grad) if isinstance(live, nn.Parameter) else fake
 
 
@@ -212,13 +212,13 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str]) -> None:
 
 
 class _Guard(TorchDispatchMode):
-    """GraphError for ops that a recording would get wrong: on trainable tensors that are not traced, reseeded ones, and
-    those that write to a learning rate.
+    """Raises GraphError for ops that a recording would get wrong.
 
-    It also marks the nodes of what autograd runs, hooks included, by `BACKWARD`.
+    Such ops work on trainable tensors that are not traced, reseed random numbers, or write to a learning rate. The
+    guard also marks the nodes of what autograd runs, hooks included, by `BACKWARD`.
 
-    `names` are those of the live tensors, by id, and of their gradients during the trace; `settings` are the tensors in
-    param groups.
+    names: the names of the live tensors, and of their gradients during the trace, by id. settings: the tensors in param
+    groups.
     """
 
     supports_higher_order_operators = True
@@ -258,7 +258,7 @@ class _Guard(TorchDispatchMode):
         return result
 
     def check_seed(self) -> None:
-        """Fake tensors draw nothing, so the seed, new after each draw, tells whether build went back in the stream."""
+        """GraphError where build went back in the random stream. Fake tensors draw nothing, so the seed tells it."""
         if torch.default_generator.initial_seed() != self._seed:
             raise GraphError(
                 "build sets the state of the random numbers, which a recorded step does not repeat; leave out "
@@ -278,7 +278,7 @@ class _Guard(TorchDispatchMode):
 
 
 class _NoData(TorchFunctionMode):
-    """GraphError for an assignment to `.data`, which a recording does not see."""
+    """Raises GraphError for an assignment to `.data`, which a recording does not see."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -294,7 +294,7 @@ def _is_data_dependent(error: Exception) -> bool:
 
 
 def _remedy(error: Exception) -> str:
-    """For a step that needs the value of a tensor."""
+    """The remedy for a step that needs the value of a tensor."""
     owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     if any(isinstance(owner, _BatchNorm) and owner.momentum is None for owner in owners):
         return "give the batch norm a momentum, such as 0.1: with momentum=None it divides by a count of its batches"
@@ -306,7 +306,7 @@ def _is_of_torch(error: Exception) -> bool:
 
 
 def _line(error: Exception) -> str:
-    """The user's own line that led to it."""
+    """The user's line that led to an error."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames)[-1]
     return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: `{frame.line}`'
@@ -314,7 +314,7 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def _raised_alone() -> Iterator[None]:
-    """Keep torch from logging, with its whole stack, an exception of this trace that it raises as well."""
+    """Keep torch from logging an exception of this trace with its whole stack; torch raises it as well."""
     thread = get_ident()
 
     def is_other(record: logging.LogRecord) -> bool:

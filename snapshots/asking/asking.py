@@ -15,7 +15,7 @@ from ..files.format import Manifest, check_name
 from ..files.reader import Snapshot
 from .channel import SOCKET, Message, connect, peer_of, receive, send
 
-TIMEOUT = 60.0  # seconds
+TIMEOUT = 60.0  # seconds without an answer
 
 _RAISED: dict[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
 
@@ -23,11 +23,11 @@ RowsWritten = Callable[[int, int | None], None]
 
 
 def ask_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
-    """How far the process is that has the store open; None where none has, or it does not serve the folder.
+    """How far the process is that has the store open; None where no process has, or it does not serve the folder.
 
-    `name`, `step`, `rows`, `pid`, and `saving`: the save for another process that is under way (`name`, `rows` written
-    so far, `of` how many where that is known), None without one. Raises StoreError where it gives no answer in
-    `timeout` seconds.
+    The status has `name`, `step`, `rows`, `pid`, and `saving`: the save for another process that is under way, None
+    without one. `saving` has `name`, `rows` written so far, and `of` how many where that is known. Raises StoreError
+    where the process gives no answer in `timeout` seconds.
     """
     trainer = _Trainer.of(store, timeout)
     if trainer is None:
@@ -46,12 +46,12 @@ def ask_save(
     timeout: float = TIMEOUT,
     overwrite: bool = False,
 ) -> Manifest | None:
-    """Let the process that has the store open save a snapshot at the end of the step that it is at.
+    """Let the process that has the store open save a snapshot at the end of its present step.
 
-    Returns when the snapshot is durable, or None where no process has the store open, or it does not serve the folder.
-    `progress` is told how many rows are written, and of how many, None where that is not known. Raises SnapshotError
-    and OptionError as the save does, and StoreError where nothing comes of it for `timeout` seconds or the process goes
-    away.
+    Returns when the snapshot is durable; returns None where no process has the store open, or it does not serve the
+    folder. `progress` is called with how many rows are written, and of how many, None where that is not known. Raises
+    SnapshotError and OptionError as the save does, and StoreError where no message comes for `timeout` seconds or the
+    process goes away.
     """
     check_name(name)
     trainer = _Trainer.of(store, timeout)
@@ -77,7 +77,7 @@ class _Trainer:
         self.pid = peer_of(connection).pid
         self._connection = connection
         self._timeout = timeout
-        self._waits = False  # it has heard the request
+        self._waits = False  # whether the trainer has confirmed the request
 
     @classmethod
     def of(cls, store: Path, timeout: float) -> _Trainer | None:
@@ -90,9 +90,9 @@ class _Trainer:
         return None if connection is None else cls(connection, timeout)
 
     def answers(self, request: Message, wish: str) -> Iterator[Message]:
-        """Messages until the connection ends. The time begins anew with every one that tells of progress."""
+        """The trainer's messages until the connection ends. Every message of progress begins the timeout anew."""
         with self._connection:
-            with suppress(BrokenPipeError):  # it has said why not, and closed
+            with suppress(BrokenPipeError):  # the trainer has said why not, and closed
                 send(self._connection, request)
             deadline = monotonic() + self._timeout
             while (answer := self._next(deadline, wish)) is not None:
@@ -107,7 +107,7 @@ class _Trainer:
     def _next(self, deadline: float, wish: str) -> Message | None:
         try:
             self._connection.settimeout(max(deadline - monotonic(), 1e-3))
-            with suppress(ConnectionResetError):  # told before what was sent, where that end closed without reading all
+            with suppress(ConnectionResetError):  # comes first where the trainer closed without reading all
                 return receive(self._connection)
             return receive(self._connection)
         except TimeoutError:

@@ -1,13 +1,13 @@
 """The socket in the folder of an open store, by which other processes of its user ask the trainer that holds it.
 
 A message is one JSON document in one packet of a Unix socket (SOCK_SEQPACKET), so it is bounded and comes whole or not
-at all. The first one, of the client, is the request:
+at all. The client sends the first message, the request:
 
 - `{"do": "status"}`, answered by `{"status": {...}}`;
 - `{"do": "save", "name": ..., "kind": ..., "overwrite": true or false}`, answered by `{"waiting": ...}` at once,
   `{"rows": n, "of": m or null}` several times, and `{"done": {...}}`.
 
-Instead of an answer, or in the middle of one, `{"error": text, "type": name}` may come, and ends it.
+Instead of an answer, or in the middle of it, `{"error": text, "type": name}` may come, and ends the answer.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def open_folder(path: Path) -> int:
 
 
 def listen(folder: int) -> socket.socket:
-    """A listening socket in the folder, in place of a dead one: the caller holds the store. Raises OSError."""
+    """A listening socket in the folder, in place of a dead socket. The caller holds the store. Raises OSError."""
     remove(folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        os.fchmod(listener.fileno(), 0o600)  # what bind makes has this mode from the first instant
+        os.fchmod(listener.fileno(), 0o600)  # the socket has this mode from the first instant
         listener.bind(_address(folder))
         listener.listen(_WAITING)
     except BaseException:
@@ -61,9 +61,9 @@ def remove(folder: int) -> None:
 
 
 def connect(path: Path, timeout: float) -> socket.socket | None:
-    """A connection to who listens in the folder `path`; None where nobody does. Raises OSError.
+    """A connection to the process that listens in the folder `path`; None where no process does. Raises OSError.
 
-    `timeout`: seconds that any later call on it may take.
+    `timeout`: seconds that each later call on the connection may take.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -75,20 +75,20 @@ def connect(path: Path, timeout: float) -> socket.socket | None:
             os.close(folder)
     except BaseException as error:
         connection.close()
-        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):  # the latter: of a process that was killed
+        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):  # refused: its process was killed
             return None
         raise
     return connection
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Who is at the other end. Raises OSError."""
+    """The process at the other end of a connection. Raises OSError."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return Peer(pid, uid)
 
 
 def send(connection: socket.socket, message: Message) -> None:
-    """Raises OSError where it cannot be sent."""
+    """Send a message. Raises OSError where it cannot be sent."""
     connection.send(json.dumps(message).encode())
 
 

@@ -20,10 +20,10 @@ from .channel import Message, listen, open_folder, peer_of, receive, remove, sen
 
 log = logging.getLogger("tierbed")
 
-_CLIENTS = 8  # at a time
+_CLIENTS = 8  # the most at a time
 _PATIENCE = 5.0  # seconds that a client may take for its request, or to take an answer
 _EVERY = 0.1  # seconds between two messages of progress
-_LONGEST = 8000  # characters of an error
+_LONGEST = 8000  # the most characters of an error
 
 _servers: weakref.WeakSet[StoreServer] = weakref.WeakSet()
 
@@ -38,7 +38,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Served(Protocol):
-    """An open table, as other processes see it."""
+    """What the server needs of an open table."""
 
     def save_between_steps(
         self,
@@ -48,10 +48,11 @@ class Served(Protocol):
         give_up: Callable[[], bool],
         overwrite: bool = False,
     ) -> Manifest | None:
-        """Save a snapshot of the rows after a whole number of steps; called in a thread of the server.
+        """Save a snapshot of the rows after a whole number of steps. Called in a thread of the server.
 
-        None, and nothing is saved, where `give_up` said so before it began. `progress` is told 0 when it begins, then
-        how many rows each chunk added; what it raises undoes the save. Raises TierbedError.
+        Returns None, and nothing is saved, where `give_up` returned True before the save began. `progress` is called
+        with 0 when the save begins, then with the rows of each chunk; what it raises undoes the save. Raises
+        TierbedError.
         """
 
     def status(self) -> dict[str, Any]:
@@ -59,10 +60,10 @@ class Served(Protocol):
 
 
 def start_server(folder: Path, served: Served) -> StoreServer | None:
-    """Serve the store in `folder`, which this process holds; None where that cannot be, which is logged."""
+    """Serve the store in `folder`, which this process holds. Returns None, and logs why, where it cannot be served."""
     try:
         return StoreServer(folder, served)
-    except (OSError, RuntimeError) as error:  # a file system without sockets, no descriptor, no thread
+    except (OSError, RuntimeError) as error:  # such as a file system without sockets, or no descriptor or thread left
         log.info("store folder %s: `tierbed snapshot save` cannot ask this process for one: %s", folder, error)
         return None
 
@@ -70,7 +71,8 @@ def start_server(folder: Path, served: Served) -> StoreServer | None:
 class StoreServer:
     """The socket in a store folder and the threads behind it, from now to `close`. Raises OSError, RuntimeError.
 
-    One thread waits for clients and costs nothing meanwhile; each client has one of its own. A forked child has none.
+    One thread waits for clients, and costs nothing meanwhile; each client has a thread of its own. A forked child has
+    no server.
     """
 
     def __init__(self, folder: Path, served: Served) -> None:
@@ -78,7 +80,7 @@ class StoreServer:
         self._served = served
         self._stopping = Event()
         self._saving = Lock()
-        self._save: _Save | None = None  # under way
+        self._save: _Save | None = None  # the save that is under way
         self._clients: dict[Thread, socket.socket] = {}
         self._folder = open_folder(folder)
         try:
@@ -97,11 +99,11 @@ class StoreServer:
     def close(self) -> None:
         """Take the socket away, undo a save that is under way, and end every thread.
 
-        May be called in one of them, where garbage is collected.
+        May be called in one of these threads, where garbage is collected.
         """
         self._stopping.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # this ends accept
         self._join(self._thread)
         for thread, client in list(self._clients.items()):
             with contextlib.suppress(OSError):
@@ -132,7 +134,7 @@ class StoreServer:
         while not self._stopping.is_set():
             try:
                 self._take(self._listener.accept()[0])
-            except OSError:  # the end, or no descriptor is left
+            except OSError:  # the server ends, or no descriptor is left
                 self._stopping.wait(1)
             except Exception:
                 log.warning("a client of store folder %s was not served", self._path, exc_info=True)
@@ -140,8 +142,8 @@ class StoreServer:
 
     def _take(self, client: socket.socket) -> None:
         client.settimeout(_PATIENCE)
-        for thread, held in list(self._clients.items()):  # each takes itself out, at any time
-            if not thread.is_alive():  # it came to no end
+        for thread, held in list(self._clients.items()):  # a thread takes itself out at any time
+            if not thread.is_alive():  # it ended without taking itself out
                 self._clients.pop(thread, None)
                 held.close()
         thread = Thread(target=self._serve, args=(client,), name="tierbed-client", daemon=True)
@@ -168,7 +170,7 @@ class StoreServer:
                 except Exception as error:
                     log.warning("a client of store folder %s was not served", self._path, exc_info=True)
                     answer = _error(error)
-                with contextlib.suppress(OSError):  # it went away
+                with contextlib.suppress(OSError):  # the client went away
                     send(client, answer)
         finally:
             self._clients.pop(current_thread(), None)  # type: ignore[call-overload]
@@ -216,12 +218,12 @@ class StoreServer:
 
 
 class _Save:
-    """What a client asked for. It is told how far that came, as long as it is there and takes it."""
+    """A save that a client asked for. The client is told how far it came, as long as the client takes messages."""
 
     def __init__(self, client: socket.socket, stopping: Event, served: Served, name: str, kind: str) -> None:
         self.name = name
         self.rows = 0
-        self.of: int | None = None  # unknown before it begins, and of an incremental one
+        self.of: int | None = None  # rows in all; unknown before the save begins, and for an incremental save
         self._client = client
         self._stopping = stopping
         self._served = served
@@ -259,7 +261,7 @@ class _Save:
             self.tell({"rows": self.rows, "of": self.of})
 
     def tell(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # it went away, and the save goes on; or it takes nothing, and misses this
+        with contextlib.suppress(OSError):  # the client went away, or takes nothing: the save goes on
             send(self._client, message)
 
 

@@ -18,7 +18,7 @@ from .columns import Columns
 
 @dataclass
 class ColumnAside:
-    """A column in a file of its own, which has no name and so is gone when the process ends, however it ends."""
+    """A column in a file of its own. The file has no name, so it is gone when the process ends, however it ends."""
 
     file: IO[bytes]
     dtype: np.dtype[Any]

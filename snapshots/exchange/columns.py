@@ -13,8 +13,8 @@ from ...engine.row_format import row_dtype
 from ...engine.spec.tables import choices, names_in, table_number
 
 TABLE, KEY, EMBEDDING, UPDATES, STEP = "table", "key", "embedding", "updates", "step"
-TABLE_NAME = "table_name"  # beside the table's number, in formats that have text
-VALUES = "values"  # in place of the embedding and the states: all floats of a row in one array
+TABLE_NAME = "table_name"  # a column beside the table's number, in formats that have text
+VALUES = "values"  # all floats of a row in one array, in place of the embedding and the states
 KEY_DTYPES: dict[str, np.dtype[Any]] = {
     "int32": np.dtype(np.int32),
     "int64": np.dtype(np.int64),
@@ -36,8 +36,8 @@ def chunk_rows(width: int) -> int:
 class Columns:
     """The columns of the rows that a valid description describes.
 
-    They are `table` uint32 [n], `key` [n] of the key type, `embedding` float32 [n, dim], each optimizer state by its
-    own name, float32 [n, its width], `updates` uint32 [n], and `step` uint32 [n].
+    The columns are `table` uint32 [n], `key` [n] of the key type, `embedding` float32 [n, dim], each optimizer state by
+    its own name, float32 [n, its width], `updates` uint32 [n], and `step` uint32 [n].
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Columns:
         self.dim = sum(description["columns"])
         self.table_names = names_in(description)
         self.width = int(description["width"])
-        self.floats = {EMBEDDING: slice(0, self.dim)}  # where in a row's values
+        self.floats = {EMBEDDING: slice(0, self.dim)}  # the place of each column in a row's values
         end = self.dim
         for state, width in zip(description["states"], description["state_widths"], strict=True):
             if state in _OTHERS or state in self.floats:
@@ -84,10 +84,10 @@ class Columns:
         return stored.astype(np.int64).astype(self.key_dtype) if self.key_dtype.kind == "i" else stored.copy()
 
     def rows(self, arrays: Arrays, where: str) -> Iterator[NDArray[np.void]]:
-        """Rows of `row_dtype(width)`, in chunks, of arrays by name; all are checked before this returns.
+        """Chunks of rows of `row_dtype(width)`, from arrays by name. All arrays are checked before this returns.
 
-        Without `table` they are of the only table; without `updates` and `step` they were written once, at the step of
-        the description. `where` is named in messages. Raises InputError.
+        Without `table`, rows are of the only table. Without `updates` and `step`, rows were written once, at the step
+        of the description. `where` is named in messages. Raises InputError.
         """
         keys = arrays[KEY]
         _check(keys, self.key_dtype, (None,), f"{where}: {KEY}")
@@ -124,7 +124,7 @@ class Columns:
             raise InputError(f"{where}: keys hold padding_idx={padding}, which is no row; leave that key out")
 
     def _numbered(self, arrays: Arrays) -> Arrays:
-        """With the number of a table that is given by name; one that there is not stays, to be refused."""
+        """The arrays, with the number of a table that is given by name. An unknown name stays, to be refused later."""
         given = arrays.get(TABLE)
         number = table_number(given, self.table_names) if isinstance(given, str) else None
         return arrays if number is None else {**arrays, TABLE: number}
@@ -167,7 +167,7 @@ class Columns:
 
 
 def _check(array: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], what: str) -> None:
-    """Raises InputError for anything but an array of that dtype and shape; None is any length."""
+    """Raises InputError for anything but an array of `dtype` and `shape`; None in the shape is any length."""
     good = isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == len(shape)
     if not good or any(wanted not in (None, got) for wanted, got in zip(shape, array.shape, strict=True)):
         wanted = ", ".join("n" if length is None else str(length) for length in shape)

@@ -1,4 +1,4 @@
-"""What a table is that rows are imported into: as told, as its store knows, or by the defaults of an embedding."""
+"""The description of a table that rows are imported into: given, from its store, or by an embedding's defaults."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def description_for(
 ) -> dict[str, Any]:
     """The description of a table, as a snapshot of the embedding with the same arguments has it.
 
-    optimizer: by `engine.row_optimizer`, for rows that come with its state; None for embeddings alone, which any
-    optimizer trains on from. step: how many steps the rows were trained for. Raises OptionError, OptimizerError.
+    optimizer: from `tierbed.row_optimizer`, for rows with its state; None for rows without state, which any optimizer
+    may train. step: how many steps the rows were trained for. Raises OptionError, OptimizerError.
     """
     tables = [make_normal_initializer(0.0, 0.05)] if tables is None else tables
     if not isinstance(tables, (list, tuple)):
@@ -47,10 +47,11 @@ def description_for(
 
 
 def stored_description(store: StoreFolder) -> dict[str, Any] | None:
-    """Of the live rows of a store that was closed cleanly, else of the snapshot that they go back to; None if empty.
+    """The description of a store's rows; None for an empty store.
 
-    Where rows have no state, they are of no optimizer: any may train what is imported. Raises StoreError,
-    SnapshotError, and InputError where another version of tierbed wrote the mark.
+    It describes the live rows where the store was closed cleanly, else the snapshot that they go back to. Rows without
+    state have no optimizer in it, so any optimizer may train the imported rows. Raises StoreError, SnapshotError, and
+    InputError where another version of tierbed wrote the mark.
     """
     found = _stored(store)
     if found is None:
@@ -70,12 +71,12 @@ def _stored(store: StoreFolder) -> dict[str, Any] | None:
 
 
 def without_state(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the same rows without optimizer state, at step 0: the optimizer that is attached begins anew."""
+    """The description of the same rows without optimizer state, at step 0: the attached optimizer begins anew."""
     return Selection(state=False).description(dict(description))
 
 
 def checked_description(description: Any, where: str) -> dict[str, Any]:
-    """Raises InputError where it is not a valid one."""
+    """The description. Raises InputError where it is not valid."""
     try:
         check_description(description)
     except ValueError as error:

@@ -38,17 +38,17 @@ def export_snapshot(
 ) -> int:
     """Write the rows of a snapshot of any kind to `path`, in bounded memory; returns how many.
 
-    format: "parquet", "npz" or "safetensors", a file with the columns that `columns.Columns` lists and the description,
-    so that an import gives the same rows bit for bit; or "snapshot", a full snapshot. "npz" and "safetensors" hold one
-    column after the other: while they are written, the columns lie beside `path` as well.
-    tables: the table ids, or names, whose rows are written, None for all. state: whether optimizer state is; without
-    it, rows are as a lookup sees them, of a table at step 0 that no optimizer has trained.
-    overwrite: take the place of a file that is there, at one instant when the new one is durable; not of a snapshot.
-    progress: told how many rows of the snapshot each chunk added that was read.
+    format: "parquet", "npz" or "safetensors", a file with the columns of `columns.Columns` and the description, so that
+    an import gives the same rows bit for bit; or "snapshot", a full snapshot. "npz" and "safetensors" hold one column
+    after the other: while such a file is written, its columns lie beside `path` as well.
+    tables: the table ids, or names, whose rows are written, None for all. state: whether optimizer state is written;
+    without it, rows are as a lookup sees them, of a table at step 0 that no optimizer has trained.
+    overwrite: whether a file that is there is replaced, at one instant when the new one is durable; not a snapshot.
+    progress: called with the rows that each chunk of the snapshot added.
 
-    The file is written aside and renamed when it is durable; where this raises, nothing of it is left, or the error
-    says so. Raises InputError for an argument, SnapshotError where `path` exists or cannot be written or the snapshot
-    is damaged, OptionError where pyarrow is missing.
+    The file is written aside and renamed when it is durable; where this raises, nothing of the file is left, or the
+    error says so. Raises InputError for an argument, SnapshotError where `path` exists or cannot be written or the
+    snapshot is damaged, OptionError where pyarrow is missing.
     """
     if not isinstance(snapshot, Snapshot):
         raise InputError(f"snapshot={snapshot!r}: give Snapshot.open(<store folder>/snapshots/<name>)")
@@ -73,7 +73,7 @@ def export_snapshot(
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         make_folder(path.parent)
-        temporary.unlink(missing_ok=True)  # of a killed export
+        temporary.unlink(missing_ok=True)  # left by a killed export
         _write(temporary, format, description, chunks)
         fsync_file(temporary)
         put_in_place(temporary, path)
@@ -86,7 +86,7 @@ def export_snapshot(
         ) from error
     finally:
         with suppress(OSError):
-            temporary.unlink()  # gone already where the rename was reached
+            temporary.unlink()  # not there where the rename was reached
     return report.rows
 
 

@@ -65,7 +65,7 @@ def write_rows(
 ) -> Manifest:
     """`write_snapshot` of rows [n] of `row_dtype(width)` in any order; of a repeated (table, key) the last stands.
 
-    `progress` is told rows as they are read and again as they are written.
+    `progress` is called with rows as they are read, and again as they are written.
     """
     check_free(folder, None)
     with RowSorter(folder.parent, description["width"]) as sorter:
@@ -77,7 +77,7 @@ def write_rows(
 
 
 def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:
-    """Of a source that does not say: the store's, or that of an embedding with defaults."""
+    """The description for a source without one: the store's, or that of an embedding with defaults."""
     stored = stored_description(store)
     if stored is not None:
         return stored
@@ -113,7 +113,7 @@ def _rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArray[np
 
 
 def _numbered(batch: dict[str, Any], columns: Columns, source: Source) -> dict[str, Any]:
-    """A batch of a dense table, whose keys are row numbers, of the key type and without the row that is padding."""
+    """A batch of a dense table, with row numbers as keys, of the key type, and without the row of the padding."""
     numbers, padding = batch[KEY], columns.description["padding_idx"]
     if source.padding_idx is not None and source.padding_idx != padding:
         raise InputError(

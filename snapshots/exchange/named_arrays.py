@@ -13,21 +13,21 @@ METADATA = "tierbed"  # the name under which a file keeps the description of its
 
 
 class Column(Protocol):
-    """An array [n, ...] that is read by rows in ascending order, each asked for once."""
+    """An array [n, ...] that is read by rows in ascending order, each row once."""
 
     @property
     def dtype_name(self) -> str:
-        """As NumPy names it, where it has a name for it."""
+        """NumPy's name of the dtype, where it has one."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """Rows from `begin` to `end`, begin < end <= n."""
+        """The rows from `begin` to `end`, begin < end <= n."""
 
 
 class ArrayColumn:
-    """An array in memory, or one that is mapped."""
+    """An array in memory, or a mapped one."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         self._array = array
@@ -52,7 +52,7 @@ class TensorColumn:
 
 
 class NamedArrays:
-    """What an open file of arrays holds. `metadata`: what it keeps under METADATA."""
+    """The arrays of an open file. `metadata`: the text that the file keeps under METADATA."""
 
     def __init__(self, columns: Mapping[str, Column], metadata: str | None = None) -> None:
         self.columns = columns
@@ -60,7 +60,7 @@ class NamedArrays:
         self.shapes = {name: (column.dtype_name, column.shape) for name, column in columns.items()}
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """The arrays of those names, all of one length, `max_rows` rows at a time."""
+        """The arrays with these `names`, all of one length, `max_rows` rows at a time."""
         chosen = {name: self.columns[name] for name in names}
         count = next(iter(chosen.values())).shape[0]
         for begin in range(0, count, max_rows):

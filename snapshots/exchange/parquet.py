@@ -27,9 +27,9 @@ def _pyarrow() -> Any:
 
 
 def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void]], metadata: str) -> None:
-    """Write rows in row groups of about 32 MiB, floats as fixed-size lists, the metadata in the file's own.
+    """Write rows in row groups of about 32 MiB, floats as fixed-size lists, `metadata` in the file's metadata.
 
-    Where tables have names, the name of each row's is a column beside its number, for other programs.
+    Where tables have names, a column beside the table's number has its name, for other programs.
     """
     pa = _pyarrow()
     types = {name: _type(pa, dtype, shape) for name, (dtype, shape) in columns.shapes().items()}
@@ -60,7 +60,7 @@ def _grouped(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
     waiting: list[NDArray[np.void]] = []
     count = 0
     for rows in chunks:
-        waiting.append(rows.copy())  # a store may use its memory again
+        waiting.append(rows.copy())  # the memory of `rows` may be used again
         count += len(rows)
         if count >= min(_GROUP_ROWS, _GROUP_BYTES // rows.itemsize):
             yield np.concatenate(waiting)
@@ -70,7 +70,7 @@ def _grouped(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
 
 
 class ParquetRows:
-    """An open file. `shapes`: name of the dtype and shape of each column that an import could take."""
+    """The rows of an open file. `shapes`: name of the dtype and shape of each column that an import could take."""
 
     def __init__(self, file: Any, pa: Any) -> None:
         self._file = file
@@ -84,7 +84,7 @@ class ParquetRows:
         if types.is_fixed_size_list(field.type):
             return self._name(field.type.value_type), (count, field.type.list_size)
         if types.is_list(field.type) or types.is_large_list(field.type):
-            first = next(self._file.iter_batches(1, columns=[field.name]), None)  # all must be as long
+            first = next(self._file.iter_batches(1, columns=[field.name]), None)  # all rows must be as long as this one
             length = 0 if first is None or not first.column(0).is_valid()[0].as_py() else len(first.column(0)[0])
             return self._name(field.type.value_type), (count, length)
         return self._name(field.type), (count,)
@@ -93,7 +93,7 @@ class ParquetRows:
         return {"float": "float32", "double": "float64"}.get(str(kind), str(kind))
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """The columns of those names, `max_rows` rows at a time. Raises InputError for rows that lack a value."""
+        """The columns with these `names`, `max_rows` rows at a time. Raises InputError for rows that lack a value."""
         names = list(names)
         for batch in self._file.iter_batches(max_rows, columns=names):
             yield {name: self._values(name, batch.column(name)) for name in names}

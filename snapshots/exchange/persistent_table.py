@@ -28,7 +28,10 @@ Chunk = tuple[NDArray[Any], ...]
 
 
 class PersistentTableReader(Iterator[Chunk]):
-    """What `make_persistent_table_reader` makes: an iterator, and a context manager that closes its files."""
+    """An iterator over the rows of a snapshot, and a context manager that closes its files.
+
+    `make_persistent_table_reader` makes it.
+    """
 
     def __init__(self, snapshot: Snapshot, storage_dim: int, table_ids: bool) -> None:
         self._name, self._closed = snapshot.name, False
@@ -60,7 +63,10 @@ class PersistentTableReader(Iterator[Chunk]):
 
 
 class PersistentTableWriter:
-    """What `make_persistent_table_writer` makes: `write` any number of times, then `close`, or leave its `with`."""
+    """Writes rows as a snapshot: call `write` any number of times, then `close`, or leave its `with`.
+
+    `make_persistent_table_writer` makes it.
+    """
 
     def __init__(self, folder: StoreFolder, name: str, description: Mapping[str, Any]) -> None:
         self._folder = folder
@@ -74,8 +80,8 @@ class PersistentTableWriter:
         """Add rows, in any order; of a repeated (table, key) the last stands.
 
         keys: [n] of the key type. values: float32 [n, storage_dim]. table_ids: whole numbers [n], or one table for
-        all of them, by number or name; None where there is one. Raises InputError, and adds none of them;
-        SnapshotError, ClosedError.
+        all rows, by number or name; None where there is one table. Raises InputError, and adds no row; SnapshotError,
+        ClosedError.
         """
         if self._closed:
             raise ClosedError(f"the writer of snapshot {self._place.name!r} was closed: make another")
@@ -126,10 +132,10 @@ def make_persistent_table_reader(
     optimizer's states behind them. physical_block_size: has no effect; for OneFlow's signature.
     table_ids: whether chunks are (keys, values, table_ids uint32 [n]), which several tables need.
 
-    Without the states, values are what a lookup sees; with them, those of a row's latest write, whose step only
-    `export_snapshot` tells. Checksums are compared while a bucket is read, so that a damaged one raises SnapshotError
-    at its end. Raises InputError for an argument that is not the snapshot's, SnapshotError where it is missing,
-    StoreError where there is no store.
+    Without the states, values are what a lookup sees. With the states, values are those of a row's latest write; only
+    `export_snapshot` tells the step of that write. Checksums are compared while a bucket is read, so that a damaged
+    bucket raises SnapshotError at its end. Raises InputError for an argument that is not the snapshot's, SnapshotError
+    where it is missing, StoreError where there is no store.
     """
     check_dtype(value_type)
     check_name(snapshot_name)
@@ -158,8 +164,8 @@ def make_persistent_table_writer(
     path: the store folder, `<persistent_path>/<embedding name>`, created where it is missing, and locked until the
     writer is closed. value_type: torch.float32. storage_dim: the floats of a row that are written: the embedding's, or
     with those of the optimizer's states behind them. physical_block_size: has no effect; for OneFlow's signature.
-    description: of the table, by `description_for`; None for the store's, or in an empty store that of an embedding
-    of one table with defaults.
+    description: what the table is, from `description_for`; None takes the store's, or in an empty store that of an
+    embedding of one table with defaults.
 
     Rows count as written once, at the description's step. They wait on the disk in 64 parts, and one part is sorted at
     a time in memory: about 1/64 of all rows, a few times. Leaving a `with` by an exception makes no snapshot. Raises

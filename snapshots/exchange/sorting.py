@@ -23,12 +23,11 @@ _BUFFER_BYTES = 1 << 16
 
 
 class RowSorter:
-    """Takes rows [n] of `row_dtype(width)` in any order, and gives them as `write_snapshot` wants them.
+    """Takes rows [n] of `row_dtype(width)` in any order, and gives them in the order of `write_snapshot`.
 
-    Of rows with the same (table, key), the last that was added stands. Rows wait in one file for each bucket, which
-    has no name and so is gone when the process ends, however it ends; it lies in the file system of `place`, where
-    there must be room for all rows. Memory: the rows of one bucket, about 1/64 of all, a few times while they are
-    sorted.
+    Of rows with the same (table, key), the last that was added stands. Rows wait in one file for each bucket. The files
+    have no names, so they are gone when the process ends, however it ends. They lie in the file system of `place`,
+    which must have room for all rows. Memory: the rows of one bucket, about 1/64 of all, a few times.
     """
 
     def __init__(self, place: Path, width: int) -> None:
@@ -39,7 +38,7 @@ class RowSorter:
         self._files: dict[int, IO[bytes]] = {}
 
     def add(self, rows: NDArray[np.void]) -> None:
-        """Raises SnapshotError where they cannot be written."""
+        """Add rows. Raises SnapshotError where they cannot be written."""
         buckets = _core.buckets(rows["table"].copy(), rows["key"].copy())
         order = np.argsort(buckets, kind="stable")
         ordered = rows[order]
@@ -50,10 +49,10 @@ class RowSorter:
                 self._file(bucket).write(part.view(np.uint8).data)
 
     def chunks(self) -> Chunks:
-        """Every row, once: (bucket, rows), buckets ascending, within one (table, key) ascending."""
+        """Every row, once, as (bucket, rows): buckets ascend, and (table, key) ascends within a bucket."""
         for bucket in sorted(self._files):
             rows = self._read(self._files.pop(bucket))
-            order = np.lexsort((rows["key"], rows["table"]))  # stable: equal rows stay in the order they came in
+            order = np.lexsort((rows["key"], rows["table"]))  # stable: rows of one key stay in the order of `add`
             tables, keys = rows["table"][order], rows["key"][order]
             is_last = np.ones(len(order), np.bool_)
             is_last[:-1] = (tables[1:] != tables[:-1]) | (keys[1:] != keys[:-1])
@@ -65,7 +64,7 @@ class RowSorter:
         """Forget what is left. May be called again."""
         files, self._files = self._files, {}
         for file in files.values():
-            with contextlib.suppress(OSError):  # of rows that nobody wants any more
+            with contextlib.suppress(OSError):  # an error on rows that nobody wants any more
                 file.close()
 
     def __enter__(self) -> Self:

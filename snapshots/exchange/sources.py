@@ -28,11 +28,11 @@ from .npz import opened_npz
 from .parquet import opened_parquet
 from .tensors import opened_safetensors
 
-Shape = tuple[str, tuple[int, ...]]  # name of the dtype, shape
+Shape = tuple[str, tuple[int, ...]]  # the name of the dtype, and the shape
 
 
 class Opened(Protocol):
-    """An open file or its like. `metadata`: the description that an export keeps, as JSON."""
+    """An open file, or arrays like one. `metadata`: the description that an export keeps, as JSON."""
 
     @property
     def metadata(self) -> str | None: ...
@@ -41,25 +41,25 @@ class Opened(Protocol):
     def shapes(self) -> Mapping[str, Shape]: ...
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """The arrays of those names, all of one length, `max_rows` rows at a time."""
+        """The arrays with these `names`, all of one length, `max_rows` rows at a time."""
 
 
 Opener = Callable[[], AbstractContextManager[Opened]]
 
 
 class Part(NamedTuple):
-    """Rows of a source. `columns`: names of `columns.Columns` to the source's own; `table`: where no column tells."""
+    """Rows of a source. `columns`: names of `columns.Columns` to the source's own. `table`: where no column has it."""
 
     columns: dict[str, str]
     table: int | str | None = None
 
 
 class Source:
-    """Rows to import; nothing is read but headers until `batches`.
+    """Rows to import. Before `batches` only headers are read.
 
     Attributes: `what` names it in messages; `rows` and `dim`; `names` of the columns that are there; `key_type`, None
-    where keys are row numbers; `tables`, how many it tells apart by itself, None where a column does; `description`,
-    None but for exports and snapshots; `padding_idx` of an `nn.Embedding`.
+    where keys are row numbers; `tables`, how many tables the parts of the source are, None where a column says a row's
+    table; `description`, of exports and snapshots alone; `padding_idx` of an `nn.Embedding`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Source:
         parts: Callable[[Mapping[str, Shape]], list[Part]],
         padding_idx: int | None = None,
     ) -> None:
-        """`parts`: what is taken of the arrays that are there. Raises InputError, SnapshotError, OptionError."""
+        """parts: chooses what is taken of the arrays that are there. Raises InputError, SnapshotError, OptionError."""
         self.what = what
         self.padding_idx = padding_idx
         self._opener = opener
@@ -100,9 +100,9 @@ class Source:
         self.rows += shape[0]
 
     def batches(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """The columns of those names, in bounded chunks; with KEY the row number, int64, where there are no keys.
+        """The columns with these `names`, in bounded chunks. Without keys, KEY is the row number, int64.
 
-        Raises SnapshotError where they cannot be read, InputError for what cannot be a row.
+        Raises SnapshotError where columns cannot be read, InputError for values that cannot be a row.
         """
         wanted = [name for name in names if name in self.names]
         with _reading(self.what), self._opener() as file:
@@ -120,7 +120,7 @@ def open_source(source: Any, keys: Any = None, table_ids: Any = None, tensor: An
     """The rows that `importing.import_snapshot` imports by these arguments."""
     if isinstance(source, Source):
         return source
-    one_table = isinstance(table_ids, str) and not table_ids.endswith(".npy")  # by its name
+    one_table = isinstance(table_ids, str) and not table_ids.endswith(".npy")  # a table by its name
     given = ((KEY, keys), (TABLE, None if one_table else table_ids))
     extra = {name: _array(value, name) for name, value in given if _is_array(value)}
     table = None if TABLE in extra else table_ids
@@ -178,11 +178,11 @@ def _by_name(shapes: Mapping[str, Shape]) -> list[Part]:
             f"it holds {', '.join(sorted(shapes)) or 'nothing'}; {KEY!r} and {EMBEDDING!r} are needed, or the name of "
             "a dense table by tensor="
         )
-    return [Part({name: name for name, (_, shape) in shapes.items() if shape})]  # one number is no column
+    return [Part({name: name for name, (_, shape) in shapes.items() if shape})]  # a 0-d array is no column
 
 
 def _dense(tensor: Any, extra: Mapping[str, Column], table: Any) -> Callable[[Mapping[str, Shape]], list[Part]]:
-    """One array, or a list of them, of which each is a table."""
+    """The parts of one array, or of a list of arrays, each of them a table."""
 
     def parts(shapes: Mapping[str, Shape]) -> list[Part]:
         names = [tensor] if isinstance(tensor, str) else list(tensor)
@@ -205,7 +205,7 @@ def _memory(columns: Mapping[str, Column], extra: Mapping[str, Column]) -> Opene
 
 @contextmanager
 def _with(opener: Opener, extra: Mapping[str, Column]) -> Iterator[NamedArrays]:
-    """The arrays of a file and others."""
+    """The arrays of a file, and the arrays of `extra`."""
     with opener() as file:
         if not isinstance(file, NamedArrays):
             raise InputError("tensor= is for .npz, .safetensors and torch files; leave it out")
@@ -213,7 +213,7 @@ def _with(opener: Opener, extra: Mapping[str, Column]) -> Iterator[NamedArrays]:
 
 
 def path_of(value: Any, argument: str) -> Path:
-    """Raises InputError for what is no path."""
+    """A path. Raises InputError for any other `value`."""
     if not isinstance(value, (str, os.PathLike)):
         raise InputError(f"{argument}={value!r}: give a path, as str or pathlib.Path")
     return Path(value)
@@ -236,10 +236,10 @@ def _npy(path: Path) -> Column:
 
 @contextmanager
 def _opened_state_dict(path: Path) -> Iterator[NamedArrays]:
-    """The tensors of a `torch.save`, which stay on the disk; what is not plain data is refused, so no code runs."""
+    """The tensors of a `torch.save`, which stay on the disk. No code runs: what is not plain data is refused."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:  # torch's advice is to run its code
+    except pickle.UnpicklingError:  # torch's message advises running its code
         raise InputError(
             f"{str(path)!r} holds more than tensors, or is damaged: save the state_dict() of a module, not the module"
         ) from None

@@ -1,4 +1,4 @@
-"""safetensors files: written in bounded memory, which its own writer does not, and read by the library.
+"""safetensors files: written in bounded memory, which the library's writer does not do, and read by the library.
 
 Layout: https://github.com/huggingface/safetensors#format
 """
@@ -24,10 +24,10 @@ _DTYPES = {name: numpy for numpy, name in _NAMES.items()} | {"F64": "float64", "
 
 
 def write_safetensors(path: Path, columns: ColumnsAside, metadata: str) -> None:
-    """Write columns as tensors, the metadata in the file's own."""
+    """Write columns as tensors, and `metadata` in the file's metadata."""
     header: dict[str, Any] = {"__metadata__": {METADATA: metadata}}
     end = 0
-    for name, column in columns.items():  # the key is the first, so that all tensors are aligned
+    for name, column in columns.items():  # keys come first, so that all tensors are aligned
         begin, end = end, end + column.dtype.itemsize * int(np.prod(column.shape, dtype=np.int64))
         header[name] = {"dtype": _NAMES[str(column.dtype)], "shape": column.shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()

@@ -1,4 +1,4 @@
-"""Two sorted streams of rows, side by side: what merging and comparing snapshots is made of."""
+"""Two sorted streams of rows, side by side, for merging and comparing snapshots."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NONE = np.empty(0, np.uint8)
 def aligned(left: Chunks, right: Chunks) -> Iterator[tuple[int, Rows | None, Rows | None]]:
     """Both streams in pieces (bucket, rows of left, rows of right), each over one range of (bucket, table, key).
 
-    None where a stream has no row in the range. A (table, key) of both streams is in one piece. What is held at a time
-    is a chunk of each.
+    None where a stream has no row in the range. A (table, key) of both streams is in one piece. One chunk of each
+    stream is held at a time.
     """
     a, b = _Stream(left), _Stream(right)
     for bucket in range(BUCKETS):
@@ -36,7 +36,7 @@ def aligned(left: Chunks, right: Chunks) -> Iterator[tuple[int, Rows | None, Row
 def changed(older: Chunks, newer: Chunks, deleted: Chunks, twice: Callable[[int], Exception]) -> Chunks:
     """The rows of `older` as they are after changes: without the `deleted` keys, and with the rows of `newer`.
 
-    Raises what `twice` makes of a bucket where a key is both in `newer` and in `deleted`. All three may be streams of
+    Raises `twice(bucket)` where a key of the bucket is both in `newer` and in `deleted`. All three may be streams of
     keys alone.
     """
     streams = [_Stream(chunks) for chunks in (older, newer, deleted)]
@@ -58,14 +58,14 @@ def changed(older: Chunks, newer: Chunks, deleted: Chunks, twice: Callable[[int]
 
 
 def sort_keys(rows: Rows) -> NDArray[np.bytes_]:
-    """(table, key) of rows or of keys [n] as bytes [n] of the same order, which NumPy compares as one."""
+    """(table, key) of rows or keys [n] as bytes [n] of the same order; NumPy compares them as one."""
     keys = np.empty(len(rows), np.dtype([("table", ">u4"), ("key", ">u8")]))
     keys["table"], keys["key"] = rows["table"], rows["key"]
     return keys.view("S12")
 
 
 def among(keys: NDArray[np.bytes_], others: NDArray[np.bytes_]) -> NDArray[np.bool_]:
-    """Which of `keys` [n] are in `others`, which are in ascending order: [n]."""
+    """[n], which of `keys` [n] are in `others`. `others` ascend."""
     if len(others) == 0:
         return np.zeros(len(keys), bool)
     places = np.minimum(np.searchsorted(others, keys), len(others) - 1)
@@ -74,7 +74,7 @@ def among(keys: NDArray[np.bytes_], others: NDArray[np.bytes_]) -> NDArray[np.bo
 
 
 class _Stream:
-    """Sorted chunks, of which one is held, less what was taken of it."""
+    """A stream of sorted chunks. It holds what was not taken of one chunk."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
@@ -82,19 +82,19 @@ class _Stream:
         self.rows: Any = ()
 
     def rows_of(self, bucket: int) -> Rows | None:
-        """The rows that are held, if they are of this bucket."""
+        """The held rows, if they are of this bucket."""
         while len(self.rows) == 0:
             self._bucket, self.rows = next(self._chunks, (BUCKETS, (None,)))
         rows: Rows = self.rows
         return rows if self._bucket == bucket else None
 
     def take(self, last: bytes | None) -> Rows | None:
-        """The rows that are held, up to the key `last`, or all; None for none."""
+        """Take the held rows up to the key `last`, or all; None if there are none."""
         count = len(self.rows) if last is None else int(np.searchsorted(sort_keys(self.rows), last, side="right"))
         return self.drop(count) if count else None
 
     def drop(self, count: int) -> Rows:
-        """The first rows that are held, no longer held."""
+        """Take the first `count` held rows."""
         taken: Rows = self.rows[:count]
         self.rows = self.rows[count:]
         return taken

@@ -1,4 +1,4 @@
-"""Rows of RocksDB's files, read by a process of its own: RocksDB does not expect forged files, which may end it."""
+"""Rows of RocksDB's files, read by a process of its own: forged files may end the process that reads them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SAID_BYTES = 500
 
 
 class ApartError(Exception):
-    """The other process came to no end of the rows: RocksDB refused the files, or they ended it."""
+    """The other process did not reach the end of the rows: RocksDB refused the files, or the files ended it."""
 
 
 class NotStartedError(Exception):
-    """The other process did not come to read anything."""
+    """The other process could not begin to read."""
 
 
 def rows_apart(folder: Path, width: int, shards: int, max_rows: int) -> Chunks:
@@ -41,7 +41,7 @@ def rows_apart(folder: Path, width: int, shards: int, max_rows: int) -> Chunks:
     most = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
     with _child(folder, width, shards, most) as (rows_from, said_to, process):
         if rows_from.read(HEADER.size) != HEADER.pack(READY, 0):
-            rows_from.close()  # what is no reader of ours may write for ever
+            rows_from.close()  # a process that is not our reader may write for ever
             status = _status_of(process)
             raise NotStartedError(f"{_python()!r} {_end_of(status)}{_last_words(said_to)}")
         while True:
@@ -53,7 +53,7 @@ def rows_apart(folder: Path, width: int, shards: int, max_rows: int) -> Chunks:
                 return
             if bucket == FAILED:
                 text = rows_from.read(count).decode("utf-8", "replace")
-                raise ApartError(text.rpartition("; ")[0] or text)  # RocksDB's own advice is for a store
+                raise ApartError(text.rpartition("; ")[0] or text)  # without the advice, which is for a store
             rows = np.empty(min(count, most), dtype)
             if rows_from.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
@@ -77,10 +77,10 @@ def _child(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=said_to,
-                process_group=0,  # Ctrl-C is of this process, which then ends that one
+                process_group=0,  # Ctrl-C goes to this process, which then ends the other
             )
         except OSError as error:
-            if error.filename is None:  # of the fork
+            if error.filename is None:  # raised by the fork
                 raise
             raise NotStartedError(str(error)) from error
         assert process.stdout is not None
@@ -97,13 +97,13 @@ def _child(
 
 
 def _python() -> str:
-    """What `multiprocessing` starts, so that a program with Python in it can say which one."""
+    """The Python that `multiprocessing` starts. A program that embeds Python can set it there."""
     return os.fsdecode(get_executable() or "")
 
 
 def _status_of(process: subprocess.Popen[bytes]) -> int:
     status = process.wait()
-    if status == -signal.SIGKILL:  # of the system where memory runs out, or of a user
+    if status == -signal.SIGKILL:  # by the system where memory runs out, or by a user
         raise ChildProcessError(errno.ECHILD, "the process that reads it was killed")
     return status
 

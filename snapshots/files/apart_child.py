@@ -1,4 +1,4 @@
-"""What the process of `apart.py` runs, without the package: the native core alone, so that it starts in no time."""
+"""The script of the process that `apart.py` starts. It loads the native core alone, so it starts in no time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
-HEADER = struct.Struct("<BI")  # a bucket and how many rows of it follow, or one of these
-READY = 253  # comes first: what follows is of the files, not of a Python that cannot run this
+HEADER = struct.Struct("<BI")  # a bucket and how many of its rows follow, or one of the codes below
+READY = 253  # comes first: output without it is of a Python that cannot run this script
 END = 254  # no more rows
-FAILED = 255  # so many bytes of text follow: RocksDB refused the files
+FAILED = 255  # RocksDB refused the files: so many bytes of text follow
 
-_ROW_BYTES = 20  # of a row beside its floats
+_ROW_BYTES = 20  # bytes of a row beside its floats
 
 
 def main(core: str, folder: str, width: int, shards: int, most: int) -> None:

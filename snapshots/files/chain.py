@@ -1,4 +1,4 @@
-"""What the snapshots of a chain make together: one table, of which every row is checked."""
+"""The table that the snapshots of a chain make together, with every row checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Progress = Callable[[int], None]
 
 
 class Link(Protocol):
-    """A snapshot of a chain, as `Snapshot`."""
+    """What a chain needs of a `Snapshot`."""
 
     @property
     def name(self) -> str: ...
@@ -24,7 +24,7 @@ class Link(Protocol):
     def manifest(self) -> Manifest: ...
 
     def parts(self, max_rows: int = ...) -> tuple[Chunks, Chunks]:
-        """Rows, and keys of deleted ones."""
+        """The rows, and the keys of deleted rows."""
 
     def named_twice(self, bucket: int) -> SnapshotError: ...
 
@@ -39,8 +39,8 @@ def table_of(
 ) -> Chunks:
     """The rows of the table that a chain makes, each snapshot counted when its last row is known.
 
-    With `progress`, which is told how many rows of files were read, the names of rows alone where there are several
-    snapshots. `watch` gets each snapshot and the table as it is with it. Raises SnapshotError naming what is damaged.
+    progress: called with the rows that were read from files; with it, a chain of several snapshots gives the names of
+    rows alone. watch: called with each snapshot and the table up to it. Raises SnapshotError naming what is damaged.
     """
     table: Chunks = iter(())
     for snapshot in chain:
@@ -53,7 +53,7 @@ def table_of(
 
 
 def verify_chain(chain: Sequence[Link], progress: Progress | None = None, watch: Watch | None = None) -> None:
-    """Read all that the rows of a chain are read from. Raises SnapshotError where a load would."""
+    """Read all files of a chain. Raises SnapshotError where a load of its rows would."""
     read_all(table_of(chain, progress=progress or _untold, watch=watch))
 
 
@@ -67,7 +67,7 @@ def _counted(snapshot: Link, chunks: Chunks) -> Chunks:
 
 
 def told(chunks: Chunks, progress: Progress | None, names: bool) -> Chunks:
-    """The chunks, with their rows counted to `progress`; where it is given and `names` is true, keys alone."""
+    """The chunks, with their rows counted to `progress`. With `progress` and `names`, chunks of keys alone."""
     for bucket, rows in chunks:
         if progress is None:
             yield bucket, rows
@@ -77,7 +77,7 @@ def told(chunks: Chunks, progress: Progress | None, names: bool) -> Chunks:
 
 
 def read_all(chunks: Chunks) -> None:
-    """Read to the end, and keep nothing."""
+    """Read chunks to their end, and keep nothing."""
     deque(chunks, maxlen=0)
 
 

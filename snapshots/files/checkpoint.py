@@ -33,9 +33,9 @@ def write_checkpoint(
 ) -> Manifest:
     """Write the rows that `tier` holds, `rows` of them, as the snapshot `folder`, in the way of `write_snapshot`.
 
-    Files of rows are linked, so the time does not grow with them; their checksums are those that RocksDB kept when it
-    wrote them. Where the file system cannot link, they are copied, and a warning says so. A file that RocksDB has no
-    checksum of, from a tierbed that kept none, is read once. Raises SnapshotError, StoreError.
+    Files of rows are linked, so the time does not grow with their size. Their checksums are the ones that RocksDB kept
+    when it wrote them. Where the file system cannot link, files are copied, and a warning says so. A file without a
+    checksum, from a version of tierbed that kept none, is read once. Raises SnapshotError, StoreError.
     """
     folder = Path(folder)
     with new_snapshot(folder, description, overwrite) as place, tier.live_files() as files:
@@ -51,7 +51,7 @@ def write_checkpoint(
 def _place(
     files: list[LiveFile], source: Path, place: Path, told: Progress
 ) -> tuple[dict[str, dict[str, int]], OSError | None]:
-    """Put the files into the new folder `place`, durably. Their entries, and why files of rows could not be linked."""
+    """Put files into the new folder `place`, durably. Returns their entries, and why files could not be linked."""
     entries: dict[str, dict[str, int]] = {}
     refusal = None
     for file in files:
@@ -71,9 +71,9 @@ def _place(
 
 
 def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
-    """Link a file of rows, which RocksDB made durable. Why the file system cannot, where it cannot."""
+    """Link a file of rows, which RocksDB made durable. Returns why the file system cannot, or None."""
     try:
-        os.link(source.resolve(), target)  # of what a symbolic link leads to
+        os.link(source.resolve(), target)  # links the file that a symbolic link leads to
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -84,7 +84,7 @@ def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
 
 
 def _copy(source: Path, target: Path, file: LiveFile) -> int:
-    """Copy a file durably, or what it is to hold. Its checksum, which is the one that RocksDB has of it."""
+    """Copy a file durably, or write its `content`. Returns the checksum, which RocksDB's own has to equal."""
     checksum = _core.Crc32c()
     with open_regular(source) as from_, target.open("xb") as to:
         content = file.content
@@ -101,7 +101,7 @@ def _copy(source: Path, target: Path, file: LiveFile) -> int:
 
 
 def _in_rows(progress: Progress | None, rows: int, size: int) -> Progress:
-    """Takes counts of bytes, `size` in all, and tells `progress` counts of rows, `rows` in all."""
+    """A function that takes counts of bytes, `size` in all, and calls `progress` with rows, `rows` in all."""
     read = told = 0
 
     def take(count: int) -> None:

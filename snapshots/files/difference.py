@@ -1,4 +1,4 @@
-"""What changed between two states of a table, from their rows in the order of a scan: a merge of two streams."""
+"""The difference between two states of a table, by merging two streams of rows in the order of a scan."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from numpy.typing import NDArray
 from ...engine import _core
 from ...engine.row_format import BUCKETS, Change, Chunks, Rows, keys_of
 
-_NEW = 2  # of `_core.join_rows`
+_NEW = 2  # a code of `_core.join_rows`
 
 
 class Difference(NamedTuple):
     """Rows of one bucket, each part in ascending order of (table, key)."""
 
     bucket: int
-    rows: Rows  # [n] that are new or of which any byte differs, as they are after
+    rows: Rows  # [n], the rows that are new or differ in any byte, as they are after
     new: NDArray[np.bool_]  # [n], whether there was no such row before
-    gone: Rows  # as they were before
+    gone: Rows  # erased rows, as they were before
 
 
 def difference(before: Chunks, after: Chunks) -> Iterator[Difference]:
-    """The rows in which two tables of the same row type differ; both as `Tier.scan` yields them.
+    """The rows in which two tables of the same row type differ. Both are given as `Tier.scan` yields them.
 
-    Buckets ascend, and within one so do (table, key) of each part from one item to the next. Holds one chunk of either
-    at a time. What the chunks raise passes through.
+    Buckets ascend, and within a bucket (table, key) of each part ascends, over all items. One chunk of each table is
+    held at a time. What the chunks raise passes through.
     """
     old, now = _Ahead(before), _Ahead(after)
     while old.there or now.there:
@@ -46,13 +46,13 @@ def difference(before: Chunks, after: Chunks) -> Iterator[Difference]:
 
 
 def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
-    """What makes the table `after` of the table `before`, as `difference` finds it."""
+    """The changes that make the table `after` from the table `before`, as `difference` finds them."""
     for bucket, rows, _, gone in difference(before, after):
         yield bucket, rows, keys_of(gone)
 
 
 class _Ahead:
-    """The rows of a stream that were not taken yet, those of one chunk."""
+    """A stream of chunks, of which it holds the rows of one chunk that were not taken yet."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks

@@ -1,4 +1,4 @@
-"""Snapshot format 2: names, the manifest, and the header of a row file. `docs/snapshots.md` says it in prose."""
+"""Snapshot format 2: names, the manifest, and the header of a row file. `docs/snapshots.md` describes it in prose."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _MAX_WIDTH = 1 << 20
 _MAX_DIM = 1 << 16  # of an embedding
 _MAX_COUNT = 1 << 62
 LAST_SEQUENCE = (1 << 48) - 1
-_MAX_DEPTH = 32  # of a description: lists and maps in each other
+_MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
-_MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest, or a mark, with a few more fields stays one
-OF_THE_MARK = ("live", "rows", "shards", TABLE_ROWS)  # what a mark says beside the description of a snapshot
+_MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or a mark has room for its other fields
+OF_THE_MARK = ("live", "rows", "shards", TABLE_ROWS)  # fields of a mark beside the description of a snapshot
 _MAX_SHARDS = BUCKETS
 _ROW_FILE = re.compile(r"(bucket|deleted)-([0-9]{2})\.npy")
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
@@ -44,7 +44,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclasses.dataclass(frozen=True)
 class RowFile:
-    """A file of rows, or of the keys of deleted ones: how many, its bytes with the header, the crc32 after it."""
+    """A file of rows, or of keys of deleted rows: how many, its bytes with the header, the crc32 behind the header."""
 
     rows: int
     bytes: int
@@ -53,7 +53,7 @@ class RowFile:
 
 @dataclasses.dataclass(frozen=True)
 class Parent:
-    """The snapshot that an incremental one goes over: beside it, by this name, with this id."""
+    """The snapshot that an incremental snapshot goes over. It lies beside it, with this name and this id."""
 
     name: str
     id: str
@@ -61,7 +61,7 @@ class Parent:
 
 @dataclasses.dataclass(frozen=True)
 class RocksDBFiles:
-    """The files of a checkpoint: `shards` databases, and of each file, `shard-N/<file>`, its `bytes` and `crc32c`."""
+    """The files of a checkpoint, of `shards` databases: `bytes` and `crc32c` of each file `shard-N/<file>`."""
 
     shards: int
     files: dict[str, dict[str, int]]
@@ -71,9 +71,9 @@ class RocksDBFiles:
 class Manifest:
     """What a snapshot holds.
 
-    `rows`: of the whole table, as it is when the snapshot is loaded; `deleted`: how many keys of deleted rows its own
-    files have; `files` is ordered by name; `created` is in ns since 1970, UTC; the latest snapshot has the largest
-    `sequence`; `id`: 32 hex digits, of no other.
+    `rows`: how many rows the whole table has when the snapshot is loaded. `deleted`: how many keys of deleted rows the
+    snapshot's own files have. `files` is ordered by name. `created` is in ns since 1970, UTC. The latest snapshot has
+    the largest `sequence`. `id`: 32 hex digits, unique to the snapshot.
     """
 
     kind: Kind
@@ -100,12 +100,12 @@ class Manifest:
 
     @property
     def own_rows(self) -> int:
-        """How many rows a reader of its own files passes, with the keys of deleted ones."""
+        """How many rows the snapshot's own files have, keys of deleted rows included."""
         return self.rows if self.rocksdb is not None else sum(file.rows for file in self.files.values())
 
     @property
     def total_bytes(self) -> int:
-        """Size of all its files but the manifest."""
+        """The bytes of all files but the manifest."""
         held = [] if self.rocksdb is None else [file["bytes"] for file in self.rocksdb.files.values()]
         return sum(file.bytes for file in self.files.values()) + sum(held)
 
@@ -232,7 +232,7 @@ def check_description(value: Any) -> None:
 
 
 def _check_room(description: dict[str, Any]) -> None:
-    """What a mark and later manifests say beside a description needs room and names of its own."""
+    """Raises ValueError where a description takes the room or the names of a mark's and a manifest's other fields."""
     taken = description.keys() & {*OF_THE_MARK, *OWN}
     _require(not taken, f"description has fields of a mark: {', '.join(sorted(taken))}")
     _require(len(description) <= _MAX_FIELDS, f"description has more than {_MAX_FIELDS} fields")
@@ -241,7 +241,7 @@ def _check_room(description: dict[str, Any]) -> None:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether JSON holds it as it is: no bytes, no NaN."""
+    """Whether JSON holds `value` as it is: it has no bytes and no NaN."""
     if isinstance(value, dict):
         return depth > 0 and all(isinstance(name, str) and _is_plain(item, depth - 1) for name, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -250,7 +250,7 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 
 def _check_rule(value: dict[str, Any], dim: int) -> None:
-    """States and `hyper` are those of the rule, where it is known here; `hyper` is empty before its first update."""
+    """Raises ValueError where states or `hyper` do not fit a known rule. `hyper` is empty before the first update."""
     name = value["optimizer"]
     try:
         kernel = kernels()[name]
@@ -264,7 +264,7 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
 
 
 def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:
-    """The description with `hyper` as numbers by name; as the list that is stored where the rule is not known here."""
+    """The description with `hyper` as numbers by name; the stored list stays where the rule is not known."""
     try:
         names = (*kernels()[description["optimizer"]].all_hypers, *CLIPS)
     except KeyError:
@@ -306,18 +306,18 @@ def bucket_of(name: str) -> int:
 
 
 def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
-    """Whether rows of a table that `older` describes are rows of the one that `newer` describes."""
+    """Whether rows of a table described by `older` are rows of the table described by `newer`."""
     same = all(older[field] == newer[field] for field in ("width", "key_type", "columns"))
     return same and len(older["tables"]) <= len(newer["tables"])
 
 
 def row_check(description: dict[str, Any], bucket: int) -> _core.RowCheck:
-    """What knows rows of a bucket, or keys of deleted ones, that no table of a description has."""
+    """The check that finds rows of a bucket, or keys of deleted rows, which no table of a description can have."""
     return _core.RowCheck(bucket, len(description["tables"]), description["key_type"] == "int32")
 
 
 def dtype_of(name: str, width: int) -> np.dtype[np.void]:
-    """What the array of a file that a manifest names is made of."""
+    """The dtype of the array in a file that a manifest names."""
     return KEY if is_deleted(name) else row_dtype(width)
 
 

@@ -1,4 +1,4 @@
-"""Reading snapshots: open, verify, rows in chunks, and which of a folder is the latest."""
+"""Reading snapshots: opening, verifying, rows in chunks, and the latest snapshot of a folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .format import (
 from .threads import ahead
 from .unread import UnreadError, damaged, remedy_of, unread
 
-LONGEST_CHAIN = 100  # snapshots that are read as one table, each by files and threads of its own
+LONGEST_CHAIN = 100  # the most snapshots of one table; each is read by files and threads of its own
 
 _CHUNK_BYTES = 1 << 25
 
@@ -53,7 +53,7 @@ class Snapshot:
 
     @classmethod
     def open(cls, folder: Path) -> Snapshot:
-        """Raises SnapshotError if it is missing, foreign, of an unknown format, or its manifest is damaged."""
+        """Open a snapshot. SnapshotError: it is missing, foreign, of an unknown format, or its manifest damaged."""
         folder = Path(folder)
         if not os.path.isdir(folder):
             if _leads_nowhere(folder):
@@ -75,7 +75,7 @@ class Snapshot:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """The name of the folder."""
         return self.folder.name
 
     @property
@@ -111,9 +111,9 @@ class Snapshot:
 
     @property
     def chain(self) -> list[Snapshot]:
-        """What its rows are read from: the one that stands by itself first, this one last. Raises SnapshotError."""
+        """The snapshots that the rows are read from, from the full one to this one. Raises SnapshotError."""
         chain = [self]
-        while (parent := chain[-1].parent) is not None:  # it ends: sequences descend
+        while (parent := chain[-1].parent) is not None:  # the loop ends: sequences descend
             chain.append(parent)
         if len(chain) > LONGEST_CHAIN:
             raise SnapshotError(
@@ -123,24 +123,24 @@ class Snapshot:
         return chain[::-1]
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read all that its rows are read from, and check what a load does. Raises SnapshotError naming the file.
+        """Read all files of the chain, and check what a load checks. Raises SnapshotError naming the file.
 
-        `progress` is told how many rows each chunk added, `own_rows` of each snapshot in the chain in all.
+        progress: called with the rows that each chunk added, `own_rows` of each snapshot in the chain in all.
         """
         verify_chain(self.chain, progress)
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
         """Every row of the table as (bucket, rows [n] of `row_dtype(width)`), ordered as by `Tier.scan`.
 
-        n is at most `max_rows`, and a chunk at most about 32 MiB; where the snapshot goes over others, of each of them.
-        Every file's presence, size and header is checked before the first chunk, its checksum before its last chunk,
-        and the number of rows after the last: a consumer that must not be left with damaged rows calls `verify` first,
-        or keeps what it builds aside until the end. Raises SnapshotError naming the file.
+        n is at most `max_rows`, and a chunk at most about 32 MiB, for each snapshot in the chain. Every file's
+        presence, size and header is checked before the first chunk, its checksum before its last chunk, and the number
+        of rows after the last: a consumer that must not be left with damaged rows calls `verify` first, or keeps what
+        it builds aside until the end. Raises SnapshotError naming the file.
         """
         return table_of(self.chain, max_rows)
 
     def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
-        """What it holds itself: rows as `chunks`, and in the same order keys [n] of deleted rows.
+        """What this snapshot holds itself: rows as `chunks` has them, and in the same order keys [n] of deleted rows.
 
         Both are read to the end before their checksums are known.
         """
@@ -154,7 +154,7 @@ class Snapshot:
         return self.read_files(rows, max_rows), self.read_files(keys, max_rows)
 
     def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
-        """What some of the manifest's files hold, as `chunks`. Raises SnapshotError naming the file."""
+        """The rows in some of the manifest's files, as `chunks` has them. Raises SnapshotError naming the file."""
         return self._unless_replaced(self._read_files(files, max_rows))
 
     def _read_files(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
@@ -165,7 +165,7 @@ class Snapshot:
             yield from chunks
 
     def _sums(self, parts: Iterator[Part]) -> Generator[tuple[int, NDArray[np.void]], None, None]:
-        """The rows of files as (bucket, rows), each file's checksum looked at before its last chunk goes on."""
+        """The rows of files as (bucket, rows). A file's checksum is compared before its last chunk is passed on."""
         for name, group in groupby(parts, key=itemgetter(0)):
             entry, count, checksum = self.manifest.files[name], 0, 0
             check = row_check(self.description, bucket_of(name))
@@ -189,7 +189,7 @@ class Snapshot:
                 yield bucket, rows
 
     def _unless_replaced(self, chunks: Chunks) -> Chunks:
-        """The chunks, and what is wrong with them, unless they are of another snapshot that has the name by now."""
+        """The chunks. If another snapshot has the name by now, UnreadError replaces what is wrong with them."""
         try:
             yield from chunks
         except UnreadError:
@@ -202,7 +202,7 @@ class Snapshot:
             ) from error
 
     def named_twice(self, bucket: int) -> SnapshotError:
-        """Where a key of the bucket is both of a row that was written and of one that was deleted."""
+        """The error for a bucket with a key of both a written row and a deleted row."""
         return self.damaged(deleted_file(bucket), f"it has keys of rows that {bucket_file(bucket)} has")
 
     def _read(self, files: dict[str, RowFile], max_rows: int) -> Generator[Part, None, None]:
@@ -223,7 +223,7 @@ class Snapshot:
                     yield name, rows
 
     def _open(self, name: str, entry: RowFile) -> BinaryIO:
-        """The file, its header read and checked."""
+        """The open file, after its header, which was checked."""
         try:
             file = open_regular(self.folder / name)
         except OSError as error:
@@ -239,7 +239,7 @@ class Snapshot:
         raise self.damaged(name, problem)
 
     def damaged(self, name: str | None, problem: str) -> SnapshotError:
-        """What is wrong with one of its files, or with all of it, and the remedy."""
+        """The error for damage to the file `name`, or with None to the whole snapshot, with the remedy."""
         return damaged(self.folder if name is None else self.folder / name, problem, self.folder)
 
 
@@ -270,8 +270,8 @@ def list_snapshots(folder: Path) -> Listing:
 def latest_snapshot(folder: Path) -> Snapshot | None:
     """The latest snapshot in a folder, verified; None where there is none.
 
-    An older one is never returned in the place of a damaged one: SnapshotError is raised if the latest does not verify,
-    or if a manifest cannot be read, as that snapshot might be the latest.
+    An older snapshot never takes the place of a damaged one: SnapshotError is raised if the latest does not verify, or
+    if a manifest cannot be read, since that snapshot might be the latest.
     """
     snapshots, damaged = list_snapshots(folder)
     for error in damaged.values():

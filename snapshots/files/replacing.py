@@ -13,7 +13,7 @@ from .reader import list_snapshots
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raises SnapshotError where what is there is no snapshot or one that others go over, or it cannot be exchanged."""
+    """Raises SnapshotError where `folder` is no snapshot, or others go over it, or it cannot be exchanged."""
     if not os.path.lexists(folder / MANIFEST):
         raise SnapshotError(f"{str(folder)!r} is no snapshot, and nothing else is overwritten: choose another name")
     over = ", ".join(map(repr, going_over(folder)))
@@ -29,7 +29,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def going_over(folder: Path) -> list[str]:
-    """Names of the snapshots beside `folder` that go over it. SnapshotError where one of them cannot be read."""
+    """Names of the snapshots beside `folder` that go over it. SnapshotError where a snapshot there cannot be read."""
     held, listing = snapshot_id(folder), list_snapshots(folder.parent)
     for name, error in listing.damaged.items():
         if name != folder.name and os.path.lexists(folder.parent / name / MANIFEST):

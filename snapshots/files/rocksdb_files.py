@@ -24,11 +24,11 @@ _PIECE_BYTES = 4 << 20
 
 
 def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
-    """The rows of a checkpoint as `Snapshot.chunks` yields them, every file compared before the first chunk.
+    """The rows of a checkpoint as `Snapshot.chunks` yields them. Every file is compared before the first chunk.
 
-    A process of its own reads them: RocksDB may end it where the files are forged. Without writing into the folder. A
-    link shares the bytes: damage to a file of the running store is found here as well. Raises SnapshotError naming a
-    file that is missing, changed, or foreign.
+    A process of its own reads the rows, since RocksDB may end the process where files are forged. Nothing is written
+    into the folder. A link shares the bytes of a file, so damage to the running store's file is found too. Raises
+    SnapshotError naming a file that is missing, changed, or foreign.
     """
     assert manifest.rocksdb is not None
     _require_rocksdb(folder)
@@ -62,7 +62,7 @@ def checksum_of(path: Path, size: int) -> int:
 
 
 def pieces_of(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
-    """The first `size` bytes, each piece in the memory of the one before. Raises OSError where there are fewer."""
+    """The first `size` bytes in pieces, each in the memory of the piece before. OSError where there are fewer."""
     memory = np.empty(min(size, _PIECE_BYTES), np.uint8)
     while size:
         piece = memory[: min(size, len(memory))]
@@ -73,7 +73,7 @@ def pieces_of(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
 
 
 def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """That the files in the folder are these, with their sizes."""
+    """Raises SnapshotError unless the files in the folder are these, with their sizes."""
     place = folder / ROCKSDB
     try:
         found = {str(path.relative_to(place)): path for path in _files_in(place)}
@@ -94,7 +94,7 @@ def _check_names(folder: Path, files: dict[str, dict[str, int]]) -> None:
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """What lies in the folder and in those in it, which may be links."""
+    """The files in a folder and in its folders, which may be links."""
     for entry in os.scandir(folder):
         if entry.is_dir():
             yield from (folder / entry.name / inner for inner in os.listdir(entry))

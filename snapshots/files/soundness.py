@@ -16,7 +16,7 @@ Damaged = dict[str, SnapshotError]
 
 
 def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]:
-    """The chain of each, by name, and why there is none. Raises UnreadError."""
+    """The chain of each snapshot, by name, and why others have none. Raises UnreadError."""
     chains, damaged = {}, {}
     for snapshot in snapshots:
         try:
@@ -29,9 +29,9 @@ def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]
 
 
 def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: Progress) -> Damaged:
-    """Why snapshots, and those that they go over, are not sound: `damaged` and what is found, by name.
+    """Why snapshots, and the snapshots that they go over, are not sound, by name: `damaged` and what is found.
 
-    A chain is read once for all snapshots in it; where one goes over what is damaged, the rest of its files is checked.
+    A chain is read once for all snapshots in it. Where a snapshot goes over a damaged one, its own files are checked.
     Raises UnreadError.
     """
     verified = _Verified(damaged, progress)
@@ -48,11 +48,11 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: Progress) -
 class _Verified:
     def __init__(self, damaged: Damaged, progress: Progress) -> None:
         self.damaged = dict(damaged)
-        self._sound: set[str] = set()  # their own files, where they go over what is damaged
+        self._sound: set[str] = set()  # snapshots over a damaged one, whose own files are sound
         self._progress = progress
 
     def take(self, chain: Chain) -> None:
-        """Verify those of a chain that were not yet."""
+        """Verify the snapshots of a chain that were not verified yet."""
         if all(link.name in self._sound or link.name in self.damaged for link in chain):
             return
         if not any(link.name in self.damaged for link in chain):
@@ -86,6 +86,6 @@ class _Verified:
         try:
             yield from table
         except SnapshotError as error:
-            if error not in self.damaged.values():  # of one before
+            if error not in self.damaged.values():  # found at an earlier snapshot
                 self.damaged[link.name] = error
             raise

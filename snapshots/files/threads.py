@@ -1,4 +1,4 @@
-"""Work beside the caller's: a source read ahead of whoever uses it, and tasks done behind whoever gives them.
+"""Work in threads beside the caller's: reading a source ahead of its user, and doing tasks behind their giver.
 
 Reading, checksums and writing let other threads of Python run, so that disk, checksum and table work at one time. At
 the end of the interpreter, where no thread can be started any more, the caller does all of it.
@@ -24,9 +24,9 @@ _END = object()
 
 @contextmanager
 def ahead(source: Generator[T, None, None], items: int = 2) -> Iterator[Iterator[T]]:
-    """The items of `source`, which a thread takes out of it, so many ahead. Ends the thread when the block ends.
+    """The items of `source`. A thread takes `items` of them ahead; it ends when the block ends.
 
-    What the source raises is raised where its item would have come.
+    An exception of the source is raised where its item would have come.
     """
     taken: Queue[Any] = Queue(items)
     wanted = True
@@ -75,14 +75,14 @@ def ahead(source: Generator[T, None, None], items: int = 2) -> Iterator[Iterator
 
 
 class Behind:
-    """Does tasks in the order in which they are given, in a thread, with few of them waiting.
+    """Does tasks in a thread, in the order in which they are given. Few tasks wait at a time.
 
-    What a task raises is raised by a later `do` or by the end of the block, and no task after it is begun.
+    An exception of a task is raised by a later `do` or by the end of the block, and no task after it is begun.
     """
 
     def __init__(self, waiting: int = 2) -> None:
         self._tasks = _Tasks(waiting)
-        # Ctrl-C may cut off the block's beginning or end; an error, whose traceback holds this, must not be held by it
+        # Ctrl-C may cut off the block's beginning or end; no cycle with an error, whose traceback holds this object
         finalize(self, self._tasks.queue.put, None).atexit = False
         self._thread = Thread(target=self._tasks.run, name="tierbed-behind", daemon=True)
         self._has_thread = _starts(self._thread)
@@ -113,11 +113,11 @@ class Behind:
 
 
 class _Tasks:
-    """What the thread of a `Behind` holds, which is not held by it and so can be let go."""
+    """The tasks of a `Behind`. Its thread holds them and not the `Behind`, which can be let go."""
 
     def __init__(self, waiting: int) -> None:
         self.error: BaseException | None = None
-        self.ended = False  # having done all of them
+        self.ended = False  # whether all tasks are done
         self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # garbage may be collected in the midst
         self._room = Semaphore(waiting)
 

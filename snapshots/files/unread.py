@@ -1,4 +1,4 @@
-"""What it says of a snapshot that the system could not read it: that a file is not as it was saved, or nothing."""
+"""What a failed read says of a snapshot: that a file is not as it was saved, or nothing."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _OF_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class UnreadError(SnapshotError):
-    """Nothing is known of the snapshot: this process is short of something, or another snapshot took its place."""
+    """Nothing is known of the snapshot: this process lacks a resource, or another snapshot took its place."""
 
 
 def unread(path: Path, error: OSError, folder: Path) -> SnapshotError:
-    """What is raised where a file of the snapshot `folder` could not be read."""
-    if error.errno is None:  # of `check_regular`, which names the path
+    """The error for a file of the snapshot `folder` that could not be read."""
+    if error.errno is None:  # raised by `check_regular`, which names the path
         return SnapshotError(f"{error}. {remedy_of(folder)}")
     problem = str(error.strerror if error.filename == str(path) else error)
     if error.errno in _OF_FILE:
@@ -43,7 +43,7 @@ def unread(path: Path, error: OSError, folder: Path) -> SnapshotError:
 
 
 def damaged(path: Path, problem: str, folder: Path) -> SnapshotError:
-    """What is raised where a file of the snapshot `folder` is not as it was saved."""
+    """The error for a file of the snapshot `folder` that is not as it was saved."""
     return SnapshotError(f"{str(path)!r} is damaged: {problem}. {remedy_of(folder)}")
 
 
@@ -53,5 +53,5 @@ def remedy_of(folder: Path) -> str:
 
 
 def cause_of(error: Exception) -> OSError | None:
-    """What the system lacked or refused where an error of another library tells of that in words."""
+    """The system's error behind an error of another library, which may tell it in words only."""
     return next((OSError(code, os.strerror(code)) for code in _OF_SYSTEM if os.strerror(code) in str(error)), None)

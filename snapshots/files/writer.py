@@ -79,10 +79,10 @@ def write_incremental(
     progress: Progress | None = None,
     overwrite: bool = False,
 ) -> Manifest:
-    """Write what changed since `parent`, which lies beside it, as `write_snapshot`. `rows`: of the whole table.
+    """Write what changed since `parent`, which lies beside `folder`, as `write_snapshot`. rows: of the whole table.
 
-    `changes` are (bucket, rows [n] as they are now, keys [m] of `KEY` of deleted rows), each of both as `chunks` of
-    `write_snapshot`, together distinct.
+    changes: (bucket, rows [n] as they are now, keys [m] of `KEY` of deleted rows). Rows and keys are each ordered as
+    `chunks` of `write_snapshot`, and no row is in both.
     """
     folder = Path(folder)
     if description["width"] != parent.manifest.width:
@@ -107,7 +107,7 @@ def write_incremental(
 
 @contextmanager
 def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = False) -> Iterator[Path]:
-    """`made_aside` of the snapshot `folder`, which `finish` ends. Raises SnapshotError, also for an OSError in it."""
+    """`made_aside` for the snapshot `folder`; `finish` completes it. SnapshotError, also for an OSError in it."""
     folder = Path(folder)
     check_free(folder, overwrite)
     try:
@@ -124,9 +124,9 @@ def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = Fa
 
 
 def check_free(folder: Path, overwrite: bool | None = False) -> None:
-    """Raises SnapshotError where the name of a snapshot cannot be used or is taken, by one that is not to be replaced.
+    """Raises SnapshotError where a snapshot's name cannot be used, or is taken by one that is not to be replaced.
 
-    overwrite: True raises as `check_replaceable`; None is of callers that cannot replace one.
+    overwrite: True raises as `check_replaceable`; None is for callers that cannot replace a snapshot.
     """
     check_name(folder.name)
     if not os.path.lexists(folder):
@@ -139,8 +139,10 @@ def check_free(folder: Path, overwrite: bool | None = False) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what killed or failed writers left in the folder of a store's snapshots, whose holder calls it, and where
-    nothing is being written. SnapshotError."""
+    """Remove what killed or failed writers left in the folder of a store's snapshots. SnapshotError.
+
+    The holder of the store calls this, while nothing is being written.
+    """
     try:
         remove_leftovers(folder)
     except OSError as error:
@@ -157,7 +159,7 @@ def finish(
     rocksdb: RocksDBFiles | None = None,
     parent: Parent | None = None,
 ) -> Manifest:
-    """Write the manifest of what is in `place`, durable as it is. Raises OSError, SnapshotError."""
+    """Write the manifest of the files in `place`, which are durable already. Raises OSError, SnapshotError."""
     files = files or {}
     deleted = sum(file.rows for name, file in files.items() if is_deleted(name))
     latest = max(list_snapshots(place.parent).snapshots, key=lambda s: s.manifest.sequence, default=None)
@@ -197,7 +199,7 @@ def _write_files(
     chunks: Iterable[tuple[int, Rows]],
     progress: Progress | None,
 ) -> dict[str, RowFile]:
-    """Each bucket's rows to its file. Chunks are made while those before are written, and files before are synced."""
+    """Write each bucket's rows to its file. The next chunk is made while earlier ones are written and synced."""
     files: dict[str, _File] = {}
     previous, width = -1, description["width"]
     with ExitStack() as opened, Behind() as syncing, Behind() as writing:
@@ -225,7 +227,7 @@ class _File:
     def __init__(self, path: Path, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
         self._file = path.open("xb")
-        self._file.write(bytes(HEADER_BYTES))  # the header needs the count
+        self._file.write(bytes(HEADER_BYTES))  # room for the header, which needs the count
         self._count = self._checksum = 0
 
     def write(self, rows: Rows) -> None:

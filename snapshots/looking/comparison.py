@@ -1,4 +1,4 @@
-"""How two snapshots differ: which rows, by how much, and what is said of their tables."""
+"""How two snapshots differ: in which rows, by how much, and in the descriptions of their tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MUST_AGREE = ("key_type", "dtype", "columns")
 
 
 class Difference(NamedTuple):
-    """A row that is not the same. `key` as users have it; `largest`: of the embedding, None where one has no row."""
+    """A row that differs. `key`: as users have it. `largest`: of the embedding, None where one side lacks the row."""
 
     sort: Sort
     table: int
@@ -32,13 +32,13 @@ class Difference(NamedTuple):
 
 @dataclass
 class Comparison:
-    """From one snapshot to another.
+    """The differences from one snapshot to another.
 
-    `added`, `changed`, `gone`: rows by table id; a row is changed where any of its bytes is, state, updates and step
-    included. `same`: rows that are not. `largest`: by "embedding" and state, the greatest absolute difference over the
-    rows of both, infinite where a number met NaN; states are compared where both have the same ones. `fields`: of the
-    descriptions, what each has, where they differ, of `hyper` the numbers that do. `names` of the tables.
-    `first`: the first rows that differ.
+    `added`, `changed`, `gone`: rows by table id. A row is changed where any of its bytes is, state, updates and step
+    included. `same`: how many rows are not. `largest`: by "embedding" and state, the greatest absolute difference over
+    the rows of both, infinite where a number met NaN; states are compared where both snapshots have the same states.
+    `fields`: the fields in which the descriptions differ, with both values; of `hyper` the differing numbers. `names`:
+    of the tables. `first`: the first rows that differ.
     """
 
     fields: dict[str, tuple[Any, Any]]
@@ -52,16 +52,16 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Whether anything does."""
+        """Whether anything differs."""
         return bool(self.fields or self.added or self.changed or self.gone)
 
 
 def compare(
     before: Snapshot, after: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0
 ) -> Comparison:
-    """How `after` differs from `before`; keeps the `first` differences. `progress`: rows read, of both.
+    """How `after` differs from `before`; keeps the `first` differences. progress: called with rows read, of both.
 
-    Raises SnapshotError for snapshots of tables that have no common rows, and damaged ones.
+    Raises SnapshotError for snapshots of tables that cannot share rows, and for damaged snapshots.
     """
     old, new = before.description, after.description
     for name in _MUST_AGREE:
@@ -91,7 +91,7 @@ def compare(
 
 
 def _differing(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """By name, what each has."""
+    """The fields that differ, with both values."""
     return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
 
 
@@ -105,7 +105,7 @@ class _Counter:
         result.largest = dict.fromkeys(self._places, 0.0)
 
     def add(self, left: Rows | None, right: Rows | None) -> None:
-        """The rows of one range of keys."""
+        """Compare the rows of one range of keys."""
         if left is not None and right is not None:
             left_keys, right_keys = sort_keys(left), sort_keys(right)
             in_left, in_right = among(right_keys, left_keys), among(left_keys, right_keys)
@@ -117,7 +117,7 @@ class _Counter:
             self._count("added", right, None)
 
     def _both(self, old: Rows, new: Rows) -> None:
-        """Rows [n] of the same keys."""
+        """Compare rows [n] of the same keys."""
         changed = (old["updates"] != new["updates"]) | (old["step"] != new["step"])
         if not self._same_state:
             changed[:] = True

@@ -31,9 +31,9 @@ def check_plot(path: Path) -> None:
 
 
 def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
-    """Row norms, update counts and rows of each table, side by side, in a file. Raises OptionError where it cannot.
+    """Draw row norms, update counts and rows of each table, side by side. Raises OptionError where it cannot.
 
-    `names`: of the tables.
+    names: of the tables.
     """
     from matplotlib.figure import Figure
 
@@ -53,7 +53,7 @@ def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
         path.write_bytes(picture.getvalue())
     except OSError as error:
         with suppress(OSError):
-            path.unlink()  # a part of it
+            path.unlink()  # a part of the picture
         raise OptionError(f"{str(path)!r} cannot be written: {error}") from error
 
 
@@ -78,7 +78,7 @@ def _norms(axes: Any, summary: Summary) -> None:
 
 
 def _bars(axes: Any, counter: Any, label: str, title: str) -> None:
-    """A bar for each value, or for each range of values where they are many."""
+    """Draw a bar for each value, or for each range of values where there are many."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel=label, title=title)

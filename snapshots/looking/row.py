@@ -25,8 +25,8 @@ Row = NDArray[np.void]  # [1] of `row_dtype`
 def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
     """The live row of a store that was closed cleanly, or None where it was never written, and the description.
 
-    `key` as users have it. Raises StoreError, SnapshotError where the rows cannot be read, InputError for a key that is
-    none of this store.
+    key: as users have it. Raises StoreError, SnapshotError where the rows cannot be read, InputError for a key that the
+    store cannot have.
     """
     mark = marked(store)
     number, bits = place_of(mark, table, key)
@@ -36,12 +36,12 @@ def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None
 
 
 def snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
-    """The row of a snapshot, None where it has none. Raises as `live_row`."""
+    """The row in a snapshot, None where the snapshot lacks it. Raises as `live_row`."""
     return _find(snapshot, *place_of(snapshot.description, table, key))
 
 
 def place_of(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
-    """The number of a table, given by it or by name, and the 64 bits of a key.
+    """The number of a table, given by number or name, and the 64 bits of a key.
 
     Raises InputError for a key that is not of the key type, or a table that is not there.
     """
@@ -56,7 +56,7 @@ def place_of(description: dict[str, Any], table: int | str, key: int) -> tuple[i
 
 
 def plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
-    """A row as JSON can hold it: `table`, its name if any, `key`, `embedding`, `states` by name, `updates`, `step`."""
+    """A row as plain values: `table`, its name if any, `key`, `embedding`, `states` by name, `updates`, `step`."""
     parts = {name: column[0] for name, column in Columns(description).split(np.array([row])).items()}
     return {
         **numbered(int(parts[TABLE]), names_in(description)),
@@ -69,12 +69,12 @@ def plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_floats(values: NDArray[np.float32]) -> list[float | str]:
-    """The shortest decimals that are these float32; JSON has no NaN and no infinities, which come as text."""
+    """The shortest decimals that give these float32. NaN and infinities come as text, since JSON has none."""
     return [float(str(value)) if np.isfinite(value) else str(value) for value in values]
 
 
 def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
-    """In the file of the key's bucket, in the latest snapshot of the chain that says anything of it."""
+    """The row in the file of the key's bucket, of the latest snapshot in the chain that has the key."""
     bucket = int(_core.buckets(np.array([table], np.uint32), np.array([key], np.uint64))[0])
     for link in reversed(snapshot.chain):
         if link.manifest.rocksdb is not None:
@@ -93,9 +93,9 @@ def _file(snapshot: Snapshot, name: str) -> Chunks:
 
 
 def _among(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
-    """What some of its files have of the key."""
+    """The row of the key among chunks, or None."""
     found = None
-    for _, rows in chunks:  # to the end, where it is known whether they are damaged
+    for _, rows in chunks:  # to the end: damage may be known only there
         matches = rows[(rows["table"] == table) & (rows["key"] == key)]
         if len(matches):
             found = matches.copy()
@@ -103,11 +103,11 @@ def _among(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
 
 
 def _find_in_rocksdb(folder: Path, width: int, shards: int, table: int, key: int) -> Row | None:
-    from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
+    from ...engine.store.rocksdb import RocksDB  # loaded only where RocksDB holds the rows
 
     row = np.zeros(1, row_dtype(width))
     row["table"], row["key"] = table, key
-    line = np.zeros(-(-row.dtype.itemsize // 16) * 2, np.uint64)  # no shorter than a line, which lacks table and key
+    line = np.zeros(-(-row.dtype.itemsize // 16) * 2, np.uint64)  # no shorter than a line: it lacks table and key
     with closing(RocksDB(folder, width, shards, read_only=True)) as tier:
         found = tier.read(row["table"].copy(), row["key"].copy(), np.array([line.ctypes.data], np.uint64))
     if not found[0]:

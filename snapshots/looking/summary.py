@@ -1,4 +1,4 @@
-"""Figures that take a pass over a snapshot's rows."""
+"""Figures of a snapshot that take a pass over its rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from ..files.reader import Snapshot
 
-NORM_EDGES = np.concatenate([[0.0], np.logspace(-20, 20, 80_001)])  # each 0.12 % over the one before
+NORM_EDGES = np.concatenate([[0.0], np.logspace(-20, 20, 80_001)])  # each edge 0.12 % over the one before
 
 
 @dataclass
 class Summary:
-    """Of rows.
+    """Figures of rows.
 
     `tables`, `updates`: how many rows have each value. `norms` [80,001]: how many rows have a Euclidean norm of the
     embedding between two of `NORM_EDGES`. `not_finite`: how many have NaN or an infinity in the embedding, and no norm.
@@ -36,9 +36,9 @@ class Summary:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """As plain values: rows by table id; least, lower median and largest `updates`; norms; `not_finite`.
+        """Plain values: rows by table id; least, lower median and largest `updates`; norms; `not_finite`.
 
-        None for what there is without rows.
+        A figure that needs rows is None without them.
         """
         finite = int(self.norms.sum())
         norm = {"min": self._norm_min, "mean": self._norm_sum / finite, "max": self._norm_max} if finite else None
@@ -65,7 +65,7 @@ class Summary:
 
 
 def summarise(snapshot: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0) -> Summary:
-    """Of all rows of a snapshot; keeps the `first` ones. Raises SnapshotError."""
+    """The summary of all rows of a snapshot, with the `first` rows. Raises SnapshotError."""
     summary = Summary()
     dim = sum(snapshot.description["columns"])
     for _, rows in snapshot.chunks():

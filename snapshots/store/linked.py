@@ -16,7 +16,7 @@ from .retention import remove_snapshot
 
 
 def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
-    """Make `folder` the same full snapshot, by hard links, or copies on another file system; durable when it returns.
+    """Make `folder` the same full snapshot, by hard links, or by copies on another file system. Durable on return.
 
     A symbolic link is followed. Raises SnapshotError, and nothing is left.
     """
@@ -32,7 +32,7 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
 def linked(snapshot: Snapshot, folder: Path, is_needed: Callable[[], bool]) -> Iterator[Snapshot]:
     """The snapshot `folder`, linked from another where it is not there.
 
-    Where what uses it fails, it is removed then, unless it `is_needed`.
+    Where the block fails, a snapshot that was linked is removed, unless it `is_needed`.
     """
     new = not os.path.lexists(folder)
     if new:
@@ -46,7 +46,7 @@ def linked(snapshot: Snapshot, folder: Path, is_needed: Callable[[], bool]) -> I
 
 
 def check_linked(snapshot: Snapshot, folder: Path) -> None:
-    """Raises SnapshotError where `folder` is there, and is another snapshot than a good one, or damaged."""
+    """Raises SnapshotError where `folder` is there, and is not a sound copy of `snapshot`."""
     if not os.path.lexists(folder):
         return
     held = Snapshot.open(folder)

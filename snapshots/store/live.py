@@ -40,11 +40,11 @@ def save_live(
 def load_live(
     store: StoreFolder, snapshot: Snapshot, progress: Progress | None = None, selection: Selection = ALL
 ) -> tuple[Manifest, LoadReport]:
-    """Make the rows of a snapshot the live rows, so that the next training run resumes from it; checked while copied.
+    """Make the rows of a snapshot the live rows, so that the next training run resumes from it. They are checked.
 
-    After a kill, rows go back to the snapshot; a selection of its rows to what they went back to before. Returns what
-    the live rows are now. Raises SnapshotError, with live rows that carry a mark as they were, if the snapshot is
-    damaged or of another table. A process killed here leaves the old live rows or the new ones.
+    After a kill, rows go back to the snapshot; a selection of its rows goes back to the snapshot of before. Returns
+    what the live rows are now. Raises SnapshotError if the snapshot is damaged or of another table; live rows with a
+    mark stay as they were. A process killed here leaves the old live rows or the new ones.
     """
     mark = store.read_mark()
     theirs = snapshot.description
@@ -55,7 +55,7 @@ def load_live(
                 f"is {theirs[field]!r}, theirs {mark.get(field)!r}. Load it in the store it came from"
             )
     if mark is None:
-        store.discard_live()  # makes room: no run uses these rows again
+        store.discard_live()  # this makes room: no run uses these rows again
     report = LoadReport()
     chosen = selection.rows_of(snapshot, report, progress)
     description = selection.description(theirs)
@@ -64,14 +64,14 @@ def load_live(
         base = snapshot.name if selection.is_whole else None
         store.replace_live(store.incoming, {**description, "live": "rows", "rows": manifest.rows}, base)
     finally:
-        remove_folder(store.incoming)  # gone already where the rows were replaced
+        remove_folder(store.incoming)  # not there where the rows were replaced
     return manifest, report
 
 
 def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | None:
-    """Merge the RocksDB files of a store that was closed cleanly: their bytes before and after; None where it has none.
+    """Merge the RocksDB files of a closed store. Returns their bytes before and after; None for a store without any.
 
-    `options`: the store's `rocksdb_options`, by which files are written. A kill leaves every row. Raises StoreError,
+    options: the store's `rocksdb_options`, with which files are written. A kill leaves every row. Raises StoreError,
     OptionError.
     """
     mark = marked(store)
@@ -104,12 +104,12 @@ def live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
 
 
 def described(mark: dict[str, Any]) -> dict[str, Any]:
-    """What a mark says of the rows, as a snapshot describes them."""
+    """The description of the rows in a mark, as a snapshot has it."""
     return {field: value for field, value in mark.items() if field not in OF_THE_MARK}
 
 
 def marked(store: StoreFolder) -> dict[str, Any]:
-    """The mark. Raises StoreError where the live rows carry none."""
+    """The mark of a store. Raises StoreError where the live rows carry none."""
     mark = store.read_mark()
     if mark is None:
         raise StoreError(
@@ -120,5 +120,5 @@ def marked(store: StoreFolder) -> dict[str, Any]:
     return mark
 
 
-# a file says how it is read; merging files is for a run that has the options they were made with
+# files tell how they are read; only a run with the options of their making should merge them
 _AS_IS = "disable_auto_compactions=true"

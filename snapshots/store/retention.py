@@ -14,7 +14,7 @@ from ..files.reader import Snapshot, list_snapshots
 
 
 class Retained(NamedTuple):
-    """Snapshots by what becomes of them, each from the oldest to the latest."""
+    """The snapshots that a prune keeps and removes, each from the oldest to the latest."""
 
     kept: list[Snapshot]
     removed: list[Snapshot]
@@ -29,10 +29,10 @@ def plan_prune(
 ) -> Retained:
     """Which of `snapshots`, from the oldest to the latest, a prune keeps.
 
-    keep_last: so many of the latest, at least 1. keep_every: for each so many steps, the first snapshot that reached
-    them. `base`, which live rows go back to after a kill, `replaced`, whose names others may take at any instant, and
-    all that a kept snapshot goes over are kept as well.
-    Raises OptionError, and SnapshotError where a kept one lacks a parent.
+    keep_last: how many of the latest are kept, at least 1. keep_every: of each so many steps, the first snapshot that
+    reached them is kept. base: the snapshot that live rows go back to after a kill. replaced: snapshots whose names
+    others may take at any instant. These, and all that a kept snapshot goes over, are kept as well.
+    Raises OptionError, and SnapshotError where a kept snapshot lacks a parent.
     """
     keep_last = whole_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
@@ -58,9 +58,9 @@ def all_in(folder: Path) -> list[Snapshot]:
 def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> Retained:
     """Remove the snapshots of a store that `plan_prune` does not keep. Returns what was kept and removed.
 
-    Each is removed whole before the next, the latest first, so that at any instant, a kill included, every snapshot
-    that is left has all it goes over. Raises SnapshotError, and removes nothing, where a manifest is damaged: it is
-    unknown then what that snapshot goes over.
+    Snapshots are removed one after the other, the latest first. So at any instant, a kill included, every remaining
+    snapshot has all that it goes over. Raises SnapshotError, and removes nothing, where a manifest is damaged: what
+    that snapshot goes over is unknown then.
     """
     plan = plan_prune(all_in(store.snapshots), keep_last, keep_every, store.base, store.replaced)
     for snapshot in reversed(plan.removed):
@@ -70,7 +70,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 def remove_snapshot(folder: Path) -> None:
     """Remove a snapshot, if it is there, so that a kill leaves it whole or not at all. Raises SnapshotError."""
-    temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # not that of a save, which may be under way
+    temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # not the name of a save, which may be under way
     try:
         remove_folder(temporary)
         if folder.is_dir():

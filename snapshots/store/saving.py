@@ -1,4 +1,4 @@
-"""Saving the rows of a store as one of its snapshots, of any kind: what a running table and the CLI do alike."""
+"""Saving the rows of a store as one of its snapshots, of any kind, for a running table and for the CLI."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger("tierbed")
 class Held(NamedTuple):
     """Rows to save.
 
-    `scan`: all of them; `rocksdb`: the database that has them all, or will after `flush`, or None; `changes`: what
-    changed since the snapshot of an id, or None where that is not known.
+    `scan`: yields all rows. `rocksdb`: the database that has all rows, at the latest after `flush`, or None. `changes`:
+    what changed since the snapshot with a given id; None where that is not known.
     """
 
     description: dict[str, Any]
@@ -36,10 +36,10 @@ class Held(NamedTuple):
 
 
 def check_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: bool) -> Path:
-    """Where the live rows of a store go as its snapshot `name`.
+    """The folder for the live rows of a store as its snapshot `name`.
 
-    Raises OptionError for a kind that there is not or not of this store, SnapshotError for a name that cannot be used,
-    is taken, or with `overwrite` is that of a snapshot that cannot be replaced.
+    Raises OptionError for a kind that does not exist, or not for this store. Raises SnapshotError for a name that
+    cannot be used or is taken, and with `overwrite` for a snapshot that cannot be replaced.
     """
     check_kind(kind)
     place = store.snapshots / name
@@ -50,7 +50,7 @@ def check_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: 
 
 
 def begin_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: bool = False) -> Path:
-    """`check_save`; once the snapshot is there, the live rows go back to it after a kill. Raises StoreError too."""
+    """Do `check_save`, and let live rows go back to the snapshot after a kill, once it is there. StoreError too."""
     place = check_save(store, name, kind, held, overwrite)
     clear_leftovers(store.snapshots)
     store.expect_base(name)
@@ -67,7 +67,7 @@ def save_held(
 ) -> Manifest:
     """Write the live rows of a store as its snapshot `name`. Raises as `begin_save`.
 
-    Where an incremental one would make a chain that is too long to read, it is a full one, which the log says.
+    Where an incremental snapshot would make a chain that is too long to read, a full one is written, and logged.
     """
     parent = parent_of(store) if kind == "incremental" else None
     if parent is not None and len(parent.chain) == LONGEST_CHAIN:
@@ -93,7 +93,7 @@ def save_held(
 
 
 def check_kind(kind: str) -> None:
-    """Raises OptionError for a kind of snapshot that there is not."""
+    """Raises OptionError for an unknown kind of snapshot."""
     if kind not in KINDS:
         raise OptionError(f"kind={kind!r}: give one of {', '.join(map(repr, KINDS))}")
 
@@ -107,7 +107,7 @@ def base_of(store: StoreFolder) -> Snapshot | None:
 
 
 def parent_of(store: StoreFolder) -> Snapshot:
-    """What the next incremental snapshot goes over: the one saved or loaded last. Raises SnapshotError, StoreError."""
+    """The snapshot that the next incremental one goes over, saved or loaded last. SnapshotError, StoreError."""
     base = base_of(store)
     if base is None:
         raise SnapshotError(

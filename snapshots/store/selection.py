@@ -20,7 +20,7 @@ Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], N
 
 @dataclass
 class LoadReport:
-    """What a load took. `rows` are loaded and `left_out` not; `remarks` say what did not fit and was done about it."""
+    """What a load took: `rows` loaded, `left_out` not. `remarks` say what did not fit, and what was done about it."""
 
     rows: int = 0
     left_out: int = 0
@@ -29,10 +29,11 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Selection:
-    """What to load.
+    """The part of a snapshot to load.
 
-    `tables`: indexes, or names until `fitting` finds theirs; `where`: of (tables [n], keys [n]), which rows [n];
-    `state`: the optimizer's; `padding`: the 64 bits of a key that is none of the table's.
+    `tables`: indexes, or names until `fitting` finds their indexes. `where`: a function of (tables [n], keys [n]) that
+    gives bool [n], the rows to load. `state`: whether the optimizer's state is loaded. `padding`: the 64 bits of the
+    padding, which is no key of the table.
     """
 
     tables: Collection[int | str] | None = None
@@ -42,7 +43,7 @@ class Selection:
 
     @property
     def is_whole(self) -> bool:
-        """Whether that is all there is."""
+        """Whether the selection is the whole snapshot."""
         return self.has_every_row and self.state
 
     @property
@@ -51,7 +52,7 @@ class Selection:
         return self.tables is None and self.where is None and self.padding is None
 
     def description(self, description: dict[str, Any]) -> dict[str, Any]:
-        """What the selected rows belong to: without state, a table that no optimizer has trained."""
+        """The description of the selected rows; without state, of a table that no optimizer has trained."""
         if self.state:
             return description
         bare: dict[str, Any] = {
@@ -67,11 +68,11 @@ class Selection:
     def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
         """The selected rows of a snapshot, counted in `report`; without state, as a lookup sees them.
 
-        `progress` is told how many rows were read for each chunk.
+        progress: called with how many rows were read for each chunk.
         """
         chunks = snapshot.chunks()
         if not self.state:
-            from ...engine.table.scanned import settled  # brings torch
+            from ...engine.table.scanned import settled  # loads torch
 
             chunks = settled(snapshot.description, chunks)
         return self.chunks(_told(chunks, progress), snapshot.description, report)

@@ -20,8 +20,8 @@ from ..files.reader import Snapshot, list_snapshots
 class Restart:
     """Where the next run's rows come from.
 
-    `source`: "live" rows, a "snapshot", "empty" for none, or "nowhere", where it cannot start: `problem` says why.
-    `step`: theirs. `lost_steps`: how many steps after it are lost, None where that is not known.
+    `source`: "live" rows, a "snapshot", "empty" for no rows, or "nowhere" where the run cannot start, by `problem`.
+    `step`: the step of the rows. `lost_steps`: how many later steps are lost, None where that is not known.
     """
 
     source: Literal["live", "snapshot", "empty", "nowhere"]
@@ -35,11 +35,11 @@ class Restart:
 class StoreStatus:
     """A store folder at one instant.
 
-    `holder`: the id of the process that has it open, 0 where that is not known, None for none. `mark`: what describes
-    the live rows, None while they are of different steps or absent. `live`: "rows", "rocksdb" or None. `rows` of the
-    live rows, None without a mark. `step`: how far they came, None where it is not known. `base`: the snapshot that
-    they go back to, if any. `bytes`: of the live rows, the snapshots and the rest; a file that two parts share counts
-    in the first. `restart`: what a run that starts now would do; with a holder, one that starts after its kill.
+    `holder`: the id of the process that has it open, 0 where that is not known, None for no process. `mark`: describes
+    the live rows, None while they are of different steps or absent. `live`: "rows", "rocksdb" or None. `rows`: how many
+    live rows, None without a mark. `step`: of the live rows, None where it is not known. `base`: the snapshot that they
+    go back to, if any. `bytes`: of the live rows, the snapshots and the rest; a file that two parts share counts in the
+    first. `restart`: what a run that starts now would do; with a holder, a run that starts after its kill.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class StoreStatus:
 
     @property
     def rows_by_table(self) -> dict[str, int] | None:
-        """Of the live rows, by the tables' names or numbers; None where the mark does not tell."""
+        """How many live rows each table has, by its name or number; None where the mark does not tell."""
         counts = None if self.mark is None else counts_in(self.mark, len(self.mark["tables"]))
         if self.mark is None or counts is None:
             return None
@@ -62,7 +62,7 @@ class StoreStatus:
 
     @property
     def state(self) -> Literal["open", "closed", "unclean", "new"]:
-        """Open in a process, closed in good order, ended without being closed, or never written."""
+        """Whether the store is open in a process, was closed, ended without being closed, or was never written."""
         if self.holder is not None:
             return "open"
         if self.mark is not None:
@@ -71,20 +71,20 @@ class StoreStatus:
 
 
 def store_status(path: Path) -> StoreStatus:
-    """Raises StoreError where there is no store or it cannot be read, SnapshotError where its snapshots cannot."""
+    """The status of a store. StoreError where no store can be read, SnapshotError where its snapshots cannot be."""
     path = existing_store(Path(path))
     view = _AtOneInstant(path)
     mark, base, noted = view.read_mark(), view.base, view.noted_step
     live = _kind_of(view.live) if mark is None else mark["live"]
     restart = _after_kill(path, base, noted) if mark is None else Restart("live", mark["step"])
     if not view.was_open:
-        restart = replace(restart, lost_steps=0)  # its snapshots came from elsewhere
+        restart = replace(restart, lost_steps=0)  # no step was lost: its snapshots came from elsewhere
     rows, step = (None, noted) if mark is None else (mark.get("rows"), mark["step"])
     return StoreStatus(path, holder(path), mark, live, rows, step, base or None, _sizes(path, view.live), restart)
 
 
 class _AtOneInstant(FolderView):
-    """A folder with the mark as it was read first: the holder may write another."""
+    """A store folder with the mark as it was read first, since the holder may write another."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -95,18 +95,18 @@ class _AtOneInstant(FolderView):
 
 
 def existing_store(path: Path) -> Path:
-    """The path, if there is a store. Raises StoreError otherwise: a mistyped path must not become one."""
+    """The path, if there is a store. Raises StoreError otherwise: a mistyped path must not become a store."""
     if not (os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")):
         raise StoreError(f"{str(path)!r} is no store folder: give <persistent_path>/<embedding name>")
     return path
 
 
 def holder(path: Path) -> int | None:
-    """The id of the process that has a store folder open, 0 where it is not known; None for none. Raises StoreError."""
+    """The id of the process that has a store folder open, 0 where it is unknown; None for no process. StoreError."""
     try:
         with open(path / "LOCK", "rb") as lock:
-            # one that was let go is blank; one of a killed process is looked at for an instant, as a holder would, and
-            # so is an empty one, which a full disk had no room for
+            # the lock file of a holder that let go is blank; one of a killed process is locked here for an instant, as
+            # a holder would lock it, and so is an empty one, which a full disk had no room for
             content = lock.read(20)
             if content.isspace():
                 return None
@@ -143,7 +143,7 @@ def _kind_of(live: Path) -> str | None:
 
 
 def _sizes(path: Path, live: Path) -> dict[str, int]:
-    """Of files, each once: `live`, `snapshots`, `other`, which another process may be changing."""
+    """The bytes of files, each once, as `live`, `snapshots` and `other`. Another process may be changing them."""
     sizes, seen = {"live": 0, "snapshots": 0, "other": 0}, set()
     for part, top in (("live", live), ("snapshots", path / "snapshots"), ("other", path)):
         for folder, _, files in os.walk(top):

@@ -1,4 +1,4 @@
-"""The set-associative cache in device memory: it decides as that of the CPU does."""
+"""The set-associative cache in device memory. Its decisions are those of the CPU's cache."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Admission:
     slots: Tensor  # [size], -1 where a set had no room
     lines: Tensor  # [size], where each row is or shall be, 0 where its set had no room
     hit: Tensor  # [size], whether the line holds the row already
-    gone: Tensor  # [size], whether its slot held another row, and a dirty one, as in admission.h
-    before: Tensor  # [size, WAY_BYTES], what that was
+    gone: Tensor  # [size], whether the slot held another row, and whether that was dirty, as in admission.h
+    before: Tensor  # [size, WAY_BYTES], the record of that other row
     number: int  # of the batch
 
     def fits(self) -> bool:
@@ -41,7 +41,7 @@ class Admission:
         return not ((self.slots == -1) & rows).any()
 
     def by_value(self) -> np.ndarray:
-        """admission.h's Admission."""
+        """The Admission of admission.h, a struct by value."""
         struct = np.zeros((), _ADMISSION)
         for name in _ADMISSION.names or ():
             struct[name] = getattr(self, name).data_ptr()
@@ -49,14 +49,14 @@ class Admission:
 
 
 class Cache:
-    """A cache of lines of `budget_bytes`, their metadata included. It decides and remembers; it moves nothing.
+    """Lines of `budget_bytes` in all, their metadata included. The cache decides and remembers; it moves no row.
 
-    Batches have numbers, in the order in which they are admitted. A row is pinned while the last one that needs it is
-    not over. A row that differs from what the tier below has is dirty: its record tells.
+    Batches have numbers, in the order in which they are admitted. A row is pinned while the last batch that needs it is
+    not over. A row is dirty while it differs from the tier below, as its record tells.
     """
 
     def __init__(self, layout: Layout, budget_bytes: int, policy: str = "lru") -> None:
-        """policy: of POLICIES. ValueError where the budget has no room for one set."""
+        """policy: one of POLICIES. Raises ValueError where the budget has no room for one set."""
         set_bytes = WAYS * (layout.line_bytes + WAY_BYTES + 1)
         sets = min(budget_bytes // set_bytes, (1 << 32) // WAYS - 1)
         if sets == 0:
@@ -76,8 +76,9 @@ class Cache:
         self.now = 0  # the number of the latest batch
 
     def admit(self, batch: Batch, over: int) -> Admission:
-        """Make room for the batch's rows, where batches up to number `over` are over; after a fault of the batch pin
-        only those that are up.
+        """Make room for the batch's rows. Batches up to number `over` are over.
+
+        After a fault of the batch only rows that are up already are pinned.
         """
         self.now = (self.now + 1) % (1 << 32)
         n = np.uint64(batch.size)
@@ -101,17 +102,17 @@ class Cache:
         return admission
 
     def fetched(self, admission: Admission) -> None:
-        """The lines of an admission were filled: they are what the tier below has."""
+        """Note that the lines of an admission were filled, and equal the tier below."""
         batch = admission.batch
         self._run("note_fetched", batch.size, 1, self.by_value(), admission.by_value(), batch.count)
 
     def cancel(self, admission: Admission, restore: bool) -> None:
-        """Undo the latest admission: `restore` where its victims were not written down."""
+        """Undo the latest admission. restore: whether its victims come back, as they were not written down."""
         batch, cache = admission.batch, self.by_value()
         self._run("cancel_rows", batch.size, 1, cache, admission.by_value(), batch.count, np.uint32(restore))
 
     def find(self, batch: Batch) -> Tensor:
-        """Set `batch.lines`, 0 where a row is not up; changes nothing else. Returns flags [size] int32 of those."""
+        """Set `batch.lines`, 0 where a row is not up, and nothing else. Returns flags [size] int32 of those rows."""
         missing = batch.empty(torch.int32)
         self._run(
             "find_cached", batch.size, GROUP, self.by_value(), batch.hashes, batch.tables, batch.count,
@@ -120,7 +121,7 @@ class Cache:
         return missing
 
     def erase(self, batch: Batch, kept: Tensor) -> None:
-        """Take rows out; those that are flagged in kept [size] bool stay, as rows that the tier below does not hold."""
+        """Take rows out. Rows flagged in `kept` [size] bool stay, as rows that the tier below does not hold."""
         self._run("erase_cached", batch.size, GROUP, self.by_value(), batch.hashes, batch.tables, batch.count, kept)
 
     def dirty(self) -> Tensor:
@@ -130,12 +131,12 @@ class Cache:
         return flags.nonzero().flatten()
 
     def rows(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Hashes, tables and lines of what slots [n] hold."""
+        """Hashes, tables and lines of the rows in slots [n]."""
         lines = self._memory.data_ptr() + slots * self._layout.line_bytes
         return self._ways.view(torch.int64)[slots, 0], self._ways[slots, 2], lines
 
     def where(self, table: int, key: int, staging: Staging, faults: Tensor, over: int) -> list[dict[str, Any]]:
-        """As `Level.where` says, of this tier alone, where batches up to number `over` are over."""
+        """`Level.where` of this tier alone. Batches up to number `over` are over."""
         batch = one_row(self._layout.device, table, key, faults)
         self.find(batch)
         if not (line := int(batch.lines)):
@@ -147,11 +148,11 @@ class Cache:
         return [{"tier": "device", **record, **up, "dirty": record["updates"] != stored % (1 << 32)}]
 
     def written(self, slots: Tensor) -> None:
-        """The tier below has what slots [n] hold."""
+        """Note that the tier below has the rows in slots [n] as they are."""
         self._run("note_written", len(slots), 1, self.by_value(), slots, np.uint64(len(slots)))
 
     def by_value(self) -> np.ndarray:
-        """admission.h's Cache."""
+        """The Cache of admission.h, a struct by value."""
         struct = np.zeros((), _CACHE)
         struct["tags"], struct["ways"] = self._tags.data_ptr(), self._ways.data_ptr()
         struct["memory"], struct["sets"] = self._memory.data_ptr(), self._sets
@@ -163,7 +164,7 @@ class Cache:
 
     @property
     def used(self) -> int:
-        """Waits for the device."""
+        """How many rows the cache holds; waits for the device."""
         return int((self._tags != 0).sum())
 
     @property
@@ -172,7 +173,7 @@ class Cache:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Waits for the device."""
+        """Hits, misses and COUNTS; waits for the device."""
         hits, misses = self.asked.sum(0).tolist()
         return {"hits": hits, "misses": misses, **dict(zip(COUNTS, self._counts.tolist(), strict=True))}
 

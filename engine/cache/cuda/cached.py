@@ -47,7 +47,7 @@ class CachedStore:
         self._window.cancel()
 
     def pin(self, batch: Batch, room: Room | None) -> None:
-        """As `engine/cache/cached.py`. Waits for the device once and raises its faults at once, unless rows are up."""
+        """Pin as `Store.pin` says. Where rows are not up, waits for the device once and raises its faults at once."""
         if not self._window.pin(batch, lambda over: self._bring_up(batch, over, room, ahead=False)):
             return
         self._faults.post(batch)
@@ -67,7 +67,7 @@ class CachedStore:
             (flags, count), self._overflows = self._overflows, None
             if dirty:
                 ranks = flags.cumsum(0, dtype=torch.int32)
-                self._down.reserve(count)  # nothing is under way: `pin` waited after it was last filled
+                self._down.reserve(count)  # not in use: `pin` waited after it was last filled
                 self._down.identify(batch, flags, ranks)
                 self._down.bring(batch.lines, flags, ranks)
                 ranks.cpu()  # waits
@@ -109,7 +109,7 @@ class CachedStore:
         self._below.flush()
 
     def tracker(self) -> WrittenBelow:
-        self._bring_down()  # what changed until now
+        self._bring_down()  # rows that changed until now
         self._written = WrittenBelow(self._bring_down)
         return self._written
 
@@ -139,10 +139,11 @@ class CachedStore:
             return asked
 
     def _bring_up(self, batch: Batch, over: int, room: Room | None, ahead: bool) -> Admission | None:
-        """Let a batch have its rows up, where batches up to `over` are over. Waits for the device once.
+        """Bring the rows of a batch up; batches up to number `over` are over. Waits for the device once.
 
-        `ahead` of its step: None, and nothing has changed, where a set has no room for a row of it, or it has a fault.
-        Rows that no set has room for are in memory of a batch until it ends, so nothing is read below meanwhile.
+        `ahead` of its step: returns None, and nothing has changed, where a set has no room for a row of the batch, or
+        where the batch has a fault. Rows that no set has room for are in memory of their batch until it ends, so no
+        rows are brought up ahead meanwhile.
         """
         if ahead and self._overflows is not None:
             return None
@@ -214,7 +215,7 @@ class CachedStore:
         self._moved["bytes_out"] += count * self._layout.stored_bytes
 
     def _place(self, batch: Batch, ranks: Tensor, count: int) -> None:
-        """Give rows without a line one in memory of the batch."""
+        """Give each row without a line a line in memory of the batch."""
         if not count:
             return
         memory = torch.empty(count * self._layout.line_bytes, dtype=torch.uint8, device=ranks.device)

@@ -1,4 +1,4 @@
-"""A cache in device memory in front of a full table whose lines are in memory of the host: kernels alone move rows."""
+"""A cache in device memory in front of a full table with its lines in host memory. Kernels alone move rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from .window import Window
 
 
 class CachedTable:
-    """As `CachedStore`, without the host in the path: steps wait for the device where the table below does, to grow.
+    """A write-back cache in front of a full table, without the host in the path.
 
-    Each row of a step has a line below from its first pin on. Rows that no set has room for are used there.
+    A step waits for the device only where the table below grows. Each row of a step has a line in the table below from
+    its first pin on. A row that no set has room for is used at that line.
     """
 
     def __init__(self, layout: Layout, below: FullStore, cache: Cache, faults: Faults) -> None:
@@ -38,7 +39,7 @@ class CachedTable:
         # rows that the table below had and had not, rows that went down, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
         self._asked = torch.zeros_like(cache.asked)  # hits of lookups that only read, and all misses
-        self._new: dict[Batch, Tensor] = {}  # of announced batches: flags [size], rows that got their line below ahead
+        self._new: dict[Batch, Tensor] = {}  # by announced batch: flags [size] of rows that got their line below ahead
 
     def announce(self, batch: Batch) -> None:
         self._window.announce(batch)
@@ -54,7 +55,7 @@ class CachedTable:
                 self._below.table.erase(batch, torch.where(new, batch.lines, 0))
 
     def pin(self, batch: Batch, room: Room | None) -> None:
-        """Rows that do not fit into the table below set a fault, as in `FullStore`."""
+        """Pin as `Store.pin` says. Rows that do not fit into the table below set a fault, as in `FullStore`."""
         self._window.pin(batch, lambda over: self._bring_up(batch, over, ahead=False))
         self._new.pop(batch, None)
         self._faults.post(batch)
@@ -81,7 +82,7 @@ class CachedTable:
             initialise_lines(batch, self._layout, kept)
             self._cache.erase(batch, kept)
             self._below.table.find(batch)
-            initialise_lines(batch, self._layout, kept)  # below, a row that is up says how often it was written
+            initialise_lines(batch, self._layout, kept)  # the line below of a row that is up has its `updates`
             self._below.table.erase(batch, torch.where(kept, 0, batch.lines))
 
     def scan(self) -> Chunks:
@@ -131,9 +132,9 @@ class CachedTable:
         return {"device": device, "host": {**self._below.metrics()["host"], **moved}}
 
     def _bring_up(self, batch: Batch, over: int, ahead: bool) -> Admission | None:
-        """Let a batch have its rows up, where batches up to `over` are over.
+        """Bring the rows of a batch up; batches up to number `over` are over.
 
-        `ahead` of its step, where this waits for the device: None where rows do not fit below, or a set has no room.
+        `ahead` of its step: waits for the device, and returns None where rows do not fit below or a set has no room.
         """
         table = self._below.table
         ranks = table.find(batch)
@@ -144,7 +145,7 @@ class CachedTable:
         admission = self._cache.admit(batch, over)
         if ahead and not admission.fits():
             self._cache.cancel(admission, restore=True)
-            batch.faults &= ~NO_ROOM  # there may be room when it has its step
+            batch.faults &= ~NO_ROOM  # there may be room at its step
             return None
         cache, struct = self._cache.by_value(), admission.by_value()
         self._run("bring_down", batch.size, self._lanes, *table.index(), struct, batch.count, self._counts)

@@ -1,7 +1,8 @@
-"""Batches that a cache on a device brings up ahead of their steps: in another thread, on a stream of its own.
+"""Batches that a cache on a device brings up ahead of their steps, in another thread and on a stream of its own.
 
-Steps and whatever else uses the cache come one at a time, as a table has a lock; that thread uses sets and staging
-memory only between them. The lines of a batch that is up are pinned, so a step works on them beside all this.
+Steps, and whatever else uses the cache, come one at a time, as a table has a lock. The thread that works ahead uses
+sets and staging memory only between them. The lines of a batch that is up are pinned, so a step may work on them while
+the thread brings up others.
 """
 
 from __future__ import annotations
@@ -19,42 +20,42 @@ from .cache import Admission, Cache
 
 
 class _Coming:
-    """An announced batch."""
+    """An announced batch, and how far it is."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.mark: Mark = None
-        self.admission: Admission | None = None  # set last: its rows are up
+        self.admission: Admission | None = None  # set last; then the rows of the batch are up
 
 
 class Window:
-    """The batch of a step, and those that were announced, in the order of their steps."""
+    """The batch of a step, and the announced batches, in the order of their steps."""
 
     def __init__(self, device: Device, cache: Cache) -> None:
         self._device, self._cache = device, cache
         self._pinned: Admission | None = None
         self._coming: deque[_Coming] = deque()
         self._changed = Condition()
-        self._wanted = 0  # a step waits for its turn
-        # what steps have launched that comes before what is brought up ahead, and the last batch that it ends
+        self._wanted = 0  # how many steps wait for their turn
+        # a mark of launches of steps, for work ahead to come after, and the last batch that is over by then
         self._of_steps: tuple[Mark, int] = (device.mark(), cache.now)
-        self._beside = device.mark()  # what was launched ahead of steps
+        self._beside = device.mark()  # a mark of what was launched ahead of steps
 
     @property
     def over(self) -> int:
-        """The number of the last batch that pins nothing any more."""
+        """The number of the last batch that is over: it pins no row any more."""
         first = self._pinned or (self._coming[0].admission if self._coming else None)
         return self._cache.now if first is None else (first.number - 1) % (1 << 32)
 
     @property
     def up(self) -> list[Batch]:
-        """The batches that have their rows up."""
+        """The batches whose rows are up."""
         ahead = [coming.batch for coming in tuple(self._coming) if coming.admission is not None]
         return ahead if self._pinned is None else [self._pinned.batch, *ahead]
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Around what steps, and all that is not done ahead of them, do with the cache; may be nested."""
+        """A block in which this thread alone uses the cache, for all but work ahead of steps. Blocks may be nested."""
         with uninterrupted():
             self._wanted += 1
             with self._changed:
@@ -72,9 +73,10 @@ class Window:
         self._coming.append(_Coming(batch))
 
     def bring_up(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
-        """Let `admit(over)` bring the rows of an announced batch up, ahead of its step; None says that it could not.
+        """Let `admit(over)` bring the rows of an announced batch up, ahead of its step.
 
-        Returns False for that, and True where nobody waits for the batch any more.
+        Returns False where `admit` returned None because it could not, or where the batch is not the next to come up.
+        Returns True otherwise, also where nobody waits for the batch any more.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._wanted)
@@ -94,11 +96,11 @@ class Window:
             return admission is not None
 
     def pin(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
-        """Pin a batch. Returns whether its rows were up; else `admit(over)` brought them up, which does or raises."""
+        """Pin a batch. Returns whether its rows were up; if not, `admit(over)` has brought them up, or raises."""
         if self._take(batch):
             return True
         with self.turn():
-            if self._take(batch):  # they came up meanwhile
+            if self._take(batch):  # its rows came up meanwhile
                 return True
             if self._coming:
                 self._coming.popleft()
@@ -112,13 +114,13 @@ class Window:
         self._pinned = None
 
     def cancel(self) -> None:
-        """Forget what was announced. Rows that are up for it stay, as any that no batch pins."""
+        """Forget the announced batches. Rows that are up for them stay, like any row that no batch pins."""
         if self._coming:
             with self.turn():
                 self._coming.clear()
 
     def _take(self, batch: Batch) -> bool:
-        """Pin a batch whose rows are up; needs no turn."""
+        """Pin a batch if its rows are up. Returns whether they were. Needs no turn."""
         if self._pinned is not None:
             raise StoreError("a batch is still pinned; one step at a time")
         if not self._coming:

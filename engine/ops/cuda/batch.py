@@ -1,6 +1,7 @@
 """The unique rows of one or several lookups, found on the device.
 
-Numbers of rows stay there, too: kernels are launched for as many rows as there are positions and stop at `count`.
+Numbers of rows stay on the device, too: kernels are launched for as many rows as there are positions, and stop at
+`count`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PROGRAM = Program("ops/cuda/batch.cu")
 
 @dataclass(frozen=True)
 class Lookup:
-    """A segment as the batch keeps it."""
+    """A segment of a batch: the positions and output rows of one lookup."""
 
     begin: int  # its first position
     source: int  # its first output row
@@ -38,7 +39,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Groups:
-    """Occurrences by row, ascending within one; padding comes first."""
+    """Occurrences grouped by row, ascending within a row; padding comes first."""
 
     rows: Tensor  # [size] int32, the row of each, -1 for padding
     order: Tensor  # [size] int64, positions
@@ -48,19 +49,19 @@ class Groups:
 
 
 def rows_of(device: Device, tables: NDArray[np.uint32], keys: NDArray[np.uint64], faults: Tensor) -> Batch:
-    """A batch of rows [n] that the host names, each once; they are unique rows in this order."""
+    """A batch of rows [n] that the host names, each once; its unique rows are in this order."""
     owners = torch.from_numpy(tables.astype(np.int64)).to(device.torch_device)
     ids = torch.from_numpy(keys.view(np.int64)).to(device.torch_device)
     return Batch(device, [(ids, owners, None)], int(tables.max(initial=0)) + 1, None, faults)
 
 
 def one_row(device: Device, table: int, key: int, faults: Tensor) -> Batch:
-    """The same of one row; key: its 64 bits, unsigned."""
+    """A batch of one row that the host names. key: its 64 bits, unsigned."""
     return rows_of(device, np.array([table], np.uint32), np.array([key], np.uint64), faults)
 
 
 def lines_among(up: Sequence[Batch], rows: Batch, faults: Tensor) -> Tensor:
-    """[rows.size] int64: the line that each of `rows_of` has in other batches, 0 where it is in none; waits."""
+    """[rows.size] int64: the line of each row of `rows` in the batches `up`, 0 where it is in none; waits."""
     lines = torch.zeros_like(rows.lines)
     for batch in up:
         lines = torch.where(lines == 0, _lines_in(batch, rows, faults), lines)
@@ -81,7 +82,7 @@ def _lines_in(pinned: Batch, rows: Batch, faults: Tensor) -> Tensor:
 
 
 def keys_of(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
-    """[n] int64 of rows [n]."""
+    """The keys [n] int64 of rows, from their hashes [n] and tables [n]."""
     keys = torch.empty_like(hashes)
     count = torch.full((1,), len(hashes), dtype=torch.int32, device=hashes.device)
     launch(device, _PROGRAM, "recover_keys", len(hashes), 1, hashes.contiguous(), tables.contiguous(), count, keys)
@@ -92,8 +93,8 @@ class Batch:
     """The unique rows of lookups in order of first occurrence; `count` [1] says how many, the arrays are as long as
     positions.
 
-    A bad table id or bad offsets set a bit of `wrong` [1] and make padding. `faults` [1] is the word of the table that
-    has the batch, or of the batch alone while it is made ahead of its step.
+    A bad table id or bad offsets set a bit of `wrong` [1] and make padding. `faults` [1] is the fault word of the
+    batch's table; a batch that is made ahead of its step has a word of its own.
     """
 
     def __init__(
@@ -116,17 +117,17 @@ class Batch:
                 self._sources, self.wrong,
             )  # fmt: skip
         self._find_unique(hashes, tables)
-        self._groups: list[Groups] = []  # one, when it was asked for, by any sibling
+        self._groups: list[Groups] = []  # one element once any sibling was asked for it
         self._begin(faults)
 
     def sibling(self, faults: Tensor) -> Batch:
-        """A batch of the same ids for another table: it shares what follows from them, and has lines of its own."""
+        """A batch of the same ids for another table. It shares what follows from the ids, and has lines of its own."""
         other = copy(self)
         other._begin(faults)
         return other
 
     def _begin(self, faults: Tensor) -> None:
-        """As a batch of the table whose fault word is given."""
+        """Begin as a batch of the table whose fault word is `faults`, with no lines set."""
         self.faults = faults
         faults |= self.wrong
         self.lines = torch.zeros_like(self.hashes)  # addresses
@@ -147,7 +148,7 @@ class Batch:
 
     @property
     def groups(self) -> Groups:
-        """Which occurrences each row has."""
+        """The occurrences of each row."""
         if not self._groups:
             self._groups.append(self._group())
         return self._groups[0]
@@ -163,19 +164,19 @@ class Batch:
         return Groups(rows, order, positions, positions if sources is None else sources, offsets)
 
     def own(self, memory: Tensor) -> int:
-        """Keeps memory for as long as the batch. Returns its address."""
+        """Keep memory for as long as the batch lives. Returns the address of the memory."""
         self._owned.append(memory)
         return memory.data_ptr()
 
     def keep(self) -> None:
-        """Another thread made the batch; this one uses it from here on."""
+        """Let this thread use a batch that another thread made: its memory is kept until this thread's work is done."""
         parts = [*vars(self).values(), *self._owned, *(lookup.begins for lookup in self.lookups)]
         for part in [*parts, *vars(self.groups).values()]:
             if isinstance(part, Tensor):
                 self.device.keep(part)
 
     def empty(self, dtype: torch.dtype) -> Tensor:
-        """[size], at least one element."""
+        """An uninitialised tensor [size], of at least one element."""
         return torch.empty(max(self.size, 1), dtype=dtype, device=self.device.torch_device)[: self.size]
 
     def _add(self, keys: Tensor, bags: int | Tensor | None) -> None:

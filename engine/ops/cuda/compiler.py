@@ -1,7 +1,7 @@
 """Programs to machine code: compiled once for each GPU's architecture and kept in CuPy's folder for such files.
 
-By CuPy's interface to NVRTC and not by RawModule's `code`, which adds `-ftz=true`: rows would lose denormal numbers and
-with them the bits that the CPU gives them.
+They are compiled by CuPy's interface to NVRTC. RawModule's `code` would add `-ftz=true`: rows would lose denormal
+numbers, and with them the bits that the CPU gives them.
 """
 
 from __future__ import annotations

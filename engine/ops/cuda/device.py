@@ -21,15 +21,15 @@ from ...errors import StoreError
 from .compiler import compiled
 from .program import Program
 
-THREADS = 256  # a block
+THREADS = 256  # of a block
 Argument = Tensor | np.generic | np.ndarray | None  # memory, a number of the parameter's type, a struct by value
-Mark = Any  # what a thread had launched at one instant
+Mark = Any  # stands for what a thread had launched at one instant
 R = TypeVar("R")
-_one_recording = Lock()  # a process makes one at a time
+_one_recording = Lock()  # a process makes one recording at a time
 
 
 class Device(Protocol):
-    """A place that kernels run at, those of a thread in the order in which it launches them."""
+    """A place where kernels run. Kernels of one thread run in the order in which the thread launches them."""
 
     torch_device: torch.device
     blocks: int  # the most that a launch should have; kernels stride over more items
@@ -41,25 +41,26 @@ class Device(Protocol):
         """Launch a kernel with THREADS threads a block."""
 
     def beside(self) -> AbstractContextManager[object]:
-        """Around what a thread launches that runs beside the steps of other threads."""
+        """A context in which what this thread launches runs beside the steps of other threads."""
 
     def mark(self) -> Mark:
-        """What this thread has launched."""
+        """A mark of what this thread has launched until now."""
 
     def follow(self, mark: Mark) -> None:
-        """What this thread launches from here on comes after that."""
+        """Let what this thread launches from here on run after what `mark` stands for."""
 
     def keep(self, memory: Tensor) -> None:
-        """Memory that another thread allocated is not used again before what this thread has launched is over."""
+        """Keep another thread's memory from the allocator until all that this thread has launched is done."""
 
     def wait(self) -> None:
-        """Until all that any thread has launched is done."""
+        """Wait until all that any thread has launched is done."""
 
     def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        """What runs all that `launches` launches, kernels and ops of torch, each time anew; and its result.
+        """Record the kernels and ops of torch that `launches` launches. Returns (replay, the result of `launches`).
 
-        Nothing runs now: tensors of the result have their values after a run, each of which writes the same memory and
-        reads what is in the memory that was used. Raises RuntimeError where something waits for the device.
+        Nothing runs now. Each call of `replay` runs all launches anew; it reads and writes the memory that was used in
+        the recording. Tensors of the result have their values after a replay. Raises RuntimeError where something waits
+        for the device.
         """
 
 
@@ -126,7 +127,7 @@ class CudaDevice:
         memory.record_stream(self._stream)
 
     def wait(self) -> None:
-        with _one_recording:  # which it would spoil
+        with _one_recording:  # waiting would spoil a recording
             torch.cuda.synchronize(self.torch_device)
 
     def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
@@ -148,7 +149,7 @@ class CudaDevice:
 
 @contextmanager
 def _without_garbage() -> Iterator[None]:
-    """A table among garbage would be closed when it is collected, which waits for the device."""
+    """Collect no garbage meanwhile: collecting a table closes it, and closing waits for the device."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -160,7 +161,7 @@ def _without_garbage() -> Iterator[None]:
 
 @cache
 def cuda_device(index: int) -> CudaDevice:
-    """The GPU of that number. Raises StoreError where CuPy is absent."""
+    """The GPU number `index`. Raises StoreError where CuPy is absent."""
     return CudaDevice(index)
 
 

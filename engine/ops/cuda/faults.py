@@ -1,4 +1,4 @@
-"""Mistakes that only the device sees. It changes nothing from then on, and the host raises them at a later call."""
+"""Mistakes that only the device sees. The device changes no row from then on; the host raises them at a later call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHANGED = 8
 
 
 class Faults:
-    """`word` [1] uint32 as int32 on the device: bits that kernels set."""
+    """The fault word of a table: `word` [1], uint32 as int32 on the device, whose bits kernels set."""
 
     def __init__(self, device: Device, name: str, num_tables: int, capacity: int | None) -> None:
         self.word = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
@@ -22,17 +22,17 @@ class Faults:
         self._name, self._num_tables, self._capacity = name, num_tables, capacity
 
     def post(self, batch: Batch) -> None:
-        """Send the word to the host, with what is wrong with a batch that has its step now, without waiting."""
+        """Send the word to the host without waiting, with the faults of a batch whose step this is."""
         if batch.faults is not self.word:
             self.word |= batch.faults | batch.wrong
         self._seen.copy_(self.word, non_blocking=True)
 
     def seen(self, wait: bool) -> int:
-        """The bits that have arrived, or with `wait` those that there are."""
+        """The bits that have arrived at the host; with `wait`, the bits that are set on the device."""
         return int(self.word if wait else self._seen)
 
     def take(self, found: int) -> TierbedError | None:
-        """What these bits mean; none are set from then on."""
+        """The error that the bits `found` mean. Clears the word."""
         if not found:
             return None
         self.seen(wait=True)  # what was sent earlier must not arrive after this
@@ -54,7 +54,7 @@ class Faults:
         )
 
     def check(self) -> None:
-        """Wait, and raise what there is. InputError, CapacityError."""
+        """Wait for the device, and raise the fault that there is. InputError, CapacityError."""
         error = self.take(self.seen(wait=True))
         if error is not None:
             raise error

@@ -34,7 +34,7 @@ class Layout:
         self.dim = int(sum(initial.columns))
         self.tables = len(initial.kinds) // len(initial.columns)
         self.width = self.dim + sum(initial.state_widths)
-        self.stored_bytes = self.width * 4 + 8  # without padding
+        self.stored_bytes = self.width * 4 + 8  # of a line without its padding
         self.line_bytes = (self.stored_bytes + 15) // 16 * 16
         values = np.zeros(len(initial.kinds), _VALUES)
         values["kind"] = initial.kinds

@@ -1,6 +1,6 @@
 """The sources of kernels: a .cu file with its headers in one text, and the macros that it is specialised by.
 
-One text is what a compiler's cache can tell from another; the headers' content is part of it.
+A compiler's cache tells programs apart by their text, so the content of the headers is part of it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _INCLUDE = re.compile(r'#include "([\w./]+)"\n')
 
 @dataclass(frozen=True)
 class Program:
-    """Kernels of one file. `macros`: values by name."""
+    """The kernels of one file. `macros`: values by name."""
 
     file: str  # its path from engine/
     macros: tuple[tuple[str, str | int], ...] = ()
 
     def source(self) -> str:
-        """All of its text."""
+        """The whole text of the program."""
         defines = "".join(f"#define {name} {value}\n" for name, value in self.macros)
         return defines + _text(self.file)
 
     def kernels(self) -> list[str]:
-        """Names of its entry points."""
+        """The names of the program's entry points."""
         return re.findall(r'extern "C" __global__ void (\w+)\(', _text(self.file))
 
 

@@ -17,7 +17,7 @@ WARP, SMALLEST = 32, 1024
 
 
 class Staging:
-    """Tables, keys and lines of up to `room` rows. It grows to what was needed once."""
+    """Tables, keys and lines of up to `room` rows. The memory grows to the most rows that were ever needed."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -26,7 +26,7 @@ class Staging:
         self.reserve(SMALLEST)
 
     def reserve(self, rows: int) -> bool:
-        """Make room; returns whether memory is new. The device must not be at work on the old one."""
+        """Make room for `rows`. Returns whether the memory is new. The device must not be at work on the old memory."""
         if rows <= self.room:
             return False
         memory = self._layout.device.host_memory
@@ -37,13 +37,13 @@ class Staging:
         return True
 
     def rows(self, count: int) -> Rows:
-        """The first rows, as tiers take them."""
+        """The first `count` rows, in the form that tiers take."""
         addresses = self.lines.data_ptr() + self._layout.line_bytes * np.arange(count, dtype=np.uint64)
         tables, keys = self.tables[:count].numpy(), self.keys[:count].numpy()
         return tables.view(np.uint32), keys.view(np.uint64), addresses.astype(np.uint64)
 
     def identify(self, batch: Batch, flags: Tensor, ranks: Tensor) -> None:
-        """Bring tables and keys of flagged rows of a batch here."""
+        """Copy tables and keys of the flagged rows of a batch to the staging memory."""
         n = np.uint64(batch.size)
         self._run(
             "list_flagged", batch.size, 1, batch.hashes, batch.tables, flags, ranks, n, np.uint64(self.room),
@@ -51,12 +51,12 @@ class Staging:
         )  # fmt: skip
 
     def bring(self, lines: Tensor, flags: Tensor, ranks: Tensor) -> None:
-        """Copy flagged lines [n] here."""
+        """Copy flagged lines [n] to the staging memory."""
         n, room = np.uint64(len(lines)), np.uint64(self.room)
         self._run("lines_to_host", len(lines), WARP, lines, flags, ranks, n, room, self.lines)
 
     def read(self, lines: Tensor) -> NDArray[np.uint8]:
-        """Lines [n] as bytes [n, line_bytes] that stand until they are read or brought again; waits for the device."""
+        """Lines [n] as bytes [n, line_bytes], valid until the next `read` or `bring`; waits for the device."""
         self.reserve(len(lines))
         all_of = torch.ones_like(lines, dtype=torch.int32)
         self.bring(lines, all_of, all_of.cumsum(0, dtype=torch.int32))
@@ -66,26 +66,26 @@ class Staging:
     def pack(
         self, tables: NDArray[np.uint32], keys: NDArray[np.uint64], lines: Tensor, rows: NDArray[np.void]
     ) -> NDArray[np.uint8]:
-        """Make `rows` [n] of `row_dtype` of names and lines. Returns what is theirs of the lines, [n, stored_bytes]."""
+        """Fill `rows` [n], of `row_dtype`, from names and lines. Returns the lines in `rows`, [n, stored_bytes]."""
         rows["table"], rows["key"] = tables, keys
         packed = rows.view(np.uint8).reshape(-1, rows.dtype.itemsize)[:, -self._layout.stored_bytes :]
         packed[:] = self.read(lines)[:, : self._layout.stored_bytes]
         return packed
 
     def updates(self, count: int) -> NDArray[np.uint32]:
-        """How often each of the first rows was written."""
+        """How often each of the first `count` rows was written."""
         begin = self._layout.stored_bytes - 8
         lines = self.lines.numpy().reshape(-1, self._layout.line_bytes)[:count]
         return lines[:, begin : begin + 4].copy().view(np.uint32)[:, 0]
 
     def describe(self, lines: Tensor) -> dict[str, int]:
-        """How often the row of a line [1] was written, and in which step last."""
+        """How often the row of a line [1] was written, and the step that wrote it last."""
         end = self._layout.stored_bytes
         updates, step = self.read(lines)[0, end - 8 : end].view(np.uint32).tolist()
         return {"updates": updates, "last_step": step}
 
     def fill(self, batch: Batch, flags: Tensor, ranks: Tensor, found: NDArray[np.bool_]) -> None:
-        """Copy flagged lines of a batch from here where they were found; the others get initial values."""
+        """Copy the found rows to the flagged lines of a batch; flagged lines of other rows get initial values."""
         self.found[: len(found)].numpy()[:] = found
         self._run(
             "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.found,

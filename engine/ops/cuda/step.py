@@ -1,4 +1,4 @@
-"""What a step does with a batch whose lines are set."""
+"""The kernels of a step, launched for a batch whose lines are set."""
 
 from __future__ import annotations
 
@@ -65,14 +65,17 @@ def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: T
 
 
 class RuleKernels:
-    """An optimizer's rule, compiled for a layout. `numbers`, where it takes any: what `write_numbers` wrote last."""
+    """An optimizer's rule, compiled for a layout. `numbers` of its methods: what `write_numbers` wrote last."""
 
     def __init__(self, layout: Layout, rule: str) -> None:
         self._layout = layout
         self._rule = rule
 
     def write_numbers(self, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
-        """hyper: the rule's, the clips at the end. `scale` multiplies the sum of a row. numbers: of `new_numbers`."""
+        """Write what an update goes by to `numbers`, memory of `new_numbers`.
+
+        hyper: the rule's numbers, the clips at the end. scale: multiplies the summed gradient of a row.
+        """
         given = np.zeros((), _NUMBERS)
         given["hyper"][: len(hyper)], given["scale"], given["step"] = hyper, scale, step
         self._run("write_numbers", 1, given, numbers)
@@ -87,9 +90,10 @@ class RuleKernels:
         written: Tensor,
         faults: Tensor,
     ) -> None:
-        """grads: one a lookup, [rows of the lookup, dim], all of one dtype.
+        """Apply the rule to the rows of a batch.
 
-        `written` [tables] int64 grows by the rows written for the first time. After a fault nothing is written.
+        grads: for each lookup, [rows of the lookup, dim], all of one dtype. `written` [tables] int64 grows by the rows
+        that are written for the first time. After a fault nothing is written.
         """
         program, sources, sums, _kept = self._sum_blocks(batch, grads, means, weights)
         launch(
@@ -100,7 +104,10 @@ class RuleKernels:
     def square(
         self, batch: Batch, grads: Sequence[Tensor], means: Sequence[bool], weights: Sequence[Tensor | None]
     ) -> Tensor:
-        """[size] float32, the sum of the squares of each row's gradient, 0 beyond the unique rows; as `update`."""
+        """[size] float32, the sum of the squares of each row's gradient, 0 beyond the unique rows.
+
+        grads, means, weights: as in `update`.
+        """
         program, sources, sums, _kept = self._sum_blocks(batch, grads, means, weights)
         squares = torch.zeros(batch.size, dtype=torch.float32, device=batch.lines.device)
         launch(
@@ -131,7 +138,7 @@ class RuleKernels:
         return program, sources, sums, [grads, memory]
 
     def _whole(self, batch: Batch) -> Tensor:
-        """Memory for a row of each warp."""
+        """Memory for one row of each warp."""
         warps = min(-(-batch.size * WARP // THREADS), self._layout.device.blocks) * THREADS // WARP
         return torch.empty(warps * self._layout.dim, dtype=torch.float32, device=batch.lines.device)
 
@@ -161,7 +168,10 @@ def new_numbers(device: torch.device) -> Tensor:
 
 
 def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Tensor, faults: Tensor) -> None:
-    """Write values [size, dim] to the rows of unpooled lookups, the last occurrence standing; see `update`."""
+    """Write values [size, dim] to the rows of unpooled lookups; the last occurrence of a row stands.
+
+    written, faults: as in `RuleKernels.update`.
+    """
     groups = batch.groups
     launch(
         layout.device, layout.program(LINES), "assign_rows", batch.size, WARP, batch.lines, batch.tables,
@@ -170,7 +180,7 @@ def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Ten
 
 
 def count_new(layout: Layout, lines: Tensor, count: Tensor) -> Tensor:
-    """[1], how many of the first `count` [1] lines have `updates == 0`; a zero address counts as new."""
+    """[1], how many of the first `count` [1] lines have `updates == 0`; an address of 0 counts as such a line."""
     total = torch.zeros(1, dtype=torch.int64, device=lines.device)
     launch(layout.device, layout.program(LINES), "count_new", len(lines), 1, lines, count, total)
     return total
@@ -196,7 +206,7 @@ def initialise_missing(batch: Batch, layout: Layout, ranks: Tensor) -> None:
 
 
 def initialise_lines(batch: Batch, layout: Layout, only: Tensor) -> None:
-    """Give each row that is flagged in only [size] bool, and has a line, its initial values."""
+    """Give initial values to each row that is flagged in `only` [size] bool and has a line."""
     launch(
         layout.device, layout.program(LINES), "initialise_lines", batch.size, WARP, batch.hashes, batch.tables,
         batch.count, batch.lines, only, layout.initial,
@@ -211,7 +221,7 @@ def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
 
 
 def copy_present(batch: Batch, layout: Layout) -> None:
-    """Let each row that has a line have a copy of it, in memory of the batch."""
+    """Replace the line of each row that has one by a copy, in memory of the batch."""
     memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
     copies = batch.own(memory) + layout.line_bytes * torch.arange(batch.size, device=batch.lines.device)
     copies = torch.where(batch.lines != 0, copies, 0)
@@ -220,12 +230,12 @@ def copy_present(batch: Batch, layout: Layout) -> None:
 
 
 def struct_name(rule: str) -> str:
-    """What the rule is called in the header that engine/optim/kernel.py makes."""
+    """The name of a rule's struct in the header that engine/optim/kernel.py makes."""
     return "".join(part.capitalize() for part in rule.split("_"))
 
 
 def lanes_for(words: int) -> int:
-    """As in layout.h."""
+    """The lanes that share an item of `words` words, as in layout.h."""
     return min(1 << max(words - 1, 0).bit_length(), 32)
 
 
@@ -239,7 +249,7 @@ def _bags(batch: Batch, lookup: Lookup, mean: bool, weights: Tensor | None) -> n
 
 
 def _scales(batch: Batch, layout: Layout, means: Sequence[bool], weights: Sequence[Tensor | None]) -> Tensor | None:
-    """What each occurrence's gradient is multiplied by, None where all are 1."""
+    """The factor of each occurrence's gradient, None where all factors are 1."""
     if not any(means) and all(given is None for given in weights):
         return None
     scales = batch.empty(torch.float32)

@@ -21,11 +21,14 @@ from .image import Held, TableImage
 from .table import FullTable
 from .tracking import Marks
 
-SCAN_ROWS = 1 << 16  # rows a chunk
+SCAN_ROWS = 1 << 16  # rows of a chunk
 
 
 class FullStore(WithoutAnnouncements[Batch]):
-    """As `engine/store/contract.py`. `tier`: "device" or "host", where lines are; the index is on the device."""
+    """`FullStore` of `engine/store/contract.py` on a GPU. `tier`: where lines are, "device" or "host".
+
+    The index is on the device.
+    """
 
     def __init__(
         self, layout: Layout, host_layout: _core.Layout, capacity: int | None, faults: Faults, tier: str = "device"
@@ -37,9 +40,9 @@ class FullStore(WithoutAnnouncements[Batch]):
         self._pinned: Batch | None = None
 
     def pin(self, batch: Batch, room: Room | None) -> None:
-        """With a capacity, rows that do not fit set a fault and are zeros: the table's memory is the bound, not `room`.
+        """Pin as `Store.pin` says. With a capacity, rows that do not fit set a fault and read as zeros.
 
-        Those of a step that failed take room as well.
+        The bound is the table's memory and not `room`. Rows of a step that failed take room as well.
         """
         ranks = self.table.find(batch)
         self.table.insert_missing(batch, ranks)
@@ -48,7 +51,7 @@ class FullStore(WithoutAnnouncements[Batch]):
         self._pinned = batch
 
     def unpin(self, batch: Batch, dirty: bool) -> None:
-        """Lines never move: there is nothing to end."""
+        """Does nothing to lines: lines of a full table never move."""
         self._pinned = None
 
     def peek(self, batch: Batch) -> None:
@@ -58,7 +61,7 @@ class FullStore(WithoutAnnouncements[Batch]):
         self._faults.post(batch)
 
     def write(self, tables: Tables, keys: Keys, lines: Lines) -> None:
-        """Rows of host memory, each once. CapacityError."""
+        """Write rows of host memory, each given once. Raises CapacityError."""
         self.staging.reserve(len(keys))
         _core.copy_lines(self._host_layout, lines, self.staging.rows(len(keys))[2])
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
@@ -107,10 +110,10 @@ class FullStore(WithoutAnnouncements[Batch]):
         return found
 
     def flush(self) -> None:
-        """Nothing lies below."""
+        """Does nothing: no tier lies below."""
 
     def close(self) -> None:
-        self._faults.seen(wait=True)  # kernels may be at work on memory of the host
+        self._faults.seen(wait=True)  # waits: kernels may be at work on memory of the host
         self.table = FullTable(self.layout, None)
 
     def where(self, table: int, key: int) -> list[dict[str, Any]]:
@@ -135,7 +138,7 @@ class FullStore(WithoutAnnouncements[Batch]):
         hashes, tables = hashes[numbers], tables[numbers]
         keys = keys_of(self.layout.device, hashes, tables)
         buckets = (hashes >> 58) & (BUCKETS - 1)
-        order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # as numbers without a sign
+        order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # in the order of unsigned numbers
         for names in (tables, buckets):
             order = order[names[order].argsort(stable=True)]
         bounds = torch.searchsorted(buckets[order], torch.arange(BUCKETS + 1, device=order.device))

@@ -23,27 +23,28 @@ Kept = tuple[NDArray[np.int64], NDArray[np.uint8]]  # places [n], ascending, and
 
 @dataclass(frozen=True)
 class Held:
-    """Written rows [n], by bucket, and within one by (table, key). `bounds`: where each bucket begins, and the end."""
+    """Written rows [n], by bucket and within it by (table, key). `bounds`: where each bucket begins, and the end."""
 
     tables: Tables
     keys: Keys
     lines: Tensor
-    numbers: Tensor  # of the lines
+    numbers: Tensor  # the number of each line
     bounds: NDArray[np.int64]  # [BUCKETS + 1]
 
 
 class TableImage:
-    """As `engine/store/contract.py`, in host memory what is kept. A call that keeps rows waits for the device.
+    """`TableImage` of `engine/store/contract.py` on a GPU. Rows are kept aside in host memory.
 
-    A row's line is the image's until another row is brought up in it, before which the row was erased, and so kept. The
-    caches above bring down only what was written after it was kept.
+    A call that keeps rows waits for the device. The image may read a row from its line until another row takes that
+    line; before that the first row is erased, and so kept aside. The caches above bring down only rows that were kept
+    aside before they were written.
     """
 
     def __init__(self, table: FullTable, layout: Layout, held: Callable[[], Held], faults: Tensor) -> None:
-        """held: what the table has when it is called."""
+        """held: returns what the table has at the time of the call."""
         self._table, self._layout, self._faults = table, layout, faults
         device = self._layout.device.torch_device
-        self._layout.device.wait()  # steps may be on another stream than this thread
+        self._layout.device.wait()  # steps may run on another stream than this thread
         self._held = held()
         self._staging = Staging(self._layout)
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -70,7 +71,7 @@ class TableImage:
             self._kept[bucket] = [(places[order], lines[order])]
 
     def sort(self) -> None:
-        """They are."""
+        """Does nothing: the rows of `held` are sorted already."""
 
     def next(self, rows: NDArray[np.uint8]) -> int:
         most = len(rows) // row_dtype(self._layout.width).itemsize
@@ -81,7 +82,7 @@ class TableImage:
             return 0
         packed = rows.view(row_dtype(self._layout.width))[: end - begin]
         held = self._held
-        # behind what the thread that trains has launched, and before what it will
+        # after what the training thread has launched, and before what it will launch
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             lines = self._staging.pack(held.tables[begin:end], held.keys[begin:end], held.lines[begin:end], packed)
             self._places[held.numbers[begin:end] + 1] = -1
@@ -103,7 +104,7 @@ class TableImage:
         there = places.cpu().numpy()
         bounds = np.searchsorted(there, self._held.bounds)
         parts = [
-            (bucket, (there[begin:end].copy(), was[begin:end].copy()))  # each bucket's goes by itself
+            (bucket, (there[begin:end].copy(), was[begin:end].copy()))  # copied, so that each bucket is freed by itself
             for bucket, (begin, end) in enumerate(itertools.pairwise(bounds.tolist()))
             if begin < end
         ]

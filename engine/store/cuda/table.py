@@ -26,9 +26,9 @@ _SEGMENTS = np.dtype([("begins", "<u8"), ("room", "<u8"), ("base_bits", "<u4")],
 class FullTable:
     """Every row in device memory, or its line in memory of the host that kernels reach.
 
-    With a capacity it has all of its memory from the start and never waits for the device: rows that do not fit set a
-    fault of their batch, and the step that brought them changes nothing. Without, it grows, and waits only when its
-    rows could exceed what it has room for.
+    With a capacity the table has all of its memory from the start and never waits for the device: rows that do not fit
+    set a fault of their batch, and the step that brought them changes nothing. Without a capacity the table grows, and
+    waits only where its rows could exceed its room.
     """
 
     def __init__(self, layout: Layout, capacity: int | None, load: float = 0.75, on_host: bool = False) -> None:
@@ -43,8 +43,8 @@ class FullTable:
         self._segments: list[Tensor] = []
         self._addresses = self._zeros(32, torch.int64)
         self._places = self._zeros((3, 0), torch.int64)  # begin, end and first row's number of each segment, by begin
-        self._room = 0  # rows that there is memory for
-        self._bound = 0  # the most rows that there can be, as far as is known without waiting
+        self._room = 0  # how many rows there is memory for
+        self._bound = 0  # the most rows that there can be: an upper bound that needs no waiting
         self.nowhere = self._zeros(layout.line_bytes, torch.uint8)  # the line of rows that do not fit
         self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
         self._counts = self._zeros(len(COUNTS), torch.int64)
@@ -63,7 +63,7 @@ class FullTable:
         return self._find(batch, batch.lines).cumsum(0, dtype=torch.int32)
 
     def lines_of(self, batch: Batch) -> Tensor:
-        """The addresses that `find` would set."""
+        """The addresses [size] that `find` would set; `batch.lines` stays."""
         lines = torch.empty_like(batch.lines)
         self._find(batch, lines)
         return lines
@@ -71,8 +71,8 @@ class FullTable:
     def insert_missing(self, batch: Batch, ranks: Tensor, record_only: bool = False) -> None:
         """Insert and initialise each row whose line is zero, given what `find` returned.
 
-        With `record_only` a line has only its record, which says that the row was never written. Rows that may not come
-        have a line of zeros, so that the steps until the fault is raised can go on.
+        With `record_only` only the record of a line is written; it says that the row was never written. Rows without
+        room have a line of zeros, so that steps can go on until the fault is raised.
         """
         if not self._fixed:
             self._reserve(batch.size, ranks)
@@ -105,13 +105,13 @@ class FullTable:
         self._run("count_asked", batch.size, 1, batch.tables, batch.count, ranks, self.asked)
 
     def counts(self) -> dict[str, int]:
-        """Waits for the device."""
+        """The counters of `metrics`; waits for the device."""
         used, erased, insertions = self._counts.tolist()
         hits, misses = self.asked.sum(0).tolist()
         return {"resident_rows": used - erased, "hits": hits, "misses": misses, "insertions": insertions}
 
     def numbers_of(self, lines: Tensor) -> Tensor:
-        """Which ones the addresses [n] are, int64 [n]; -1 for those that are no line of this table."""
+        """The number of the line at each address [n], int64 [n]; -1 for an address that is no line of this table."""
         if not self._segments:
             return torch.full_like(lines, -1)
         begins, ends, firsts = self._places
@@ -122,7 +122,7 @@ class FullTable:
 
     @property
     def room(self) -> int:
-        """Rows that there is memory for."""
+        """How many rows there is memory for."""
         return self._room
 
     @property
@@ -136,7 +136,7 @@ class FullTable:
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Every row: hashes, tables, lines, how often it was written; waits for the device.
 
-        An erased row is there until another takes its line, with a line of 0 and no writes.
+        An erased row is listed until another row takes its line; it has a line of 0 and no writes.
         """
         used = int(self._counts[0])
         hashes, lines = self._zeros(used, torch.int64), self._zeros(used, torch.int64)
@@ -147,7 +147,7 @@ class FullTable:
         return hashes, tables, lines, updates
 
     def index(self) -> tuple[Tensor, np.uint32, np.ndarray]:
-        """What kernels find lines by: slots, mask, segments.h's Segments."""
+        """The arguments by which kernels find lines: slots, mask, and the Segments of segments.h."""
         segments = np.zeros((), _SEGMENTS)
         segments["begins"], segments["room"] = self._addresses.data_ptr(), self._room
         segments["base_bits"] = self._base_bits
@@ -174,7 +174,7 @@ class FullTable:
             self._add_segment(1 << (self._base_bits + len(self._segments)))
 
     def _grow_index(self, rows: int) -> None:
-        """To a power of two of slots that `rows` fill to `load` at most."""
+        """Grow the index to a power of two of slots, which `rows` fill to `load` at most."""
         size = slots = self._slots.nbytes // SLOT_BYTES
         while rows > size * self._load:
             size *= 2

@@ -1,4 +1,4 @@
-"""Which rows change on a device, without waiting for it in a step."""
+"""Which rows change on a device, found without waiting for the device in a step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .table import FullTable
 
 
 class Marks:
-    """Of the lines of a full table, for batches that have lines there.
+    """Marks the changed lines of a full table, for batches that have lines there.
 
-    The mark of a row that is erased goes on to the row that takes its line: by then that one has changed as well, or
-    was never written.
+    The mark of an erased row passes to the next row in its line. By the time of `names` that row has changed, or was
+    never written.
     """
 
     def __init__(self, table: FullTable) -> None:
         self._table = table
-        self._marks = torch.zeros(1, dtype=torch.bool, device=table.nowhere.device)  # by number + 1; 0 is for none
+        self._marks = torch.zeros(1, dtype=torch.bool, device=table.nowhere.device)  # by number + 1; 0: no line
 
     def note(self, batch: Batch) -> None:
         if len(self._marks) <= self._table.room:
@@ -33,7 +33,7 @@ class Marks:
             self._marks.index_fill_(0, self._table.numbers_of(self._table.lines_of(batch)) + 1, True)
 
     def names(self) -> tuple[Tables, Keys]:
-        """Waits for the device."""
+        """The names of the marked rows; waits for the device."""
         with self._table.alone():
             return self._names()
 
@@ -51,14 +51,14 @@ class Marks:
 
 
 class WrittenBelow:
-    """What a cache on a device wrote to the tier of the host below it; `flush` writes the rest."""
+    """The names of rows that a cache on a device wrote to the tier below it; `flush` writes the rest."""
 
     def __init__(self, flush: Callable[[], None]) -> None:
         self._flush = flush
         self._names = _core.ChangedRows()
 
     def note(self, batch: Batch) -> None:
-        """It is noted when it is written down."""
+        """Does nothing: a row is noted when the cache writes it down."""
 
     def add(self, tables: Tables, keys: Keys) -> None:
         self._names.note_rows(tables, keys)
