@@ -265,7 +265,7 @@ def test_doctor_fails_where_the_core_cannot_work(tmp_path: Path) -> None:
     assert not found["works"]
     assert not torch["ok"]
     assert "of another world" in torch["value"]
-    command = [COMMAND, "snapshot", "list", str(tmp_path)]
+    command = [COMMAND, "snapshot", "import", str(tmp_path / "store"), "one", str(tmp_path / "rows.npz")]  # by torch
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert "tierbed doctor" in done.stderr

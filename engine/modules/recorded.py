@@ -19,25 +19,25 @@ from .saved_rows import SavedRows
 
 
 def prefetch(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
-    """As that of `step.py`, whose `gather` and `weights_grad` take what it returns."""
+    """Launch what `step.prefetch` launches; `step.gather` and `step.weights_grad` take the batch that it returns."""
     return record_pin(embedding.opened().table, lookups, embedding.output_dtype, like)
 
 
 def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-    """As that of `step.py`."""
+    """Launch what `step.update` launches."""
     table = batch.table
     assert isinstance(table, OpenTable)
     record_update(table, batch, table.gradients(batch, grads, weights or [None] * len(batch.lookups)))
 
 
 def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
-    """As that of `step.py`."""
+    """Launch what `step.read` launches."""
     table = embedding.opened().table
     return table.processor.gather(record_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
 
 
 def read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
-    """As that of `step.py`."""
+    """Launch what `step.read_weights_grad` launches."""
     table = embedding.opened().table
     return table.processor.weights_grad(record_peek(table, lookup), 0, lookup, grad)
 
