@@ -121,11 +121,13 @@ def test_hints_that_no_step_wants_are_dropped() -> None:
 
 @pytest.mark.parametrize("store", STORES)
 def test_closing_with_hints_under_way_ends_the_thread(tmp_path: Path, store: str) -> None:
+    before = set(threading.enumerate())  # of other tests
     embedding = make(options(store, tmp_path), "adagrad")
     for ids in BATCHES:
         hint(embedding, ids)
+    assert [thread for thread in threading.enumerate() if thread not in before]
     embedding.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "tierbed-prefetch"]
+    assert not [thread for thread in threading.enumerate() if thread not in before]
 
 
 def test_hints_that_nobody_takes_do_not_pile_up() -> None:
