@@ -68,7 +68,7 @@ def test_a_save_does_not_rest_while_somebody_waits(monkeypatch: pytest.MonkeyPat
 
 def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
     script = (
-        "import threading; from embeddings import make, options, train; from tierbed.engine import background\n"
+        "import threading; from embeddings import make, options, train; from tierbed.engine.table import background\n"
         "background.REST = 1e9\n"
         "def write(chunks):\n"
         "    threading.main_thread().join()\n"

@@ -6,8 +6,7 @@ A `TableSpec` makes the native layout and the stored description.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,14 +32,15 @@ class TableSpec:
     tables: tuple[AnyTableOptions, ...]
     padding_idx: int | None
     seed: int
+    dim: int = field(init=False)  # floats of a row, optimizer state apart
+    num_tables: int = field(init=False)
+    padding_key: int | None = field(init=False)  # the 64 bits of `padding_idx`
 
-    @cached_property
-    def dim(self) -> int:
-        return sum(self.columns)
-
-    @cached_property
-    def num_tables(self) -> int:
-        return len(self.tables)
+    def __post_init__(self) -> None:
+        # not properties: a step asks for them several times
+        object.__setattr__(self, "dim", sum(self.columns))
+        object.__setattr__(self, "num_tables", len(self.tables))
+        object.__setattr__(self, "padding_key", None if self.padding_idx is None else self.padding_idx % 2**64)
 
     @property
     def table_names(self) -> tuple[str | None, ...]:
@@ -50,11 +50,6 @@ class TableSpec:
     def labels(self) -> tuple[str, ...]:
         """What messages and metrics call each table: the table's name, else its number."""
         return labels_of(self.table_names)
-
-    @cached_property
-    def padding_key(self) -> int | None:
-        """The 64 bits of `padding_idx`."""
-        return None if self.padding_idx is None else self.padding_idx % 2**64
 
     def layout(self, state: RowState) -> _core.Layout:
         return _core.Layout(self.dim, *self.initial_values(state))
