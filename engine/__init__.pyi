@@ -1,5 +1,6 @@
 """The names of the engine's face, with their types. `__init__.py` resolves each at its first use."""
 
+from . import errors as errors
 from . import optim as optim
 from .errors import CapacityError as CapacityError
 from .errors import ClosedError as ClosedError

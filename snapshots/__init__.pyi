@@ -1,3 +1,4 @@
+from . import exchange as exchange
 from .files.format import Manifest as Manifest
 from .files.format import check_name as check_name
 from .files.reader import Listing as Listing

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -186,3 +189,47 @@ def test_ids_that_are_no_rows_are_passed_over() -> None:
     embedding.close()
     with pytest.raises(ClosedError):
         embedding.delete([1], 0)
+
+
+def test_ctrl_c_while_rows_leave_loses_no_table() -> None:
+    with make(options("host"), "sgd") as embedding:
+        embedding.put(range(9), torch.ones(9, embedding.dim), 0)
+        table = embedding._table()
+        there = np.array([2] + [0] * (table.spec.num_tables - 1))
+        table._erasure.ask(np.zeros(2, np.uint32), np.array([3, 4], np.uint64), there, "deleted", table.step)
+        table._erasure._before_write = lambda step: signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            embedding.get([5], 0)
+        assert (table.failure, table._erasure.asked) == (None, None)
+        assert embedding.get([5], 0).tolist() == [[1.0] * embedding.dim]
+        assert embedding.size() == 7
+
+
+def test_a_memory_error_before_rows_leave_is_tried_again() -> None:
+    def full(step: int) -> None:
+        raise MemoryError
+
+    with make(options("host"), "sgd") as embedding:
+        embedding.put(range(9), torch.ones(9, embedding.dim), 0)
+        erasure = embedding._table()._erasure
+        before, erasure._before_write = erasure._before_write, lambda step: None
+        there = np.array([2] + [0] * (embedding.spec.num_tables - 1))
+        erasure.ask(np.zeros(2, np.uint32), np.array([3, 4], np.uint64), there, "deleted", 0)
+        erasure._before_write = full
+        with pytest.raises(MemoryError):
+            embedding.get([5], 0)
+        erasure._before_write = before
+        assert embedding.get([5], 0).tolist() == [[1.0] * embedding.dim]
+        assert embedding.size() == 7
+
+
+def test_a_table_that_was_closed_goes_at_once() -> None:
+    embedding = make(options("host"), "sgd")
+    train(embedding, range(5))
+    held = weakref.ref(embedding._table())
+    gc.disable()
+    try:
+        embedding.close()
+        assert held() is None
+    finally:
+        gc.enable()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tierbed.engine import MultiTableEmbedding
 from tierbed.graph import Graph
-from tierbed.graph.trace.sizes import OWN
+from tierbed.graph.trace.sizes import OWN, TRIES
 
 
 class Bags(Graph):
@@ -109,7 +109,7 @@ def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_s
         torch.testing.assert_close(loss, expected)
         assert count == rows
     assert compiled_steps(graph) == OWN + 4
-    assert len(traced) == OWN + 4 + 1  # the step for many sizes was tried once
+    assert len(traced) == OWN + 4 + TRIES  # of steps for many sizes
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
     assert f"Counting was compiled for more than {OWN} sizes of its arguments and is compiled anew" in warning
     assert "pad inputs to few sizes" in warning

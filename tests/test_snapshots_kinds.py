@@ -111,7 +111,7 @@ def test_rows_that_a_broken_off_erase_left_are_in_no_count(tmp_path: Path) -> No
         embedding.save_snapshot("a")
         table = embedding._table()
         there = np.array([2] + [0] * (table.spec.num_tables - 1))  # of each table, as StoreError leaves it
-        table._erasure.ask(np.zeros(2, np.uint32), np.array([3, 4], np.uint64), there, "expired")
+        table._erasure.ask(np.zeros(2, np.uint32), np.array([3, 4], np.uint64), there, "expired", table.step)
         embedding.save_snapshot("b", "incremental")
         assert embedding.size() == 7
         embedding.load_snapshot("b")

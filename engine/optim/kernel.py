@@ -94,7 +94,12 @@ def declared(folder: Path = Path(__file__).parent) -> list[Kernel]:
 @cache
 def kernels() -> dict[str, Kernel]:
     """Every kernel of this folder, by name, without loading torch."""
-    return {str(kernel.name): kernel for kernel in declared()}
+    found = {str(kernel.name): kernel for kernel in declared()}
+    if not found:
+        raise ImportError(
+            f"{str(Path(__file__).parent)!r} has no sources of optimizers: install tierbed with its .py files"
+        )
+    return found
 
 
 def header() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -76,8 +77,9 @@ class HomeSnapshots:
         if held is None:
             return None
         # two snapshots of the same rows have the same files, whatever their names
-        files = repr(held.manifest.files) if held.kind == "full" else held.manifest.id
-        return SavedAs(int(held.description["step"]), name, hashlib.sha256(files.encode()).hexdigest()[:32])
+        files = [[file, entry.rows, entry.bytes, entry.crc32] for file, entry in sorted(held.manifest.files.items())]
+        said = json.dumps(files) if held.kind == "full" else held.manifest.id
+        return SavedAs(int(held.description["step"]), name, hashlib.sha256(said.encode()).hexdigest()[:32])
 
     def _read(self, name: str) -> Snapshot | None:
         folder = self._home.folder

@@ -73,7 +73,7 @@ class OpenTable:
         self.lock = RLock()  # native loops let other threads of Python run
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
         self.watch = Watch(spec.name, stack, self.layout.width, self.lock, self.use, self.check)
-        self._erasure = Erasure(self.counts, lifecycle, self.watch, lambda: before_write(self.step))
+        self._erasure = Erasure(self.counts, lifecycle, self.watch, before_write)
 
     @property
     def is_lost(self) -> bool:
@@ -150,20 +150,23 @@ class OpenTable:
 
         Where StoreError is raised, all are there, or some may be out: then no tier is used before the rest is as well.
         """
-        self._erasure.ask(tables, keys, counted(tables, self.spec.num_tables) if there is None else there, cause)
+        there = counted(tables, self.spec.num_tables) if there is None else there
+        self._erasure.ask(tables, keys, there, cause, self.step)
         self.use()
 
     def use(self) -> Store[Any]:
         """The top of the stack, when all rows that were to leave have left. ClosedError, StoreError."""
         store = self.opened()
         if self._erasure.asked is not None:
-            try:
-                self._erasure.finish(store)
-            except StoreError:
-                raise  # erased again by the next call
-            except BaseException as error:
-                self.failure = error
-                raise
+            with uninterrupted():
+                self._erasure.prepare(self.step)
+                try:
+                    self._erasure.finish(store)
+                except StoreError:
+                    raise  # erased again by the next call
+                except BaseException as error:
+                    self.failure = error
+                    raise
         return store
 
     def opened(self) -> Store[Any]:

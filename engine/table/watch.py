@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from threading import RLock
 from typing import Any
 
-from ..errors import StoreError
+from ..errors import ClosedError, StoreError
 from ..interrupts import uninterrupted
 from ..row_format import Change, Chunks, Keys, Tables
 from ..store.contract import Store
@@ -28,7 +28,8 @@ class Watch:
     def __init__(
         self, name: str, stack: Stack, width: int, lock: RLock, use: Callable[[], Store[Any]], check: Callable[[], None]
     ) -> None:
-        self._name, self._stack, self._width = name, stack, width
+        self._name, self._width = name, width
+        self._stack: Stack | None = stack
         self._lock, self._use, self._check = lock, use, check
         self.saving: BackgroundSave | None = None  # the last one, which may have ended
         self.changes: Changes | None = None
@@ -83,6 +84,7 @@ class Watch:
             top.flush()
             if self.changes is not None:
                 self.changes.cut()
+            assert self._stack is not None
             bottom = self._stack.bottom
             if isinstance(bottom, RocksDB):
                 self._image = DiskImage(bottom.scan(), self._lock, self._forget)
@@ -140,9 +142,13 @@ class Watch:
                     self._image.wait_for_room(self._is_unread)
 
     def close(self) -> None:
-        """End the image: the rows go. May be called again."""
+        """End the image, and hold the table no longer, whose rows go. May be called again."""
         if self._image is not None:
             self._image.close()
+        self._use, self._check, self._stack = self._refuse, _nothing, None
+
+    def _refuse(self) -> Store[Any]:
+        raise ClosedError(f"embedding {self._name!r} was closed or its rows were replaced; use it anew")
 
     def _forget(self, image: Image) -> None:
         self._image = None
@@ -150,3 +156,7 @@ class Watch:
     def _is_unread(self) -> bool:
         """Whether the thread that was to read the image is no more."""
         return self.saving is not None and self.saving.image is self._image and self.saving.done
+
+
+def _nothing() -> None:
+    pass

@@ -4,6 +4,7 @@ from . import engine as engine
 from . import graph as graph
 from . import one_embedding as one_embedding
 from . import snapshots as snapshots
+from .engine import errors as errors
 from .engine import optim as optim
 from .engine.errors import CapacityError as CapacityError
 from .engine.errors import ClosedError as ClosedError
@@ -40,6 +41,7 @@ from .engine.spec.options import make_host_mem_store_options as make_host_mem_st
 from .engine.store.rocksdb import rocksdb_info as rocksdb_info
 from .engine.version import __version__ as __version__
 from .graph.graph import Graph as Graph
+from .snapshots import exchange as exchange
 from .snapshots.exchange import export_snapshot as export_snapshot
 from .snapshots.exchange import import_snapshot as import_snapshot
 from .snapshots.exchange import make_persistent_table_reader as make_persistent_table_reader

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+TRIES = 2  # of a step for many sizes, where none serves other sizes
 OWN = 8  # how many sizes of the same arguments get a step of their own, and the most steps for many sizes
 FAMILIES = 64
 
@@ -26,7 +27,7 @@ class _Family(Generic[S]):
 
     seen: list[Shapes] = field(default_factory=list)  # sizes that have steps of their own
     general: list[tuple[Fits, S]] = field(default_factory=list)
-    fixed: bool = False  # whether no step can serve other sizes
+    tried: int = 0  # steps for many sizes that served none of the others
     failed: bool = False  # whether such a step was made, and torch could not run it
     told: bool = False  # whether the log said that each further size is compiled anew
 
@@ -53,7 +54,7 @@ class Sizes(Generic[S]):
     def changing(self, key: Hashable, inputs: Sequence[Tensor]) -> set[tuple[int, int]] | None:
         """The (input, dimension) pairs that a new step should leave open; None for a step of these sizes alone."""
         family = self._families.get(key)
-        if family is None or len(family.seen) < OWN or family.fixed or family.failed:
+        if family is None or len(family.seen) < OWN or family.tried == TRIES or family.failed:
             return None
         if not all(tensor.is_contiguous() for tensor in inputs):
             return None
@@ -71,7 +72,7 @@ class Sizes(Generic[S]):
     def saw(self, name: str, key: Hashable, inputs: Sequence[Tensor]) -> None:
         """Note that a step for these sizes alone was made: there was none for many sizes, or none can be made."""
         family = self._families.setdefault(key, _Family())
-        if family.fixed and not family.general and not family.told:
+        if family.tried == TRIES and not family.general and not family.told:
             family.told = True
             log.warning(
                 "%s was compiled for more than %d sizes of its arguments and is compiled anew for further ones, since "
@@ -80,7 +81,7 @@ class Sizes(Generic[S]):
                 name,
                 OWN,
             )
-        family.fixed = family.fixed or self.changing(key, inputs) is not None
+        family.tried += self.changing(key, inputs) is not None
         if len(family.seen) < OWN:
             family.seen.append(_shapes(inputs))
         if len(self._families) > FAMILIES:
