@@ -143,6 +143,23 @@ def device(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
+def place(device: Any) -> Iterator[Any]:
+    """The torch device of `device`, where tables are while the test runs."""
+    from cuda_tables import tables_on  # not where the workers of a run are started
+
+    with tables_on(device) as where:
+        yield where
+
+
+@pytest.fixture
+def few_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer sizes of arguments have a step of their own, so that a step for many comes sooner."""
+    from graphs import FEW
+
+    monkeypatch.setattr("tierbed.graph.trace.sizes.OWN", FEW)
+
+
+@pytest.fixture
 def native_threads() -> Iterator[Callable[[int], None]]:
     """Sets torch's number of threads, which the native loops follow, until the test ends."""
     import torch

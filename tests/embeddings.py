@@ -16,6 +16,7 @@ from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad
 from tierbed.engine.row_format import row_dtype
 from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.table.table import OpenTable
 
 DIM = 5
 STORES = ["device", "host", "cached_host", "ssd", "ssd_host"]
@@ -61,6 +62,12 @@ def make(
     if optimizer is not None:
         attach(embedding, optimizer)
     return embedding
+
+
+def ask_to_leave(table: OpenTable, keys: Sequence[int], cause: str = "deleted") -> None:
+    """Rows of table 0 are to leave, and no tier has taken them out yet: as StoreError of a full disk leaves them."""
+    there = np.array([len(keys)] + [0] * (table.spec.num_tables - 1))  # of each table
+    table._erasure.ask(np.zeros(len(keys), np.uint32), np.array(keys, np.uint64), there, cause, table.step)
 
 
 def attach(embedding: MultiTableEmbedding, optimizer: str, **changes: Any) -> torch.optim.Optimizer:

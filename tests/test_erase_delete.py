@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from embeddings import STORES, contents, held, make, options, train
+from embeddings import STORES, ask_to_leave, contents, held, make, options, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -195,8 +195,7 @@ def test_ctrl_c_while_rows_leave_loses_no_table() -> None:
     with make(options("host"), "sgd") as embedding:
         embedding.put(range(9), torch.ones(9, embedding.dim), 0)
         table = embedding._table()
-        there = np.array([2] + [0] * (table.spec.num_tables - 1))
-        table._erasure.ask(np.zeros(2, np.uint32), np.array([3, 4], np.uint64), there, "deleted", table.step)
+        ask_to_leave(table, [3, 4])
         table._erasure._before_write = lambda step: signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             embedding.get([5], 0)
@@ -213,8 +212,7 @@ def test_a_memory_error_before_rows_leave_is_tried_again() -> None:
         embedding.put(range(9), torch.ones(9, embedding.dim), 0)
         erasure = embedding._table()._erasure
         before, erasure._before_write = erasure._before_write, lambda step: None
-        there = np.array([2] + [0] * (embedding.spec.num_tables - 1))
-        erasure.ask(np.zeros(2, np.uint32), np.array([3, 4], np.uint64), there, "deleted", 0)
+        ask_to_leave(embedding._table(), [3, 4])
         erasure._before_write = full
         with pytest.raises(MemoryError):
             embedding.get([5], 0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from embeddings import contents, make, options
+from graphs import FEW as OWN
 from graphs import compiled_steps, graph_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,12 +17,7 @@ from torch.nn import functional as F
 from tierbed.engine import CapacityError, MultiTableEmbedding
 from tierbed.graph import Graph
 
-OWN = 3  # sizes of arguments with a step of their own
-
-
-@pytest.fixture(autouse=True)
-def few_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierbed.graph.trace.sizes.OWN", OWN)
+pytestmark = pytest.mark.usefixtures("few_steps_of_their_own")
 
 
 FIRST_OF_MANY = OWN + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -10,19 +9,12 @@ from typing import Any
 import pytest
 import torch
 from captured import RECORDED, Model, Pair, batches, bits
-from cuda_tables import on_one_device, tables_on
+from cuda_tables import on_one_device
 from embeddings import DIM, OPTIMIZERS, contents, make, options
 from torch import Tensor
 
 from tierbed.engine import CapacityError
-from tierbed.engine.ops.cuda.device import Device
 from tierbed.graph import Graph
-
-
-@pytest.fixture
-def place(device: Device) -> Iterator[torch.device]:
-    with tables_on(device) as where:
-        yield where
 
 
 @on_one_device

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from captured import Model, Pair, batches
-from cuda_tables import on_one_device, tables_on
+from cuda_tables import on_one_device
 from embeddings import make, options
 from torch import Tensor
 
 from tierbed.engine import GraphError, OptionError
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.graph import Graph
-
-
-@pytest.fixture
-def place(device: Device) -> Iterator[torch.device]:
-    with tables_on(device) as where:
-        yield where
 
 
 @on_one_device

@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import FEW as OWN
 from graphs import compiled_steps, graph_of
 from torch import Tensor, nn
 
-OWN = 3  # sizes of arguments with a step of their own
-
-
-@pytest.fixture(autouse=True)
-def few_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierbed.graph.trace.sizes.OWN", OWN)
+pytestmark = pytest.mark.usefixtures("few_steps_of_their_own")
 
 
 Build = Callable[[Any, Tensor], Tensor]

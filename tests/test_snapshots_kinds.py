@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from embeddings import DIM, STORES, attach, contents, make, options, train
+from embeddings import DIM, STORES, ask_to_leave, attach, contents, make, options, train
 from stored import save
 
 from tierbed.engine import MultiTableEmbedding
@@ -109,9 +109,7 @@ def test_rows_that_a_broken_off_erase_left_are_in_no_count(tmp_path: Path) -> No
     with open_at(tmp_path, "device") as embedding:
         embedding.put(range(9), torch.ones(9, DIM), 0)
         embedding.save_snapshot("a")
-        table = embedding._table()
-        there = np.array([2] + [0] * (table.spec.num_tables - 1))  # of each table, as StoreError leaves it
-        table._erasure.ask(np.zeros(2, np.uint32), np.array([3, 4], np.uint64), there, "expired", table.step)
+        ask_to_leave(embedding._table(), [3, 4], "expired")
         embedding.save_snapshot("b", "incremental")
         assert embedding.size() == 7
         embedding.load_snapshot("b")

@@ -304,7 +304,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         """Whether the backward pass under way reaches `shadow`, as `Rows.is_reached`."""
         return is_reached(self)
 
-    def is_looked_up(self) -> None:
+    def check_trained_lookup(self) -> None:
         """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training."""
         if self.handle in holders:
             refuse_lookup(self.name)

@@ -144,7 +144,7 @@ def _(grad: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shadow, ids, table_ids, offsets, ctx.pooling, weights, ctx.handle = inputs
     if ctx.needs_input_grad[0]:
-        embedding_of(ctx.handle).is_looked_up()
+        embedding_of(ctx.handle).check_trained_lookup()
     ctx.order = next(_orders)
     # autograd refuses a saved tensor that changed since: the shadow changes with the rows, which weights need
     needed = shadow if ctx.needs_input_grad[5] else None

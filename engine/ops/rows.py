@@ -101,7 +101,7 @@ class Rows(nn.Module):
         """Whether the backward pass under way reaches `shadow`. GraphError for what has no derivative."""
         raise NotImplementedError
 
-    def is_looked_up(self) -> None:
+    def check_trained_lookup(self) -> None:
         """Called before a lookup whose rows are to be trained. OptimizerError where they cannot be."""
         raise NotImplementedError
 

@@ -176,14 +176,15 @@ def load(
 
 def _saved(root: nn.Module) -> dict[str, SavedRows]:
     """The embeddings under `root`, by path. GraphError for rows that no checkpoint can hold."""
-    found = embeddings_of(root)
-    for path, embedding in found.items():
+    found: dict[str, SavedRows] = {}
+    for path, embedding in embeddings_of(root).items():
         if not isinstance(embedding, SavedRows):
             raise GraphError(
                 f"{path} is a {type(embedding).__name__}, whose rows no checkpoint holds; leave it out of the graph "
                 "that is saved, or save its rows and the graph's state_dict() by themselves"
             )
-    return {path: embedding for path, embedding in found.items() if isinstance(embedding, SavedRows)}
+        found[path] = embedding
+    return found
 
 
 def _rows_in(folder: Path) -> dict[str, Snapshot]:
