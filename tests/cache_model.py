@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from test_cache_rows import TABLE, Row, batch_of, cache_over, identities
+from caches import TABLE, Row, batch_of, cache_over, identities
 
 from tierbed.engine import _core
 from tierbed.engine._core import GROUP, WAYS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -202,3 +203,23 @@ class Trainer(Warm):
         answer = self.order(plan, after, SENT.get(end, signal.SIGKILL))
         assert (answer["signal"], answer["code"]) in ENDS.get(end, [(0, 0)]), answer
         return answer["events"]
+
+
+def returned_until_killed(save: Callable[[Path, int], None], path: Path, seed: int) -> list[int]:
+    """The steps that a process told which runs `save`, and which is killed at an instant that depends on the seed."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            save(path, theirs)
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    with os.fdopen(ours) as lines:
+        returned = [int(lines.readline())]  # when all is compiled and open
+        time.sleep(random.Random(seed).uniform(0.0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        returned += map(int, lines.read().split())
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    return returned

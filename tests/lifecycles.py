@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from embeddings import contents
+from torch import Tensor
 
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.ops import naive
@@ -126,3 +128,21 @@ def written(embedding: MultiTableEmbedding) -> dict[Row, Written]:
 
 def unsigned(keys: Iterable[int]) -> list[int]:
     return [int(key) % 2**64 for key in np.asarray(keys).tolist()]
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "lru": {"eviction": "lru", "capacity": 150},
+    "lfu": {"eviction": "lfu", "capacity": 150, "ttl_steps": 4},
+    "ttl": {"eviction": "ttl", "capacity": 150, "ttl_steps": 1},
+    "distance_lfu": {"eviction": "distance_lfu", "capacity": 150},
+    "sweeps": {"ttl_steps": 2},
+    "sights": {"admission": 2, "eviction": "lru", "capacity": 100},
+    "chance": {"admission": 0.5, "ttl_steps": 20, "capacity": 400},
+}
+
+
+def batches(count: int = 12, size: int = 60) -> Iterator[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        ids = (torch.rand(size, generator=random) ** 2 * 200).to(torch.int64)
+        yield ids, torch.randint(0, 3, (size,), generator=random)

@@ -47,3 +47,12 @@ class Cli:
         assert err.startswith("tierbed: ")
         assert err.count("\n") == 1
         return err
+
+
+def command(*arguments: str | Path) -> int:
+    """The exit code of `tierbed`."""
+    try:
+        main([*map(str, arguments)])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0

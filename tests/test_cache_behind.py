@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cache_rows import TABLE, Model, Row, batch_of, cache_over
-from test_faults import file_size_limit
+from caches import TABLE, Model, Row, batch_of, cache_over
+from limits import file_size_limit
 
 from tierbed.engine import _core
 from tierbed.engine.store.rocksdb import RocksDB

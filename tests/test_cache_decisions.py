@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cache_model import Both
+from caches import Row
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cache_rows import Row
 
 from tierbed.engine import _core
 

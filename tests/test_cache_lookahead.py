@@ -7,9 +7,9 @@ from collections import deque
 import numpy as np
 import pytest
 from cache_model import Both
+from caches import TABLE, Row, batch_of, cache_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cache_rows import TABLE, Row, batch_of, cache_over
 
 from tierbed.engine import _core
 from tierbed.engine._core import WAYS

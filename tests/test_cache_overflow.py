@@ -7,8 +7,8 @@ from itertools import count, islice
 
 import numpy as np
 import pytest
+from caches import KINDS, PLACE_BYTES, TABLE, Model, batch_of, cache_over, set_bytes, tier_below
 from rows import Table
-from test_cache_rows import KINDS, PLACE_BYTES, TABLE, Model, batch_of, cache_over, set_bytes, tier_below
 
 from tierbed.engine import _core
 from tierbed.engine._core import WAYS

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from changed_rows import Calls, calls, check_noted
 from cuda_tables import on_one_device, tables_on
 from embeddings import DIM, contents, make, options, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from images import check_image, joined, small_chunks, table_of
-from test_changes import Calls, calls, check_noted
 
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.row_format import Chunks, row_dtype

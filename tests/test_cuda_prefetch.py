@@ -11,10 +11,10 @@ import pytest
 import torch
 from cuda_emulation.ordering import OrderedDevice
 from cuda_tables import on_one_device, tables_on
+from device_steps import started
 from embeddings import STORES, contents, make, options, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_cuda_embedding import started
 from torch import Tensor
 
 from tierbed.engine import CapacityError, InputError, MultiTableEmbedding

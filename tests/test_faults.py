@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,21 +15,11 @@ import numpy as np
 import pytest
 import torch
 from embeddings import DIM, STORES, attach, held, make, options, train
+from limits import file_size_limit
 
 from tierbed.engine import MultiTableEmbedding, SnapshotError, StoreError
 
 BIG = 40_000  # rows, more than a full disk takes
-
-
-@contextlib.contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Writing beyond `size` bytes of a file fails, as on a full disk; Python leaves the signal for it ignored."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 ACTIONS = {

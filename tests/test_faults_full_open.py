@@ -10,7 +10,7 @@ import pytest
 import torch
 from embeddings import STORES, contents, make, options, train
 from forked import Disk, disk_path, in_process
-from test_snapshots_full_disk import command
+from shell import command
 
 from tierbed.engine import MultiTableEmbedding, StoreError
 from tierbed.snapshots import Snapshot

@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from failing_io import FailingIo, failing_io
 from stored import run_python
-from test_faults_disk import Twins
+from twins import Twins
 
 from tierbed.engine import StoreError
-
-OPERATIONS = ["read", "write", "sync"]
-
-
-@pytest.fixture(scope="module")
-def failing_io(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("io") / "failing_io.so"
-    source = Path(__file__).with_name("failing_io.cpp")
-    subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    return library
-
-
-class FailingIo:
-    """Every `operation` on a file of rows fails with an errno while the block runs."""
-
-    def __init__(self, operation: str, number: int) -> None:
-        self._shim = ctypes.CDLL(None)
-        self._shim.io_failures.restype = ctypes.c_long
-        self._errors = [number if operation == each else 0 for each in OPERATIONS]
-
-    def __enter__(self) -> FailingIo:
-        self._before = self.count
-        self._shim.fail_io(b".sst", *self._errors)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._shim.fail_io(b".sst", 0, 0, 0)
-        assert self.count > self._before, "nothing was asked of the disk"
-
-    @property
-    def count(self) -> int:
-        return int(self._shim.io_failures())
 
 
 def fail_while_training(path: Path, store: str, operation: str, number: int) -> None:
@@ -91,8 +58,8 @@ def all_faults(path: Path) -> None:
 
 
 def test_errors_of_the_disk_fail_calls_and_lose_no_row(
-    tmp_path: Path, failing_io: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LD_PRELOAD", str(failing_io))
+    monkeypatch.setenv("LD_PRELOAD", str(failing_io(tmp_path_factory.mktemp("io"))))
     script = "import sys, pathlib, test_faults_io; test_faults_io.all_faults(pathlib.Path(sys.argv[1]))"
     run_python(script, tmp_path)

@@ -9,7 +9,7 @@ import torch
 from embeddings import contents, make, options, train
 from forked import in_process
 from stored import flip_bit
-from test_faults_disk import ON_DISK
+from twins import ON_DISK
 
 from tierbed.cli import main
 from tierbed.engine import StoreError, TierbedError

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoints import IDS, rating, steps
 from forked import in_process
-from test_graph_checkpoint import IDS, rating, steps
+from killed import returned_until_killed
 
 
 def save_until_killed(path: Path, saved: int) -> None:
@@ -21,26 +18,6 @@ def save_until_killed(path: Path, saved: int) -> None:
         steps(graph, IDS[number % 5 : number % 5 + 1])
         graph.save(path / f"step-{number:05}")
         os.write(saved, b"%d\n" % number)
-
-
-def returned_until_killed(save: Callable[[Path, int], None], path: Path, seed: int) -> list[int]:
-    """The steps that a process told which runs `save`, and which is killed at an instant that depends on the seed."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            save(path, theirs)
-        finally:
-            os._exit(1)
-    os.close(theirs)
-    with os.fdopen(ours) as lines:
-        returned = [int(lines.readline())]  # when all is compiled and open
-        time.sleep(random.Random(seed).uniform(0.0, 0.05))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        returned += map(int, lines.read().split())
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    return returned
 
 
 def kill_and_look(path: Path, seed: int) -> None:

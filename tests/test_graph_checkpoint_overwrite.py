@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import IDS, rating, state, steps
 from embeddings import contents
 from forked import in_process
+from killed import returned_until_killed
 from safetensors.torch import load_file
-from test_graph_checkpoint import IDS, rating, state, steps
-from test_graph_checkpoint_kill import returned_until_killed
 from torch import nn
 
 from tierbed.engine import InputError, SnapshotError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import IDS, Rating, files, rating, state, steps
 from embeddings import DIM, make, options
-from test_graph_checkpoint import IDS, Rating, files, rating, state, steps
 from torch import Tensor, nn
 
 from tierbed.engine import GraphError, InputError, MultiTableEmbedding, SnapshotError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import IDS, rating, steps
 from embeddings import STORES, make, options
-from test_graph_checkpoint import IDS, rating, steps
 from torch import Tensor, nn
 
 from tierbed.engine import InputError, MultiTableEmbedding, SnapshotError

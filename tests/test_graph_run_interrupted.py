@@ -16,7 +16,7 @@ import pytest
 import torch
 from embeddings import contents, make, options
 from forked import in_process
-from test_graph_run import IDS, LABELS, STEPS, rating
+from graph_runs import IDS, LABELS, STEPS, rating
 from torch import Tensor, nn
 
 from tierbed.graph import Graph

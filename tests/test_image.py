@@ -11,7 +11,7 @@ from embeddings import DIM, STORES, contents, make, options, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import change, check_image, in_memory, joined, small_chunks, table_of
-from test_lifecycle_stores import POLICIES, batches
+from lifecycles import POLICIES, batches
 
 from tierbed.engine import ClosedError, StoreError
 from tierbed.engine.row_format import row_dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +11,15 @@ import numpy as np
 import pytest
 import torch
 from embeddings import STORES, contents, make, options, train
-from lifecycles import Model, NoRoomError, written
+from lifecycles import POLICIES, Model, NoRoomError, batches, written
 from torch import Tensor
 
 from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError
 from tierbed.engine.spec.inputs import Lookup
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "lru": {"eviction": "lru", "capacity": 150},
-    "lfu": {"eviction": "lfu", "capacity": 150, "ttl_steps": 4},
-    "ttl": {"eviction": "ttl", "capacity": 150, "ttl_steps": 1},
-    "distance_lfu": {"eviction": "distance_lfu", "capacity": 150},
-    "sweeps": {"ttl_steps": 2},
-    "sights": {"admission": 2, "eviction": "lru", "capacity": 100},
-    "chance": {"admission": 0.5, "ttl_steps": 20, "capacity": 400},
-}
 DETERMINED = [name for name in POLICIES if name != "sights"]  # by the rows alone: sights begin anew with each run
 policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 stores = pytest.mark.parametrize("store", STORES)
-
-
-def batches(count: int = 12, size: int = 60) -> Iterator[tuple[Tensor, Tensor]]:
-    random = torch.Generator().manual_seed(3)
-    for _ in range(count):
-        ids = (torch.rand(size, generator=random) ** 2 * 200).to(torch.int64)
-        yield ids, torch.randint(0, 3, (size,), generator=random)
 
 
 def go_on(embedding: MultiTableEmbedding, begin: int, end: int) -> list[Tensor]:

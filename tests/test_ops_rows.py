@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import rating
 from embeddings import make, options
-from test_graph_checkpoint import rating
 from torch import Tensor, nn
 
 from tierbed.engine import GraphError

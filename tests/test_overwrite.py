@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import subprocess
 from pathlib import Path
 
 import pytest
 from asked import STORE, Training
 from embeddings import STORES, contents, make, options, train
+from failing_io import failing_io
 from stored import run_python
 
 from tierbed.cli import main
@@ -170,10 +170,7 @@ def refuse_exchanges(path: Path) -> None:
 def test_a_file_system_that_cannot_exchange_folders_keeps_the_old_one(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = tmp_path_factory.mktemp("io") / "failing_io.so"
-    source = Path(__file__).with_name("failing_io.cpp")
-    subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    monkeypatch.setenv("LD_PRELOAD", str(library))
+    monkeypatch.setenv("LD_PRELOAD", str(failing_io(tmp_path_factory.mktemp("io"))))
     script = "import sys, pathlib, test_overwrite; test_overwrite.refuse_exchanges(pathlib.Path(sys.argv[1]))"
     run_python(script, tmp_path)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from forked import CONTEXT, Disk, disk_path, in_process
-from test_faults import file_size_limit
-from test_rocksdb import WIDTH, keys_from, read_all, write
+from limits import file_size_limit
+from rocksdb_rows import WIDTH, keys_from, read_all, write
 
 from tierbed.engine import StoreError
 from tierbed.engine.store.rocksdb import RocksDB

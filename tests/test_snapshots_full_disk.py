@@ -13,8 +13,8 @@ import pytest
 import torch
 from embeddings import STORES, contents, make, options, train
 from forked import Disk, disk_path, in_process
+from shell import command
 
-from tierbed.cli import main
 from tierbed.engine import MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.exchange.export import export_snapshot
@@ -123,15 +123,6 @@ def load(path: Path, store: str) -> None:
 @pytest.mark.parametrize("store", STORES)
 def test_a_load_that_finds_no_room_keeps_the_rows(disk_path: Path, store: str) -> None:
     in_process(load, disk_path, store)
-
-
-def command(*arguments: str | Path) -> int:
-    """The exit code of `tierbed`."""
-    try:
-        main([*map(str, arguments)])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def closed(path: Path, words: list[str]) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from checkpoints import rating, state, steps
 from embeddings import contents, make, options, train
 from forged import KINDS, copied, is_sound, refused, save_each_kind
 from graphs import id_batches
-from test_graph_checkpoint import rating, state, steps
 
 from tierbed.engine import MultiTableEmbedding, SnapshotError, _core
 from tierbed.snapshots import Snapshot, list_snapshots

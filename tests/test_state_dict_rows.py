@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import IDS, rating, steps
 from embeddings import attach, make, options, train
-from test_graph_checkpoint import IDS, rating, steps
 from torch import nn
 
 from tierbed.engine import MultiTableEmbedding

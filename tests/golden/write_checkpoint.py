@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_graph_checkpoint_golden import Golden, batch, held
+from golden_checkpoint import Golden, batch, held
 
 from tierbed.graph.state.checkpoint import FORMAT
 
