@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cells import pytest_collection_modifyitems
 from hypothesis import settings
+
+from support.cells import pytest_collection_modifyitems
 
 __all__ = ["pytest_collection_modifyitems"]
 
@@ -145,7 +146,7 @@ def device(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def place(device: Any) -> Iterator[Any]:
     """The torch device of `device`, where tables are while the test runs."""
-    from cuda_tables import tables_on  # not where the workers of a run are started
+    from support.cuda_tables import tables_on  # not where the workers of a run are started
 
     with tables_on(device) as where:
         yield where
@@ -154,7 +155,7 @@ def place(device: Any) -> Iterator[Any]:
 @pytest.fixture
 def few_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer sizes of arguments have a step of their own, so that a step for many comes sooner."""
-    from graphs import FEW
+    from support.graphs import FEW
 
     monkeypatch.setattr("tierbed.graph.trace.sizes.OWN", FEW)
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from embeddings import options, train
-from lifecycles import Model, Row, Written
 from numpy.typing import NDArray
 
+from support.embeddings import options, train
+from support.lifecycles import Model, Row, Written
 from tierbed import engine
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.row_format import row_dtype

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from embeddings import contents
-from killed import Warm
 
+from support.embeddings import contents
+from support.killed import Warm
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots

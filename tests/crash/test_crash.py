@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from embeddings import STORES, contents
+
+from support.embeddings import STORES, contents
 
 from .history import LIVES, History, in_order
 from .plan import draw_round

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from embeddings import contents
-from killed import serve
-from limits import descriptors
-
+from support.embeddings import contents
+from support.killed import serve
+from support.limits import descriptors
 from tierbed import cli
 from tierbed.engine import TierbedError
 from tierbed.engine.store.folder import StoreFolder

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from golden_checkpoint import Golden, batch, held
-
+from support.golden_checkpoint import Golden, batch, held
 from tierbed.graph.state.checkpoint import FORMAT
 
 

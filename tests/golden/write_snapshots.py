@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from embeddings import contents, make, options, train
-from table_names import opened
-
+from support.embeddings import contents, make, options, train
+from support.table_names import opened
 from tierbed.snapshots.files.format import FORMAT
 
 NAMES = ("user", None, "Straße 7")

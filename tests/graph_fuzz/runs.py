@@ -12,12 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from embeddings import contents, options
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
+from support.embeddings import contents, options
 from tierbed import engine
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad

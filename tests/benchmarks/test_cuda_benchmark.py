@@ -1,0 +1,76 @@
+"""What benchmarks/gpu.py and gpu_graph.py measure is checked as they say, here with small tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.cuda_tables import on_devices, on_one_device, tables_on
+from support.places import BENCHMARKS
+from tierbed.engine.ops.cuda.device import Device
+
+sys.path.insert(0, str(BENCHMARKS))
+import gpu
+import gpu_graph
+from graph_steps import Model
+from tier_stores import Mismatch
+
+
+@on_devices
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("store", ["device_mem", "host_mem", "cached_host_mem"])
+def test_steps(device: Device, store: str, optimizer: str) -> None:
+    step = gpu.checked_step(device, store, optimizer, ids=40, rows=50, tables=3, dim=4)
+    assert torch.isfinite(step(0)).all()
+
+
+@on_devices
+@pytest.mark.parametrize("load", [0.5, 0.95])
+def test_finds(device: Device, load: float) -> None:
+    find, rows = gpu.checked_find(device, slots=256, load=load, asked=100)
+    assert find().shape == (rows, gpu.FIND_DIM)
+
+
+@on_devices
+def test_gathers(device: Device) -> None:
+    gather, moved = gpu.checked_gather(device, rows=60, asked=100)
+    assert moved == 2 * gather().nbytes
+
+
+@on_devices
+def test_graphs(device: Device) -> None:
+    with tables_on(device) as place:
+        steps = gpu.checked_graphs(place, batch=5, rows=40, tables=2, dim=4)
+        assert torch.equal(steps["recorded"](1), steps["plain"](1))
+
+
+def test_a_wrong_output_has_no_figure() -> None:
+    with pytest.raises(gpu.Mismatch, match="bits differ"):
+        gpu._same(torch.zeros(2), torch.tensor([0.0, -0.0]))
+
+
+SMALL = gpu_graph.Sizes(Model(rows=300, tables=2, batch=16, hidden=(4,), optimizer="adagrad"), 0.5, 2, 3, 1)
+
+
+@on_one_device
+def test_runs_over_a_loader(tmp_path: Path, device: Device) -> None:
+    with tables_on(device) as place:
+        figures = gpu_graph.pipeline(place, tmp_path, SMALL)
+    assert [figure.what.split()[-1] for figure in figures] == ["device_mem", "cached_host_mem", "cached_ssd"]
+    assert all(figure.value > 0 for figure in figures)
+
+
+@on_one_device
+def test_stores_that_differ_have_no_figure(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = gpu_graph._turns
+
+    def differ(*given: object) -> tuple[list[torch.Tensor], float, str]:
+        losses, ratio, shown = turns(*given)
+        return [loss + len(list(tmp_path.iterdir())) for loss in losses], ratio, shown
+
+    monkeypatch.setattr(gpu_graph, "_turns", differ)
+    with tables_on(device) as place, pytest.raises(Mismatch, match="losses on"):
+        gpu_graph.pipeline(place, tmp_path, SMALL)

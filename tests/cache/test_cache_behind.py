@@ -1,0 +1,206 @@
+"""The thread that writes down what gave way: its errors, its end, and rows that are wanted back meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.caches import TABLE, Model, Row, batch_of, cache_over
+from support.limits import file_size_limit
+from tierbed.engine import _core
+from tierbed.engine.store.rocksdb import RocksDB
+
+ROWS = [(table, key) for table in range(2) for key in range(4000)]
+MakeCache = Callable[..., _core.CachedTier]
+SMALL = "write_buffer_size=64k;min_write_buffer_number_to_merge=1;max_write_buffer_number=2"
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[RocksDB]:
+    database = RocksDB(tmp_path / "db", TABLE.width, new_shards=1, options=SMALL)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def make_cache(database: RocksDB) -> Iterator[MakeCache]:
+    """Caches over the database, or over a tier, which end before it does."""
+    with contextlib.ExitStack() as caches:
+
+        def make(sets: int, overflow_rows: int = 10_000, below: _core.Tier | None = None) -> _core.CachedTier:
+            cache = cache_over(database.native if below is None else below, sets, overflow_rows=overflow_rows)
+            caches.callback(cache.close)
+            return cache
+
+        yield make
+
+
+def step(cache: _core.CachedTier, model: Model, rows: list[Row]) -> None:
+    batch = batch_of(rows)
+    cache.pin(batch)
+    model.check(batch)
+    model.write(batch)
+    cache.unpin(batch)
+
+
+def some(random: np.random.Generator, count: int = 300) -> list[Row]:
+    return [ROWS[at] for at in random.integers(0, len(ROWS), count)]
+
+
+def check_all(cache: _core.CachedTier, model: Model) -> None:
+    for begin in range(0, len(ROWS), 1000):
+        batch = batch_of(ROWS[begin : begin + 1000])
+        cache.peek(batch)
+        model.check(batch)
+
+
+def test_rows_that_are_on_their_way_down_are_served(make_cache: MakeCache) -> None:
+    cache, model, random = make_cache(4, overflow_rows=500), Model(), np.random.default_rng(0)
+    for _ in range(150):
+        step(cache, model, some(random))
+    check_all(cache, model)
+    metrics = cache.metrics()
+    assert metrics["bytes_out"] > 0
+    assert metrics["write_seconds_max"] > 0
+    cache.flush()
+    assert not any(cache.residents()[3])
+
+
+def test_an_error_is_raised_by_the_next_call_and_no_row_is_lost(make_cache: MakeCache, tmp_path: Path) -> None:
+    cache, model, random = make_cache(4, overflow_rows=2000), Model(), np.random.default_rng(1)
+    for _ in range(20):
+        step(cache, model, some(random))
+    failures = 0
+    with file_size_limit(1 << 16):
+        deadline = time.monotonic() + 30
+        while failures < 3 and time.monotonic() < deadline:
+            try:
+                step(cache, model, some(random))
+            except RuntimeError:
+                failures += 1
+        check_all(cache, model)  # reading goes on
+        with pytest.raises(RuntimeError, match=str(tmp_path)):
+            cache.flush()
+        check_all(cache, model)
+    assert failures == 3
+    with contextlib.suppress(RuntimeError):  # what the thread met before
+        step(cache, model, some(random))
+    step(cache, model, some(random))
+    cache.flush()
+    check_all(cache, model)
+    assert not any(cache.residents()[3])
+
+
+def test_a_prefetch_raises_what_the_thread_met(make_cache: MakeCache) -> None:
+    cache, model, random = make_cache(4, overflow_rows=4000), Model(), np.random.default_rng(2)
+
+    def step_ahead() -> None:
+        batch = batch_of(some(random))
+        cache.announce(batch)
+        cache.prefetch(batch)
+        cache.pin(batch)
+        model.check(batch)
+        model.write(batch)
+        cache.unpin(batch)
+
+    def step_until_it_fails() -> None:
+        for _ in range(1000):
+            step_ahead()
+
+    with file_size_limit(1 << 16):
+        with pytest.raises(RuntimeError):
+            step_until_it_fails()
+        cache.cancel()
+        check_all(cache, model)
+
+
+def test_closing_beside_a_busy_thread_ends(make_cache: MakeCache) -> None:
+    for seed in range(5):
+        cache, random = make_cache(4), np.random.default_rng(seed)
+        for _ in range(5):
+            batch = batch_of(some(random, 2000))
+            cache.pin(batch)
+            Model().write(batch)
+            cache.unpin(batch)
+        cache.close()
+        cache.close()
+
+
+def test_a_large_batch_goes_down_though_no_step_follows(make_cache: MakeCache) -> None:
+    cache = make_cache(1, overflow_rows=100)
+    step(cache, Model(), ROWS)
+    while cache.metrics()["overflow_rows"] > 100:
+        time.sleep(0.01)
+
+
+def test_steps_wait_at_the_cap_of_the_overflow(make_cache: MakeCache) -> None:
+    cache, model, random = make_cache(4, overflow_rows=400), Model(), np.random.default_rng(3)
+    for _ in range(60):
+        step(cache, model, some(random, 250))
+    assert cache.metrics()["overflow_peak_rows"] <= 400 + 2 * 250
+
+
+@pytest.mark.parametrize("middle", [False, True])
+def test_reading_prefetching_and_training_threads(make_cache: MakeCache, middle: bool) -> None:
+    """A thread announces and prefetches, one trains, one reads rows that are not trained."""
+    below = make_cache(20, overflow_rows=3000) if middle else None
+    cache, model, random = make_cache(8, 3000, below), Model(), np.random.default_rng(4)
+    fixed = [(0, key) for key in range(5000, 5400)]
+    step(cache, model, fixed)
+    reads = Model()
+    reads.updates = dict.fromkeys(fixed, 1)
+    batches = [batch_of(some(random)) for _ in range(120)]
+    announced, ended, wrong = threading.Semaphore(0), threading.Semaphore(4), list[BaseException]()
+
+    def prefetch() -> None:
+        _core.use_own_pool(2)
+        for batch in batches:
+            ended.acquire()
+            cache.announce(batch)
+            announced.release()
+            cache.prefetch(batch)
+
+    def read() -> None:
+        try:
+            while not done.is_set():
+                batch = batch_of(fixed)
+                cache.peek(batch)
+                reads.check(batch)
+        except BaseException as error:
+            wrong.append(error)
+
+    done = threading.Event()
+    threads = [threading.Thread(target=task) for task in (prefetch, read)]
+    for thread in threads:
+        thread.start()
+    for batch in batches:
+        announced.acquire()
+        cache.pin(batch)
+        model.check(batch)
+        model.write(batch)
+        cache.unpin(batch)
+        ended.release()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    check_all(cache, model)
+    cache.flush()
+
+
+def test_a_forked_child_lets_go_of_a_cache_with_a_thread(database: RocksDB) -> None:
+    cache, random = cache_over(database.native, 4), np.random.default_rng(5)
+    step(cache, Model(), some(random))
+    child = os.fork()
+    if child == 0:
+        del cache
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    cache.close()

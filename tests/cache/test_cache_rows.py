@@ -1,0 +1,268 @@
+"""A cache shows the rows of a dict, whatever it holds, evicts, brings up ahead or writes down behind."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.caches import (
+    KEYS,
+    KINDS,
+    METADATA_BYTES,
+    TABLE,
+    Model,
+    Row,
+    batch_of,
+    cache_over,
+    identities,
+    set_bytes,
+    tier_below,
+)
+from tierbed.engine import _core
+from tierbed.engine._core import WAYS
+
+some_rows = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(KEYS)), max_size=70)
+actions = st.tuples(
+    st.sampled_from(
+        ["step", "step", "read only", "announce", "announce", "prefetch", "peek", "erase", "flush", "cancel"]
+    ),
+    some_rows,
+)
+
+
+@KINDS
+@settings(max_examples=30)
+@given(
+    how=st.lists(actions, max_size=25),
+    sets=st.sampled_from([1, 2, 70]),
+    policy=st.sampled_from(["lru", "lfu"]),
+    overflow_rows=st.sampled_from([1, 20, 1000]),
+    threads=st.sampled_from([1, 2, 16]),
+)
+def test_rows_are_those_of_a_dict(
+    kind: str,
+    how: list[tuple[str, list[Row]]],
+    sets: int,
+    policy: str,
+    overflow_rows: int,
+    threads: int,
+) -> None:
+    _core.set_threads(threads)
+    with tier_below(kind) as below:
+        cache = cache_over(below, sets, policy, overflow_rows)
+        run(how, cache, below)
+        cache.close()
+    _core.set_threads(1)
+
+
+def run(how: list[tuple[str, list[Row]]], cache: _core.CachedTier, below: Any) -> None:
+    model, coming = Model(), deque[_core.Batch]()
+    for action, rows in how:
+        batch = batch_of(rows)
+        if action in ("step", "read only"):
+            if coming:
+                batch = coming.popleft()
+            cache.pin(batch)
+            model.check(batch)
+            if action == "step":
+                model.write(batch)
+            cache.unpin(batch)
+        elif action == "announce":
+            cache.announce(batch)
+            coming.append(batch)
+        elif action == "prefetch":
+            for ahead in coming:
+                if not cache.prefetch(ahead):
+                    break
+        elif action == "peek":
+            before = cache.residents()
+            cache.peek(batch)
+            model.check(batch)
+            if not isinstance(below, _core.RocksTier):  # rows leave for it at any time
+                np.testing.assert_equal(cache.residents(), before)
+        elif action == "erase":
+            cache.erase(batch.tables, batch.keys)
+            for row in identities(batch):
+                model.updates.pop(row, None)
+        elif action == "flush":
+            cache.flush()
+            model.check_tier(below)
+        else:
+            cache.cancel()
+            coming.clear()
+    cache.cancel()
+    model.check_tier(cache)
+    cache.flush()
+    model.check_tier(below)
+
+
+@KINDS
+def test_a_batch_larger_than_the_cache_stays_where_it_is_until_its_end(kind: str) -> None:
+    with tier_below(kind) as below:
+        serve_a_large_batch(below)
+
+
+def serve_a_large_batch(below: Any) -> None:
+    cache, model = cache_over(below, 1, overflow_rows=1), Model()
+    everything = batch_of([(0, key) for key in KEYS])
+    for _ in range(3):
+        cache.pin(everything)
+        assert len(set(everything.lines.tolist())) == len(KEYS)
+        model.check(everything)
+        model.write(everything)
+        peeked = batch_of([(0, key) for key in KEYS])
+        cache.peek(peeked)
+        model.check(peeked)
+        cache.unpin(everything)
+        everything = batch_of([(0, key) for key in KEYS])
+    metrics = cache.metrics()
+    assert metrics["overflow_peak_rows"] >= len(KEYS) - WAYS
+    assert metrics["resident_rows"] <= metrics["capacity"] == WAYS
+    cache.flush()
+    model.check_tier(below)
+    cache.close()
+
+
+def test_prefetched_rows_stay_until_their_step_though_others_come() -> None:
+    cache, model = cache_over(_core.FullTable(TABLE.layout), 1), Model()
+    first, second = batch_of([(0, key) for key in range(100, 112)]), batch_of([(0, key) for key in range(110, 150)])
+    for batch in (first, second):
+        cache.announce(batch)
+        assert cache.prefetch(batch)
+    lines = [batch.lines.copy() for batch in (first, second)]
+    for batch, before in zip((first, second), lines, strict=True):
+        cache.pin(batch)
+        assert batch.lines.tolist() == before.tolist()
+        model.check(batch)
+        model.write(batch)
+        cache.unpin(batch)
+
+
+def test_a_row_beside_the_sets_stays_where_a_coming_batch_has_it() -> None:
+    cache, model = cache_over(_core.FullTable(TABLE.layout), 1), Model()
+    first, second, third = (
+        batch_of([(0, key) for key in keys]) for keys in (range(64), range(64, 100), range(70, 150))
+    )
+    for batch in (first, second, third):
+        cache.announce(batch)
+    assert cache.prefetch(first)
+    assert cache.prefetch(second)  # beside the set, which the first fills
+    cache.pin(first)
+    cache.unpin(first)
+    assert cache.prefetch(third)  # the set has room by now
+    for batch in (second, third):
+        cache.pin(batch)
+        model.check(batch)
+        model.write(batch)
+        cache.unpin(batch)
+
+
+@KINDS
+def test_rows_erased_while_a_coming_batch_has_them_are_new_in_it(kind: str) -> None:
+    with tier_below(kind) as below:
+        erase_prefetched(below)
+
+
+def erase_prefetched(below: Any) -> None:
+    cache, model = cache_over(below, 1), Model()
+    rows = [(0, key) for key in range(100, 130)]
+    for _ in range(2):
+        batch = batch_of(rows)
+        cache.pin(batch)
+        model.write(batch)
+        cache.unpin(batch)
+    ahead = batch_of(rows)
+    cache.announce(ahead)
+    assert cache.prefetch(ahead)
+    gone = batch_of(rows[::2])
+    cache.erase(gone.tables, gone.keys)
+    for row in rows[::2]:
+        del model.updates[row]
+    cache.pin(ahead)
+    model.check(ahead)
+    cache.unpin(ahead)
+    cache.flush()
+    model.check_tier(below)
+    cache.close()
+
+
+def test_prefetch_waits_at_the_cap_of_the_overflow_and_a_step_does_not() -> None:
+    cache, model = cache_over(_core.FullTable(TABLE.layout), 1, overflow_rows=20), Model()
+    small, large = batch_of([(0, key) for key in range(100, 110)]), batch_of([(0, key) for key in range(110, 190)])
+    cache.announce(small)
+    cache.announce(large)
+    assert cache.prefetch(small)
+    assert not cache.prefetch(large)
+    assert cache.metrics()["overflow_rows"] == 0
+    for batch in (small, large):
+        cache.pin(batch)
+        model.check(batch)
+        cache.unpin(batch)
+    assert cache.metrics()["prefetch_waits"] == 1
+    assert cache.metrics()["overflow_peak_rows"] == 80 - WAYS
+
+
+def test_batches_are_pinned_in_the_order_in_which_they_are_announced() -> None:
+    cache = cache_over(_core.FullTable(TABLE.layout), 1)
+    first, second = batch_of([(0, 1)]), batch_of([(0, 2)])
+    cache.announce(first)
+    cache.announce(second)
+    with pytest.raises(RuntimeError, match="announced"):
+        cache.pin(second)
+    cache.cancel()
+    cache.pin(second)
+    with pytest.raises(RuntimeError, match="still pinned"):
+        cache.pin(first)
+    with pytest.raises(RuntimeError, match="not pinned"):
+        cache.unpin(first)
+    cache.unpin(second)
+
+
+@KINDS
+def test_batches_are_cancelled_while_they_come_up(kind: str) -> None:
+    with tier_below(kind) as below, ThreadPoolExecutor(1) as pool:
+        cache, model, random = cache_over(below, 2, overflow_rows=3000), Model(), np.random.default_rng(0)
+        for _ in range(60):
+            rows = [(int(key) % 2, int(key)) for key in random.integers(0, 2500, 1500)]
+            ahead, batch = batch_of(rows[:1200]), batch_of(rows[600:])
+            cache.announce(ahead)
+            coming_up = pool.submit(cache.prefetch, ahead)
+            time.sleep(random.random() * 2e-3)
+            cache.cancel()
+            coming_up.result()
+            cache.pin(batch)
+            model.check(batch)
+            model.write(batch)
+            cache.unpin(batch)
+        cache.close()
+
+
+def test_rows_that_were_never_written_cost_nothing_below() -> None:
+    below = _core.FullTable(TABLE.layout)
+    cache = cache_over(below, 1)
+    for begin in range(0, 60, 10):
+        batch = batch_of([(0, key) for key in KEYS[begin : begin + 30]])
+        cache.pin(batch)
+        cache.unpin(batch)
+    cache.flush()
+    assert below.rows == 0
+    metrics = cache.metrics()
+    assert metrics["bytes_out"] == metrics["evictions_dirty"] == 0
+    assert metrics["evictions_clean"] > 0
+
+
+@pytest.mark.parametrize("megabytes", [0.05, 0.3, 1.0, 7.7])
+def test_sets_take_the_budget_but_for_2_percent(megabytes: float) -> None:
+    budget = int(megabytes * 2**20)
+    below = _core.FullTable(TABLE.layout)
+    cache = _core.CachedTier(TABLE.layout, below, budget_bytes=budget, overflow_bytes=1, policy="lru", io_threads=1)
+    taken = cache.metrics()["bytes"]
+    assert taken == cache.metrics()["capacity"] * (TABLE.layout.line_bytes + METADATA_BYTES)
+    assert budget - max(0.02 * budget, set_bytes()) < taken <= budget

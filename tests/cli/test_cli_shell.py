@@ -1,0 +1,273 @@
+"""The command line as a shell has it: help, completion, progress, Ctrl-C, closed pipes, watching."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from support.places import DOCS
+from support.shell import Cli
+from support.stored import run_python, save
+from tierbed.cli import app, main, output
+from tierbed.cli.watch import changes, look
+from tierbed.engine.store.folder import StoreFolder
+
+COMMAND = str(Path(sys.executable).with_name("tierbed"))
+COMMANDS = [
+    *(f"snapshot {name}" for name in ("save", "load", "list", "inspect", "verify", "diff", "export", "import")),
+    *(f"snapshot {name}" for name in ("merge", "prune", "watch")),
+    *(f"store {name}" for name in ("stat", "compact", "get")),
+    "doctor",
+]
+
+
+@pytest.fixture
+def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """On a store with snapshots "a", "an-old-one" and "b"."""
+    for name in ("a", "an-old-one", "b"):
+        save(tmp_path / "users" / "snapshots" / name)
+    return Cli(tmp_path / "users", capsys)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([*command.split(), "--help"])
+    assert exit.value.code == 0
+    out = capsys.readouterr().out
+    assert f"Example: tierbed {command} " in out
+    assert "--json" in out
+
+
+def test_help_of_load_says_that_rows_of_tables_not_given_go(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["snapshot", "load", "--help"])
+    out = " ".join(re.sub("[│|]", " ", capsys.readouterr().out).split())
+    assert "Replace all live rows by those of this table alone" in out
+    assert "rows of tables not given are gone" in out
+
+
+def test_every_command_is_among_those_tested() -> None:
+    groups = {group.name: group.typer_instance for group in app.registered_groups}
+    found = [
+        f"{name} {command.name}" for name, group in groups.items() if group for command in group.registered_commands
+    ]
+    assert sorted(COMMANDS) == sorted([*found, *(str(command.name) for command in app.registered_commands)])
+
+
+def test_the_page_of_the_command_line_lists_every_command() -> None:
+    page = (DOCS / "cli.md").read_text()
+    assert sorted(re.findall(r"^    tierbed ((?:(?:snapshot|store) )?\w+) ", page, re.M)) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [
+        ("snapshot load {} a", ["a", "an-old-one"]),
+        ("snapshot verify {} b an", ["an-old-one"]),
+        ("snapshot diff {} a b", ["b"]),
+        ("store get {} 5 --snapshot a", ["a", "an-old-one"]),
+        ("snapshot load {}/nowhere a", []),
+        ("snapshot p", ["prune"]),
+    ],
+)
+def test_shells_complete_the_names_of_snapshots(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str, names: list[str]
+) -> None:
+    words = f"tierbed {typed}".format(cli.store)
+    monkeypatch.setenv("_TIERBED_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    with pytest.raises(SystemExit) as exit:
+        main([])
+    assert (exit.value.code, capsys.readouterr().out.split()) == (0, names)
+
+
+def test_help_and_completion_import_no_more_than_they_need() -> None:
+    script = "import sys, tierbed.cli; print('torch' in sys.modules, 'rich.progress' in sys.modules)"
+    assert run_python(script) == "False False\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_with_rate_and_time_left_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "BAR_AFTER", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with output.progress("saving", 4000) as told:
+            for _ in range(4):
+                told(1000)
+                time.sleep(0.15)
+        text = stream.getvalue()
+        assert ("saving" in text) is shown
+        assert ("4,000 of 4,000 rows" in text) is shown
+        assert ("/s" in text) is shown
+
+
+def test_what_is_over_at_once_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with output.progress("saving", 4) as told:
+        told(4)
+    assert terminal.getvalue() == ""
+
+
+def test_sizes_spans_and_values_read_well() -> None:
+    assert [output.size(n) for n in (0, 999, 1000, 12_345, 999_999, 136_400_000, 5 * 10**12)] == [
+        *("0 B", "999 B", "1 kB", "12.3 kB", "1 MB", "136 MB", "5 TB"),
+    ]
+    assert [output.span(s) for s in (0, 0.26, 42, 600, 7200, 260_000)] == [
+        "0.0 s",
+        "0.3 s",
+        "42 s",
+        "10 min",
+        "2 h",
+        "3 d",
+    ]
+    assert output.words({"a": None, "b": [1, 0.1]}) == '{"a": null, "b": [1, 0.1]}'
+    assert output.words({"min": 1, "max": 0.25}) == "min: 1, max: 0.25"
+    assert output.words([]) == ""
+
+
+def test_columns_line_up_for_wide_letters() -> None:
+    lines = output.aligned([["表", "1"], ["ab", "22"], ["\x1b[2J", "3"]], right={1})
+    assert len({Console().measure(line).maximum for line in lines}) == 1
+    assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+def test_ctrl_c_ends_with_130_and_its_document_and_leaves_no_half_snapshot(cli: Cli, more: list[str]) -> None:
+    save(cli.store / "snapshots" / "large", dict.fromkeys(range(64), 6000))
+    cli.json("load", "large")
+    before = sorted(cli.store.iterdir())
+    snapshots = cli.store / "snapshots"
+    kept = set(snapshots.iterdir())
+    for command, name, place in (
+        ("save", "new", snapshots / ".tmp-new"),
+        ("load", "large", cli.store / ".tmp-incoming"),
+    ):
+        arguments = [COMMAND, "snapshot", command, str(cli.store), name, *more]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while process.poll() is None and not place.exists():
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+        assert (process.returncode, err) == (130, "")
+        assert (json.loads(out) if more else out) == ({"error": "interrupted"} if more else "")
+        assert sorted(cli.store.iterdir()) == before
+        assert set(snapshots.iterdir()) == kept
+    cli.json("save", "again")
+
+
+@pytest.mark.parametrize("module", ["typer", "tierbed.cli.watch"])
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+def test_ctrl_c_while_the_command_is_imported_gives_no_traceback(module: str, more: list[str]) -> None:
+    script = f"""
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from tierbed.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script, "doctor", *more], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert (json.loads(done.stdout) if more else done.stdout) == ({"error": "interrupted"} if more else "")
+
+
+def test_a_closed_pipe_gives_no_traceback(cli: Cli) -> None:
+    shell = f"'{COMMAND}' snapshot inspect '{cli.store}' a --rows 30 | true"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+def test_watch_tells_what_changed_between_two_looks(cli: Cli) -> None:
+    first = look(cli.store)
+    events = list(changes(None, first))
+    assert [event["event"] for event in events] == ["store", "saved", "saved", "saved"]
+    assert [event.get("name") for event in events[1:]] == ["a", "an-old-one", "b"]
+    assert list(changes(first, look(cli.store))) == []
+    with StoreFolder(cli.store) as store:
+        store.note_step(7)
+        second = look(cli.store)
+        assert list(changes(first, second)) == [{"event": "store", "state": "open", "holder": os.getpid(), "step": 7}]
+    (cli.store / "snapshots" / "a").rename(cli.store / "gone")
+    (cli.store / "snapshots" / "b" / "manifest.msgpack").write_bytes(b"")
+    save(cli.store / "snapshots" / "c")
+    found = {event["event"]: event for event in changes(second, look(cli.store))}
+    assert found.keys() == {"store", "removed", "saved", "damaged"}
+    assert (found["removed"]["name"], found["saved"]["name"], found["damaged"]["name"]) == ("a", "c", "b")
+
+
+def test_watch_prints_a_line_a_change_until_ctrl_c(cli: Cli) -> None:
+    command = [COMMAND, "snapshot", "watch", str(cli.store), "--interval", "0.05", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = [json.loads(process.stdout.readline()) for _ in range(4)]
+    assert [line["event"] for line in lines] == ["store", "saved", "saved", "saved"]
+    save(cli.store / "snapshots" / "c", step=99)
+    line = json.loads(process.stdout.readline())
+    assert (line["event"], line["name"], line["step"]) == ("saved", "c", 99)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate() == ("", "")
+    assert process.returncode == 0
+
+
+def test_doctor_tells_what_is_there_and_how_to_get_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["doctor", str(tmp_path / "not" / "there"), "--json"])
+    assert not exit.value.code
+    found = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: check for check in found["checks"]}
+    assert found["works"]
+    assert checks.keys() >= {"tierbed", "python", "torch", "numpy", "core", "rocksdb", "parquet", "plot", "metrics"}
+    assert checks.keys() >= {"open files", "free space", "fsync", "rename", "locks", "hard links", "sockets"}
+    assert all(check["ok"] or check["remedy"] for check in checks.values())
+    assert checks["folder"]["value"].endswith(f"is not there yet, so {tmp_path} was looked at")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        main(["doctor", str(tmp_path / "file")])
+    assert f"{tmp_path / 'file'} is no folder" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "->" not in line]
+    assert {line.split()[0] for line in lines} <= {"ok", "missing"}
+    assert "torch" in {line.split()[1] for line in lines}
+
+
+def test_doctor_fails_where_the_core_cannot_work(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch is of another world')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [COMMAND, "doctor", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+    found = json.loads(done.stdout)
+    (torch,) = (check for check in found["checks"] if check["name"] == "torch")
+    assert not found["works"]
+    assert not torch["ok"]
+    assert "of another world" in torch["value"]
+    command = [COMMAND, "snapshot", "import", str(tmp_path / "store"), "one", str(tmp_path / "rows.npz")]  # by torch
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "tierbed doctor" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,319 @@
+"""The command line on folders of real stores: what it saves, loads and prints is what the engine trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from support.embeddings import DIM, STORES, attach, contents, make, options, train
+from support.shell import Cli
+from tierbed.engine import _core
+from tierbed.engine.store.folder import StoreFolder
+from tierbed.snapshots import Snapshot
+
+NEEDS_ROCKSDB = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
+LIVE = ["device", pytest.param("ssd", marks=NEEDS_ROCKSDB)]  # the ways that live rows are kept
+
+
+@pytest.fixture
+def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(tmp_path / "rows", capsys)
+
+
+def trained(path: Path, store: str, optimizer: str = "adam") -> bytes:
+    """A store that was closed with snapshots "full", "more", which goes over it, and later rows; returns those."""
+    with make(options(store, path), optimizer) as embedding:
+        train(embedding, torch.arange(-200, 300), torch.arange(500) % 3)
+        embedding.save_snapshot("full")
+        train(embedding, torch.arange(250, 400), torch.arange(150) % 3)
+        embedding.delete([3, 6], 2)
+        embedding.save_snapshot("more", kind="incremental")
+        train(embedding, torch.arange(10), 1)
+        return contents(embedding).tobytes()
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
+@pytest.mark.rotated("kind")
+def test_a_snapshot_saved_by_the_shell_loads_on_every_store(cli: Cli, tmp_path: Path, store: str, kind: str) -> None:
+    rows = trained(tmp_path, store)
+    if kind == "checkpoint" and not store.startswith("ssd"):
+        assert "cached_ssd" in cli.fails("save", "shell", "--kind", kind)
+        return
+    assert cli.json("save", "shell", "--kind", kind)["kind"] == kind
+    fields, ours = (cli.json("inspect", name)["description"].keys() for name in ("shell", "more"))
+    assert fields == ours  # nothing that is the mark's alone
+    cli.json("verify", "shell")
+    for other in ("device", "ssd"):
+        with make(options(other, tmp_path), "adam") as embedding:
+            assert contents(embedding).tobytes() == rows
+            train(embedding, [1, 2, 3, 1000])
+            embedding.load_snapshot("shell")
+            assert contents(embedding).tobytes() == rows
+
+
+@pytest.mark.parametrize("store", LIVE)
+@pytest.mark.parametrize("name", ["full", "more"])
+def test_a_snapshot_loaded_by_the_shell_is_what_the_next_run_resumes(
+    cli: Cli, tmp_path: Path, store: str, name: str
+) -> None:
+    trained(tmp_path, store)
+    with make(options(store, tmp_path), "adam") as embedding:
+        embedding.load_snapshot(name)
+        expected = contents(embedding).tobytes()
+        embedding.load_snapshot("full")
+    assert cli.json("load", name)["left_out"] == 0
+    assert cli.json("store stat")["base"] == name
+    with make(options(store, tmp_path, open="error"), "adam") as embedding:
+        assert contents(embedding).tobytes() == expected
+        train(embedding, list(range(600)))
+
+
+@pytest.mark.parametrize("store", LIVE)
+def test_some_tables_are_loaded_and_the_base_stays(cli: Cli, tmp_path: Path, store: str) -> None:
+    trained(tmp_path, store)
+    with make(options(store, tmp_path), "adam") as embedding:
+        embedding.load_snapshot("full", tables=[0, 2])
+        expected = contents(embedding).tobytes()
+    loaded = cli.json("load", "full", "--table", "0", "--table", "2")
+    assert loaded["left_out"] > 0
+    assert loaded["rows"] + loaded["left_out"] == cli.json("inspect", "full")["rows"]
+    assert cli.json("store stat")["base"] == "more"
+    with make(options(store, tmp_path, open="error"), "adam") as embedding:
+        assert contents(embedding).tobytes() == expected
+    assert "tables 0 to 2" in cli.run("load", "full", "--table", "3")[2]
+    assert cli.run("load", "full", "--table", "3")[0] == 2
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "catch-up"])
+@pytest.mark.parametrize("store", LIVE)
+def test_weights_alone_train_on_with_another_optimizer(cli: Cli, tmp_path: Path, store: str, optimizer: str) -> None:
+    trained(tmp_path, store, optimizer)
+    with make(options(store, tmp_path), optimizer) as embedding:
+        embedding.load_snapshot("more")
+        seen = {table: embedding.get(torch.arange(-200, 400), table) for table in range(3)}
+    cli.json("load", "more", "--weights-only")
+    with make(options(store, tmp_path, open="error")) as embedding:
+        for table, rows in seen.items():
+            assert torch.equal(embedding.get(torch.arange(-200, 400), table), rows)
+        attach(embedding, "adagrad")
+        train(embedding, [1, 2, 3])
+
+
+@pytest.mark.parametrize("store", LIVE)
+def test_a_row_is_that_of_the_engine(cli: Cli, tmp_path: Path, store: str) -> None:
+    trained(tmp_path, store)
+    with make(options(store, tmp_path), "adam") as embedding:
+        rows = {(int(row["table"]), int(row["key"].view(np.int64))): row for row in contents(embedding)}
+    for key, table in ((-200, 0), (7, 1), (399, 2)):
+        row = rows[table, key]
+        found = cli.json("store get", str(key), "--table", str(table))
+        values = np.float32([*found["embedding"], *found["states"]["exp_avg"], *found["states"]["exp_avg_sq"]])
+        assert values.tobytes() == row["values"].tobytes()
+        assert (found["table"], found["key"]) == (table, key)
+        assert (found["updates"], found["step"]) == (row["updates"], row["step"])
+    assert cli.says("store get", "7", "--table", "1").startswith("table       1\nkey         7\nembedding   ")
+    assert (2, 3) not in rows
+    assert "no row of table 2, key 3" in cli.json("store get", "3", "--table", "2", code=4)["error"]
+    for wrong in (["7", "--table", "3"], [str(2**63)]):
+        found, out, err = cli.run("store get", *wrong)
+        assert (found, out) == (2, "")
+        assert "give one from" in err
+
+
+@pytest.mark.parametrize("store", LIVE)
+def test_a_row_of_a_snapshot_is_that_of_its_time(cli: Cli, tmp_path: Path, store: str) -> None:
+    trained(tmp_path, store)
+    if store == "ssd":
+        cli.json("save", "files", "--kind", "checkpoint")
+    for name in ["full", "more"] + ["files"] * (store == "ssd"):
+        rows = np.concatenate([rows for _, rows in Snapshot.open(cli.store / "snapshots" / name).chunks()])
+        for table, key in ((0, -200), (2, 3), (1, 1), (2, 253), (0, 399), (1, 9999)):
+            row = rows[(rows["table"] == table) & (rows["key"] == np.int64(key).view(np.uint64))]
+            arguments = "store get", str(key), "--table", str(table), "--snapshot", name
+            if len(row) == 0:
+                cli.json(*arguments, code=4)
+                continue
+            found = cli.json(*arguments)
+            assert np.float32(found["embedding"]).tobytes() == row["values"][0, :DIM].tobytes()
+            assert (found["updates"], found["step"]) == (row["updates"], row["step"])
+
+
+def test_a_damaged_bucket_is_told_by_get(cli: Cli, tmp_path: Path) -> None:
+    trained(tmp_path, "device")
+    for file in (cli.store / "snapshots" / "full").glob("bucket-*.npy"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    assert "checksum" in cli.fails("store get", "--snapshot", "full", "-5", code=1)
+
+
+@NEEDS_ROCKSDB
+def test_compaction_keeps_every_row(cli: Cli, tmp_path: Path) -> None:
+    given = {"level0_file_num_compaction_trigger": 100}
+    with make(options("ssd", tmp_path, rocksdb_options=given), "adam") as embedding:
+        for _ in range(5):
+            train(embedding, range(20_000))
+            embedding._table().flush()
+        rows = contents(embedding).tobytes()
+    done = cli.json("store compact", "--rocksdb-options", "level0_file_num_compaction_trigger=50")
+    assert done["merged"]
+    assert done["bytes_after"] < done["bytes_before"] / 2
+    assert "merged: " in cli.says("store compact")
+    assert "no option of this name" in cli.fails("store compact", "--rocksdb-options", "nonsense=1")
+    with make(options("ssd", tmp_path, open="error"), "adam") as embedding:
+        assert contents(embedding).tobytes() == rows
+
+
+def test_rows_in_memory_have_nothing_to_merge(cli: Cli, tmp_path: Path) -> None:
+    trained(tmp_path, "device")
+    assert cli.json("store compact")["merged"] is False
+    assert cli.says("store compact").startswith("nothing to merge")
+
+
+@pytest.mark.parametrize("store", LIVE)
+def test_stat_tells_what_the_next_run_does(cli: Cli, tmp_path: Path, store: str) -> None:
+    embedding = make(options(store, tmp_path), "adam")
+    train(embedding, [1, 2, 3])
+    train(embedding, [1, 2, 3])
+    stat = cli.json("store stat")
+    assert (stat["state"], stat["step"], stat["rows"], stat["base"]) == ("open", 2, None, None)
+    assert stat["holder"] > 0
+    assert stat["rows_by_table"] is None
+    assert (stat["restart"]["from"], stat["restart"]["lost_steps"]) == ("empty", 2)
+    embedding.save_snapshot("first")
+    train(embedding, [4])
+    restart = cli.json("store stat")["restart"]
+    assert (restart["from"], restart["snapshot"], restart["step"], restart["lost_steps"]) == ("snapshot", "first", 2, 1)
+    assert "after a kill, goes back to snapshot first, of step 2, and loses 1 step\n" in cli.says("store stat")
+    embedding.close()
+    stat = cli.json("store stat")
+    assert (stat["state"], stat["holder"], stat["step"], stat["rows"], stat["base"]) == ("closed", None, 3, 4, "first")
+    assert stat["live"] == ("rocksdb" if store == "ssd" else "rows")
+    assert stat["rows_by_table"] == {"0": 4, "1": 0, "2": 0}
+    assert "\nrows by table  0: 4, 1: 0, 2: 0\n" in cli.says("store stat")
+    assert (stat["restart"]["from"], stat["restart"]["step"]) == ("live", 3)
+    assert all(count > 0 for count in stat["bytes"].values())
+    with StoreFolder(cli.store) as folder:
+        folder.clear_mark()
+    stat = cli.json("store stat")
+    assert (stat["state"], stat["restart"]["from"], stat["restart"]["lost_steps"]) == ("unclean", "snapshot", None)
+    (cli.store / "snapshots" / "first" / "manifest.msgpack").write_bytes(b"")
+    stat = cli.json("store stat")
+    assert stat["restart"]["from"] == "nowhere"
+    assert "manifest.msgpack" in stat["restart"]["problem"]
+
+
+@pytest.mark.parametrize("store", LIVE)
+def test_a_chain_merges_to_the_same_rows(cli: Cli, tmp_path: Path, store: str) -> None:
+    trained(tmp_path, store)
+    assert cli.json("merge", "more", "merged")["kind"] == "full"
+    assert cli.says("diff", "more", "merged").startswith("the same: ")
+    assert not cli.json("diff", "more", "merged")["differs"]
+    assert "choose another name" in cli.fails("merge", "more", "full")
+    for name in ("../x", "a/b", ""):
+        assert "snapshot name" in cli.fails("merge", "more", name)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".npz", ".safetensors", ""])
+def test_an_export_is_imported_bit_for_bit(cli: Cli, tmp_path: Path, suffix: str) -> None:
+    trained(tmp_path, "device")
+    path = str(tmp_path / f"out{suffix}")
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    form = [] if suffix else ["--format", "snapshot"]
+    done = cli.json("export", "more", path, *form)
+    assert done["rows"] == cli.json("inspect", "more")["rows"]
+    assert done["bytes"] > 0
+    assert "exists" in cli.fails("export", "more", path, *form)
+    cli.json("import", "again", path)
+    assert cli.says("diff", "more", "again").startswith("the same: ")
+
+
+def test_what_exists_names_overwriting_only_where_that_is_taken(cli: Cli, tmp_path: Path) -> None:
+    trained(tmp_path, "device")
+    for name, named in (("a.npz", True), ("b.npz", False)):
+        (tmp_path / name).touch() if named else (tmp_path / name).mkdir()
+        assert ("--overwrite" in cli.fails("export", "full", str(tmp_path / name))) is named
+    cli.says("export", "full", str(tmp_path / "a.npz"), "--overwrite")
+    (cli.store / "snapshots" / "notes").mkdir()
+    assert "overwrite" in cli.fails("save", "full")
+    assert "overwrite" not in cli.fails("export", "full", str(cli.store / "snapshots" / "full"), "--format", "snapshot")
+    assert "overwrite" not in cli.fails("save", "notes")
+
+
+def test_an_export_of_some_tables_and_of_no_known_format(cli: Cli, tmp_path: Path) -> None:
+    trained(tmp_path, "device")
+    cli.says("export", "full", str(tmp_path / "some.npz"), "--table", "1", "--weights-only")
+    with np.load(tmp_path / "some.npz") as arrays:
+        assert set(arrays["table"]) == {1}
+        assert "exp_avg" not in arrays
+    code, _, err = cli.run("export", "full", str(tmp_path / "some.csv"))
+    assert code == 2
+    assert "parquet, npz, safetensors, snapshot" in " ".join(err.split())
+
+
+def test_a_dense_table_is_imported_and_trained_on(cli: Cli, tmp_path: Path) -> None:
+    dense = torch.randn(50, DIM)
+    torch.save({"net": {"emb.weight": dense}}, tmp_path / "model.pt")
+    arguments = "import", "dense", str(tmp_path / "model.pt"), "--tensor", "net.emb.weight"
+    assert "is no store folder" in cli.fails(*arguments)
+    assert cli.json(*arguments, "--create")["rows"] == 50
+    cli.json("load", "dense")
+    with make(options("device", tmp_path), "adam", tables=1) as embedding:
+        assert torch.equal(embedding.get(torch.arange(50)), dense)
+        train(embedding, [1, 2, 3])
+
+
+def test_prune_keeps_what_it_is_told_and_what_that_goes_over(cli: Cli, tmp_path: Path) -> None:
+    with make(options("device", tmp_path), "adam") as embedding:
+        for step in range(6):
+            train(embedding, [step])
+            embedding.save_snapshot(f"s{step}", kind="incremental" if step in (1, 2) else "full")
+    names = [f"s{step}" for step in range(6)]
+    would = cli.json("prune", "--keep-last", "1", "--dry-run")
+    assert (would["removed"], would["kept"]) == (names[:5], names[5:])
+    assert would["removed_bytes"] > 0
+    assert cli.says("prune", "--keep-last", "1", "--dry-run").startswith("would remove s0\n")
+    assert [s["name"] for s in cli.json("list")["snapshots"]] == names
+    assert cli.json("prune", "--keep-last", "2", "--keep-every", "3")["removed"] == ["s3"]
+    assert [s["name"] for s in cli.json("list")["snapshots"]] == ["s0", "s1", "s2", "s4", "s5"]
+    assert cli.run("prune", "--keep-last", "0")[0] == 2
+    cli.json("verify")
+
+
+@NEEDS_ROCKSDB
+@pytest.mark.parametrize("style", ["kCompactionStyleLevel", "kCompactionStyleUniversal"])
+def test_the_shell_leaves_files_made_with_other_options_as_they_are(cli: Cli, tmp_path: Path, style: str) -> None:
+    given = {
+        "compaction_style": style,
+        "level0_file_num_compaction_trigger": 100,
+        "level0_slowdown_writes_trigger": 200,
+        "level0_stop_writes_trigger": 300,
+        "write_buffer_size": 1 << 16,
+        "min_write_buffer_number_to_merge": 1,
+        "compression": "kLZ4Compression",
+        "prefix_extractor": "fixed:4",
+        "block_based_table_factory": {"index_type": "kHashSearch", "format_version": 4},
+    }
+    with make(options("ssd", tmp_path, shards=1, read_mode="mmap", rocksdb_options=given), "adam") as embedding:
+        for first in range(0, 20_000, 2000):
+            train(embedding, range(first, first + 2000))
+            embedding._table().flush()  # a file each
+        trained = contents(embedding)
+    live = tmp_path / "rows" / "live" / "shard-0"
+
+    def files() -> dict[str, int]:
+        return {file.name: file.stat().st_size for file in live.glob("*.sst")}
+
+    before = files()
+    assert len(before) > 8  # which tierbed's own options would merge
+    cli.json("save", "shell")
+    assert files() == before
+    with make(options("device", tmp_path, open="error"), "adam") as embedding:
+        assert contents(embedding).tobytes() == trained.tobytes()
+        embedding.load_snapshot("shell")
+        assert contents(embedding).tobytes() == trained.tobytes()

@@ -1,0 +1,215 @@
+"""The cache on a device decides as a plain one that is written after its words, whatever the order of threads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from support.cuda_emulation import EmulatedDevice
+from support.cuda_tables import DeviceTable, array, on_devices
+from support.rows import Table
+from tierbed.engine._core import GROUP, WAY_BYTES, WAYS
+from tierbed.engine.cache.cuda.cache import POLICIES, Admission, Cache
+from tierbed.engine.ops.cuda import step
+from tierbed.engine.ops.cuda.batch import Batch
+from tierbed.engine.ops.cuda.device import Device
+
+BUCKETS, NOTHING, CLEAN, DIRTY = 64, 0, 1, 2
+Row = tuple[int, int]  # table, hash
+
+
+def set_of(hash: int, sets: int) -> int:
+    low, bucket = hash % 2**32, hash >> 58
+    return low * sets >> 32 if sets < BUCKETS else bucket * (sets // BUCKETS) + (low * (sets // BUCKETS) >> 32)
+
+
+@dataclass
+class Way:
+    row: Row
+    last: int
+    uses: int = 1
+    updates: int = 0
+    stored: int = 0
+
+    @property
+    def dirty(self) -> bool:
+        return self.updates != self.stored
+
+
+class Plain:
+    """Sets of ways that are free or hold a row; batches are numbered, and those after `done` pin their rows."""
+
+    def __init__(self, sets: int, policy: str) -> None:
+        self.sets: list[list[Way | None]] = [[None] * WAYS for _ in range(sets)]
+        self.policy, self.now, self.done = policy, 0, 0
+        self.counts: Counter[str] = Counter()
+
+    def find(self, row: Row) -> Way | None:
+        return next((way for way in self.sets[set_of(row[1], len(self.sets))] if way and way.row == row), None)
+
+    def admit(self, rows: list[Row]) -> tuple[dict[Row, Way | None], dict[Row, Way | None]]:
+        """The rows that are up or came up, None for those without a place; and what gave way for each that came."""
+        self.now += 1
+        up, gone = {}, {}
+        for row in rows:
+            if way := self.find(row):
+                way.last, way.uses = self.now, way.uses + 1
+                up[row] = way
+        self.counts["hits"] += len(up)
+        for row in sorted((row for row in rows if row not in up), key=lambda row: row[1] >> 58):
+            ways = self.sets[set_of(row[1], len(self.sets))]
+            self.counts["misses"] += 1
+            at = self.victim(ways, row)
+            up[row] = None
+            if at is None:
+                self.counts["overflows"] += 1
+                continue
+            gone[row], up[row] = ways[at], Way(row, self.now)
+            ways[at] = up[row]
+            if before := gone[row]:
+                self.counts["evictions_dirty" if before.dirty else "evictions_clean"] += 1
+        return up, gone
+
+    def victim(self, ways: list[Way | None], row: Row) -> int | None:
+        home = (row[1] >> 32) * GROUP % WAYS
+        turns = [(home + turn) % WAYS for turn in range(WAYS)]
+        if free := [at for at in turns if ways[at] is None]:
+            return free[0]
+        for those in (turns[:GROUP], turns):  # of all, only where no row of its home may go
+            order = {
+                at: (way.uses if self.policy == "lfu" else 0, way.last)
+                for at in those
+                if (way := ways[at]) and way.last <= self.done
+            }
+            if order:
+                return min(order, key=order.__getitem__)
+        return None
+
+
+class Both:
+    """Rows are fetched with initial values; there is no tier below."""
+
+    def __init__(self, device: Device, sets: int, policy: str = "lru") -> None:
+        self.there = DeviceTable(device, Table([3]))
+        self.cache = Cache(self.there.layout, sets * WAYS * (self.there.layout.line_bytes + WAY_BYTES + 1), policy)
+        self.plain = Plain(sets, policy)
+        assert self.cache.capacity == sets * WAYS
+
+    def batch(self, keys: list[int]) -> tuple[Batch, list[Row]]:
+        batch = self.there.batch([(keys, [key % 2 for key in keys], None)])
+        hashes, tables = (array(values[: batch.unique], np.uint64) for values in (batch.hashes, batch.tables.long()))
+        return batch, list(zip(tables.tolist(), hashes.tolist(), strict=True))
+
+    def step(self, keys: list[int], written: bool, end: str = "release") -> None:
+        """A batch that is admitted, fetched, written to, and ends; or that is cancelled before it was fetched."""
+        batch, rows = self.batch(keys)
+        before = [[way and replace(way) for way in ways] for ways in self.plain.sets]
+        admission = self.cache.admit(batch, self.plain.done)
+        up, gone = self.plain.admit(rows)
+        self.check_admission(admission, rows, up, gone)
+        if end == "release":
+            self.fetch(admission, batch)
+            if written:
+                values = torch.ones(batch.size, self.there.layout.dim, device=batch.lines.device)
+                step.assign(batch, self.there.layout, values, 1, self.there.written, self.there.faults)
+            for way in up.values():
+                if way and written:
+                    way.updates += 1
+        else:
+            self.cache.cancel(admission, end == "restore")
+            for row in gone:
+                where = set_of(row[1], len(before))
+                at = self.plain.sets[where].index(up[row])
+                self.plain.sets[where][at] = before[where][at] if end == "restore" else None
+        self.plain.done = self.plain.now
+        self.check()
+
+    def fetch(self, admission: Admission, batch: Batch) -> None:
+        lines = admission.lines
+        ranks = (lines == 0).cumsum(0, dtype=torch.int32)
+        memory = torch.empty(batch.size * self.there.layout.line_bytes, dtype=torch.uint8, device=lines.device)
+        own = batch.own(memory) + (ranks.long() - 1) * self.there.layout.line_bytes
+        batch.lines = torch.where(lines == 0, own, lines)
+        step.initialise_lines(batch, self.there.layout, admission.hit == 0)
+        self.cache.fetched(admission)
+
+    def check_admission(
+        self, admission: Admission, rows: list[Row], up: dict[Row, Way | None], gone: dict[Row, Way | None]
+    ) -> None:
+        hit, kinds, lines = (values.tolist() for values in (admission.hit, admission.gone, admission.lines))
+        befores = admission.before.cpu().numpy().reshape(-1, WAY_BYTES)[:, :8].copy().view(np.uint64)[:, 0].tolist()
+        for row, is_hit, kind, line, before in zip(rows, hit, kinds, lines, befores, strict=False):
+            way = gone.get(row)
+            assert is_hit == (up[row] is not None and row not in gone)
+            assert bool(line) == (up[row] is not None)
+            assert kind == (NOTHING if way is None else DIRTY if way.dirty else CLEAN)
+            assert way is None or before == way.row[1]
+        assert self.cache.counts == {name: self.plain.counts[name] for name in self.cache.counts}
+
+    def check(self) -> None:
+        held = [(at, way) for at, way in enumerate(way for ways in self.plain.sets for way in ways) if way]
+        assert self.cache.used == len(held)
+        slots = self.cache.dirty()
+        assert slots.tolist() == [at for at, way in held if way.dirty]
+        hashes, tables, lines = self.cache.rows(slots)
+        dirty = [way.row for _, way in held if way.dirty]
+        assert array(hashes, np.uint64).tolist() == [hash for _, hash in dirty]
+        assert tables.tolist() == [table for table, _ in dirty]
+        assert len(set(lines.tolist())) == len(dirty)
+
+
+@on_devices
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("sets", [1, 3, 64])
+def test_random_batches(device: Device, sets: int, policy: str) -> None:
+    both = Both(device, sets, policy)
+    rng = np.random.default_rng(sets)
+    for round in range(14):
+        size = int(rng.integers(0, 32 * sets if round % 3 else 96 * sets))
+        keys = rng.choice(120 * sets, min(size, 1500), p=power_law(120 * sets)).tolist()
+        both.step(keys, written=round % 2 == 0, end={3: "restore", 8: "drop"}.get(round, "release"))
+    batch, rows = both.batch(list(range(120 * min(sets, 8))))
+    missing = both.cache.find(batch)
+    held = [both.plain.find(row) is not None for row in rows]
+    assert [line != 0 for line in batch.lines.tolist()] == held
+    assert missing.tolist() == [not up for up in held]
+    slots = both.cache.dirty()
+    both.cache.written(slots[: len(slots) // 2])
+    for at in slots[: len(slots) // 2].tolist():
+        way = both.plain.sets[at // WAYS][at % WAYS]
+        assert way is not None
+        way.stored = way.updates
+    both.check()
+    kept = torch.arange(batch.size, device=batch.lines.device) % 3 == 0
+    both.cache.erase(batch, kept)
+    for row, stays in zip(rows, kept.tolist(), strict=True):
+        if way := both.plain.find(row):
+            ways, way.stored = both.plain.sets[set_of(row[1], sets)], 0
+            ways[ways.index(way)] = way if stays else None
+    both.check()
+
+
+def power_law(n: int) -> np.ndarray:
+    weights = np.arange(1, n + 1) ** -0.8
+    return weights / weights.sum()
+
+
+@on_devices
+def test_after_a_fault_no_row_comes_up(device: Device) -> None:
+    both = Both(device, 3)
+    both.step(list(range(120)), written=True)
+    both.there.faults.fill_(1)
+    batch, rows = both.batch(list(range(80, 200)))
+    admission = both.cache.admit(batch, both.plain.done)
+    assert [line != 0 for line in admission.lines.tolist()] == [both.plain.find(row) is not None for row in rows]
+    assert both.cache.counts["misses"] == both.plain.counts["misses"]
+    both.check()
+
+
+def test_a_budget_below_one_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="one set takes"):
+        Cache(DeviceTable(EmulatedDevice(), Table([3])).layout, 100)

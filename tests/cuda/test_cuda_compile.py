@@ -1,0 +1,95 @@
+"""Every kernel and every optimizer's rule compiles for the GPUs that we promise, on a machine without one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support import nvrtc
+from support.cells import rotated
+from tierbed.engine.errors import StoreError
+from tierbed.engine.ops.cuda.compiler import compiled
+from tierbed.engine.ops.cuda.program import ENGINE, OPTIONS, Program
+from tierbed.engine.ops.cuda.step import struct_name
+from tierbed.engine.optim.kernel import declared
+
+pytestmark = pytest.mark.op
+
+ARCHITECTURES = ("sm_80", "sm_90")
+MOST_REGISTERS = 128  # two blocks of 256 threads share a processor's registers
+RULES = {kernel.name: kernel for kernel in declared()}
+FILES = sorted(str(path.relative_to(ENGINE)) for path in ENGINE.rglob("*.cu"))
+
+
+def macros(dim: int, width: int) -> tuple[tuple[str, str | int], ...]:
+    line_bytes = (width * 4 + 8 + 15) // 16 * 16
+    return ("TIERBED_DIM", dim), ("TIERBED_WIDTH", width), ("TIERBED_LINE_BYTES", line_bytes)
+
+
+def check(program: Program, architecture: str) -> None:
+    """It compiles without warnings, and no kernel takes too many registers or spills any."""
+    options = [*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"]
+    handle = nvrtc.createProgram(program.source(), program.file, (), ())
+    try:
+        nvrtc.compileProgram(handle, options)
+        cubin = nvrtc.getCUBIN(handle)
+    finally:
+        log = nvrtc.getProgramLog(handle)
+        print(log)  # shown where it fails
+        nvrtc.destroyProgram(handle)
+    assert cubin.startswith(b"\x7fELF")
+    assert "warning" not in log
+    used = dict(re.findall(r"Function properties for (\w+)\n.*?Used (\d+) registers", log, re.DOTALL))
+    assert sorted(used) == sorted(program.kernels())
+    for kernel, registers in used.items():
+        assert int(registers) <= MOST_REGISTERS, kernel
+    assert set(re.findall(r"(\d+) bytes spill (?:stores|loads)", log)) == {"0"}
+
+
+def test_no_file_is_left_out() -> None:
+    folders = {
+        "cache": ["cache.cu", "cached_table.cu"],
+        "ops": ["batch.cu", "lines.cu", "staging.cu", "update.cu"],
+        "store": ["table.cu"],
+    }
+    expected = [f"{folder}/cuda/{name}" for folder, names in folders.items() for name in names]
+    assert expected == FILES
+
+
+@rotated("architecture")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dim", [1, 17, 128])
+@pytest.mark.parametrize("file", [file for file in FILES if file != "ops/cuda/update.cu"])
+def test_kernels_compile(file: str, dim: int, architecture: str) -> None:
+    check(Program(file, macros(dim, 3 * dim)), architecture)
+
+
+@rotated("architecture")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("gradients", ["Float32", "Float16", "BFloat16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_compile(rule: str, gradients: str, architecture: str) -> None:
+    kernel = RULES[rule]
+    dim = 128 if gradients == "Float32" else 17
+    width = dim * (1 + len(kernel.element_states)) + len(kernel.row_states)
+    rule_macros = (("TIERBED_RULE", struct_name(rule)), ("TIERBED_GRADIENTS", gradients))
+    check(Program("ops/cuda/update.cu", macros(dim, width) + rule_macros), architecture)
+
+
+def test_what_was_compiled_once_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kept"))
+    narrow, wide = (Program("store/cuda/table.cu", macros(dim, dim)) for dim in (4, 8))
+    path = compiled(nvrtc, narrow, "sm_90")
+    assert path.read_bytes().startswith(b"\x7fELF")
+    path.write_bytes(b"kept")
+    assert compiled(nvrtc, narrow, "sm_90").read_bytes() == b"kept"
+    assert len({path, compiled(nvrtc, narrow, "sm_80"), compiled(nvrtc, wide, "sm_90")}) == 3
+
+
+def test_what_does_not_compile_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    with pytest.raises(StoreError, match="TIERBED_DIM"):
+        compiled(nvrtc, Program("store/cuda/table.cu"), "sm_90")
+    assert not list(tmp_path.iterdir())

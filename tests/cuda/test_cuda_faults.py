@@ -1,0 +1,287 @@
+"""Mistakes that only the device sees, tables that move, and what a machine may lack."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from support.cuda_emulation import EmulatedDevice
+from support.cuda_tables import on_devices, tables_on
+from support.embeddings import DIM, contents, make, options, train
+from tierbed.engine import CapacityError, InputError, MultiTableEmbedding, OptionError, StoreError
+from tierbed.engine.ops.cuda.device import Device, cuda_device
+from tierbed.engine.spec.inputs import Lookup
+
+CPU = torch.device("cpu")
+
+
+def step(embedding: MultiTableEmbedding, ids: Any, tables: Any = 0, offsets: Any = None) -> Tensor:
+    """A step of rows of `ids`, or of one sum of them by offsets."""
+    place = embedding.shadow.device
+    given = torch.as_tensor(ids, device=place)
+    pooling = None if offsets is None else "sum"
+    shape = given.shape if offsets is None else (len(offsets) - 1,)
+    ends = None if offsets is None else torch.tensor(offsets, device=place)
+    pinned = embedding.pin([Lookup(given, torch.as_tensor(tables, device=place).expand(shape), ends, pooling)])
+    rows = pinned.gather(0)
+    pinned.update([torch.ones_like(rows)])
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)  # so that what it found has arrived
+    return rows
+
+
+def progress(embedding: MultiTableEmbedding) -> tuple[int, int]:
+    """Rows that were written, and steps."""
+    table = embedding.metrics()["table"]
+    return table["rows"], table["step"]
+
+
+@on_devices
+@pytest.mark.parametrize("optimizer", ["adam", "catch-up"])
+@pytest.mark.parametrize(
+    ("store", "pooled"), [("device", False), ("device", True), ("host", False), ("cached_host", True)]
+)
+@pytest.mark.pairs
+def test_rows_beyond_the_capacity_are_told_at_the_next_call(
+    device: Device, store: str, pooled: bool, optimizer: str
+) -> None:
+    expected = make(options("device", capacity=4), optimizer, name="cpu")
+    for ids in ([1, 2], [2], [1, 3, 4]):
+        step(expected, ids)
+    with tables_on(device) as place:
+        embedding = make(options(store, capacity=4), optimizer).to(place)
+        for ids in ([1, 2], [2]):
+            step(embedding, ids)
+        rows = step(embedding, [1, 7, 8, 9], offsets=[0, 1, 4] if pooled else None)
+        assert rows[0].any()
+        assert not rows[1:].any()
+        with pytest.raises(CapacityError, match=r"'rows'.*than 4 leaves room for; raise capacity.*changed nothing"):
+            step(embedding, [1])
+        assert progress(embedding) == (2, 2)
+        step(embedding, [1, 3, 4])
+        assert contents(embedding).tobytes() == contents(expected).tobytes()
+        with pytest.raises(CapacityError):  # who waits for the outcome is told at once
+            embedding.put([5], torch.zeros(1, DIM), 0)
+        assert embedding.size() == 4
+        assert embedding(torch.tensor([5, 6, 7], device=place)[:, None], 0).any()  # unknown rows can be read
+
+
+@on_devices
+def test_size_waits_and_tells(device: Device) -> None:
+    with tables_on(device) as place:
+        embedding = make(options("device"), "adagrad").to(place)
+        step(embedding, [1, 2])
+        step(embedding, [3], 9)
+        with pytest.raises(InputError, match="table_ids"):
+            embedding.size()
+        assert embedding.size() == 2
+
+
+@on_devices
+@pytest.mark.parametrize("store", ["device", "host", "cached_host", "ssd"])
+@pytest.mark.parametrize(
+    ("ids", "tables", "offsets", "message"),
+    [
+        ([1, 2], [0, 3], None, r"table_ids of embedding 'rows': one is not from 0 to 2.*changed nothing"),
+        ([1, 2], [0, -1], None, "table_ids"),
+        ([1, 2], [0, 2**32], None, "table_ids"),
+        ([1, 2, 3], 0, [0, 2, 1, 3], r"offsets of embedding 'rows': they do not ascend from 0 to the number of ids"),
+        ([1, 2, 3], 0, [0, 2], "offsets"),
+        ([1, 2, 3], 0, [-1, 3], "offsets"),
+        ([1, 2, 3], 0, [0, 2**40, 3], "offsets"),
+    ],
+)
+def test_table_ids_and_offsets_out_of_range(
+    device: Device, tmp_path: Path, store: str, ids: Any, tables: Any, offsets: Any, message: str
+) -> None:
+    with tables_on(device) as place:
+        embedding = make(options(store, tmp_path), "adagrad").to(place)
+        step(embedding, [1, 2])
+        before = contents(embedding)
+        if store != "ssd":
+            step(embedding, ids, tables, offsets)
+            ids, tables, offsets = [8], 0, None  # the next call tells; a store that waits for the device, at once
+        with pytest.raises(InputError, match=message):
+            step(embedding, ids, tables, offsets)
+        assert contents(embedding).tobytes() == before.tobytes()
+        assert progress(embedding) == (2, 1)
+        step(embedding, [8])
+        assert embedding.size() == 3
+        with pytest.raises(InputError, match="table_ids"):
+            embedding.get([1], 3)
+        with pytest.raises(InputError, match="table_ids"):
+            embedding.put([1], torch.ones(1, DIM), -1)
+        assert progress(embedding) == (3, 2)
+
+
+@on_devices
+def test_a_mistake_in_the_last_step_costs_no_rows(tmp_path: Path, device: Device) -> None:
+    with tables_on(device) as place:
+        embedding = make(options("device", tmp_path), "adam").to(place)
+        step(embedding, [1, 2])
+        before = contents(embedding)
+        step(embedding, [1], 7)
+        with pytest.raises(InputError, match="table_ids"):
+            embedding.save_snapshot("broken")
+        embedding.save_snapshot("good")
+        step(embedding, [1], 7)
+        with pytest.raises(InputError, match="table_ids"):
+            embedding.close()
+        embedding.close()
+        again = make(options("device", tmp_path, open="error"), "adam").to(place)
+        assert contents(again).tobytes() == before.tobytes()
+        assert progress(again) == (2, 1)
+        again.close()
+
+
+@on_devices
+def test_a_capacity_bounds_a_cache_over_a_disk_as_on_the_cpu(tmp_path: Path, device: Device) -> None:
+    with tables_on(device) as place:
+        embedding = make(options("ssd", tmp_path, capacity=4), "adam").to(place)
+        step(embedding, [1, 2, 3])
+        with pytest.raises(CapacityError, match="brings 2 new rows and there is room for 1"):
+            step(embedding, [2, 3, 4, 5])
+        assert progress(embedding) == (3, 1)
+        step(embedding, [3, 4])
+        assert embedding.size() == 4
+
+
+@on_devices
+@pytest.mark.parametrize("store", ["device", "host", "cached_host"])
+def test_an_open_table_follows_its_module(tmp_path: Path, device: Device, store: str) -> None:
+    for path in (None, tmp_path):
+        embedding, stays = make(options(store, path), "adam"), make(options("device"), "adam", name="cpu")
+        for other in (embedding, stays):
+            train(other, [1, 2, 3])
+        with tables_on(device) as place:
+            embedding.to(place)
+            embedding.opened().move(place)  # as where the module has another device than the table
+            if place == CPU:
+                train(embedding, [2, 3, 4])
+            else:
+                train(embedding.cpu(), [2, 3, 4])
+        train(stays, [2, 3, 4])
+        assert contents(embedding).tobytes() == contents(stays).tobytes()
+        assert progress(embedding) == progress(stays) == (4, 2)
+        embedding.close()
+
+
+class LittleMemory(EmulatedDevice):
+    """Of a machine that has no room for a table."""
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        if size > 1 << 20:
+            raise MemoryError(f"{size} bytes")
+        return super().host_memory(size, dtype)
+
+
+def test_a_move_that_fails_loses_no_rows(tmp_path: Path) -> None:
+    for path in (None, tmp_path):
+        embedding = make(options("host", path, capacity=100_000), "adam")
+        train(embedding, [1, 2, 3])
+        with tables_on(LittleMemory()), pytest.raises(OptionError, match="capacity=100000 is more than the host has"):
+            embedding.opened().move(CPU)
+        if path is not None:  # it moved by way of its folder
+            embedding = make(options("host", path, open="error"), "adam")
+        assert embedding.size() == 3
+        embedding.close()
+
+
+@pytest.mark.parametrize(
+    "more", [{"eviction": "lru", "capacity": 9}, {"admission": 2}, {"admission": 0.5}, {"ttl_steps": 4}], ids=str
+)
+def test_what_a_table_on_a_gpu_lacks_is_refused(more: dict[str, Any]) -> None:
+    with tables_on(EmulatedDevice()), pytest.raises(OptionError, match=rf"^{next(iter(more))}=.*leave .* out"):
+        make(options("device", **more)).size()
+
+
+def test_ids_of_another_device_than_the_module_are_refused() -> None:
+    embedding = make(options("device"), tables=1).to("meta")
+    with pytest.raises(InputError, match=r"are on cpu and the embedding on meta; give ids\.to\('meta'\), or move"):
+        embedding(torch.tensor([1]))
+    with pytest.raises(InputError, match=r"moved to meta; tables live on the CPU or on CUDA devices"):
+        embedding.size()
+    embedding.to_empty(device="cpu")
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(InputError, match=r"weights of .* are on meta; tables live"):
+        embedding(ids, pooling="sum", weights=torch.ones(2, 3, device="meta"))
+
+
+def test_a_budget_below_one_set_is_refused() -> None:
+    with tables_on(EmulatedDevice()), pytest.raises(OptionError, match=r"cache_budget_mb=0\.0001 is too small"):
+        make(options("cached_host", budget_mb=0.0001)).size()
+
+
+class Waits(TorchFunctionMode):
+    """Counts what would wait for a device: values that Python reads from its memory."""
+
+    READS = (Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__bool__, Tensor.cpu, Tensor.nonzero, torch.nonzero)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.host: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.READS and not any(args[0] is memory for memory in self.host):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(EmulatedDevice):
+    """Tells a `Waits` which memory is the host's."""
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        memory = super().host_memory(size, dtype)
+        self._waits.host.append(memory)
+        return memory
+
+
+@pytest.mark.parametrize(
+    ("store", "more", "waits"),
+    [
+        ("device", {"capacity": 500}, 0),
+        ("host", {"capacity": 500}, 0),
+        ("cached_host", {"capacity": 500}, 0),
+        ("cached_host", {}, 0),  # as long as the table need not grow
+        ("ssd", {"budget_mb": 1.0}, 1),
+        ("ssd", {"budget_mb": 1.0, "capacity": 500}, 2),  # the row count as well
+        ("ssd", {}, 2),  # rows that found no place go down
+    ],
+)
+def test_how_often_a_step_waits_for_its_device(tmp_path: Path, store: str, more: dict[str, Any], waits: int) -> None:
+    mode = Waits()
+    with tables_on(Watched(mode)):
+        embedding = make(options(store, tmp_path, **more), "adam")
+        step(embedding, torch.arange(100), 1)
+        for ids in (torch.arange(50, 150), torch.arange(120, 220)):
+            grads = torch.ones(100, DIM)
+            tables, before = torch.ones(100, dtype=torch.int64), mode.count
+            with mode:
+                pinned = embedding.pin([Lookup(ids, tables)])
+                pinned.gather(0)
+                pinned.update([grads])
+            assert mode.count - before == waits
+        assert embedding.size() == 220
+
+
+def test_importing_tierbed_imports_no_cupy() -> None:
+    script = "import sys, tierbed.engine, tierbed.graph; sys.exit('cupy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_the_error_without_cupy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(StoreError, match=r"pip install 'tierbed\[cuda1[23]\]'"):
+        cuda_device(99)

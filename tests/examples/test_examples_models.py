@@ -1,0 +1,237 @@
+"""DLRM, DeepFM and DCNv2 of the examples: against their papers' formulas, against plain PyTorch, and as commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.places import EXAMPLES
+from support.warm import run_script
+from tierbed.engine import MultiTableMultiColumnEmbedding, make_device_mem_store_options
+
+sys.path.insert(0, str(EXAMPLES))
+import ctr
+from ctr_data import DENSE, FIELDS, Clicks, read_clicks, synthetic_clicks
+from ctr_models import DLRM, Cross, DCNv2, DeepFM, dot_interaction, fm_interaction
+from movielens_data import GENRES, PADDING, key
+
+DATA = Path(os.environ["TIERBED_DATA"]) / "ml-100k" if "TIERBED_DATA" in os.environ else None
+STEPS, BATCH, DIM, LR = 50, 64, 4, 0.05
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def clicks() -> Clicks:
+    return synthetic_clicks(STEPS * BATCH)
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    return sum(x * y for x, y in zip(a.tolist(), b.tolist(), strict=True))
+
+
+def close(actual: Tensor, expected: list[float]) -> None:
+    torch.testing.assert_close(actual.detach().double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-5)
+
+
+def test_dot_interaction_is_each_pair_once() -> None:
+    vectors = torch.randn(3, 5, DIM)
+    expected = [dot(v[i], v[j]) for v in vectors for i in range(5) for j in range(i)]
+    close(dot_interaction(vectors).flatten(), expected)
+
+
+def test_dlrm_feeds_the_bottom_and_all_pairs_to_the_top() -> None:
+    model, rows, dense = DLRM(3, DIM, 2), torch.randn(2, 3, DIM), torch.randn(2, 2)
+    expected = []
+    for row, features in zip(rows, dense, strict=True):
+        bottom = model.bottom(features)
+        vectors = [bottom, *row]
+        pairs = [dot(vectors[i], vectors[j]) for i in range(4) for j in range(i)]
+        expected.append(model.top(torch.tensor([*bottom.tolist(), *pairs])).item())
+    close(model(rows, dense), expected)
+
+
+def test_fm_interaction_is_the_sum_over_pairs() -> None:
+    vectors = torch.randn(3, 6, DIM)
+    close(fm_interaction(vectors), [sum(dot(a, b) for a, b in combinations(v, 2)) for v in vectors])
+
+
+def test_deepfm_is_the_sum_of_both_orders_and_the_deep_part() -> None:
+    model, rows, dense = DeepFM(3, DIM, 2), torch.randn(2, 3, DIM + 1), torch.randn(2, 2)
+    nn.init.normal_(model.weights)
+    nn.init.normal_(model.factors)
+    nn.init.normal_(model.bias)
+    expected = []
+    for row, features in zip(rows, dense, strict=True):
+        # x_i w_i and x_i v_i, where x_i of a categorical value is 1
+        first = [*row[:, DIM].tolist(), *(features * model.weights).tolist()]
+        factors = [*row[:, :DIM], *(value * factor for value, factor in zip(features, model.factors, strict=True))]
+        second = sum(dot(a, b) for a, b in combinations(factors, 2))
+        expected.append(model.bias.item() + sum(first) + second + model.deep(torch.cat(factors)).item())
+    close(model(rows, dense), expected)
+
+
+def naive_cross(layer: Cross, x0: list[float], x: list[float]) -> list[float]:
+    if isinstance(layer.linear, nn.Linear):
+        w, b = layer.linear.weight.tolist(), layer.linear.bias.tolist()
+    else:
+        v, u = layer.linear
+        w, b = (u.weight.double() @ v.weight.double()).tolist(), u.bias.tolist()
+    return [x0[i] * (sum(w[i][j] * x[j] for j in range(len(x))) + b[i]) + x[i] for i in range(len(x))]
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "parallel"])
+@pytest.mark.parametrize("rank", [None, 2])
+def test_dcnv2_crosses_its_input_with_every_layer(rank: int | None, stacked: bool) -> None:
+    model = DCNv2(3, DIM, 2, layers=3, rank=rank, stacked=stacked)
+    rows, dense = torch.randn(2, 3, DIM), torch.randn(2, 2)
+    expected = []
+    for row, features in zip(rows, dense, strict=True):
+        x = x0 = [*row.flatten().tolist(), *features.tolist()]
+        for layer in model.cross:
+            x = naive_cross(layer, x0, x)
+        crossed = torch.tensor(x)
+        last = model.deep(crossed) if stacked else torch.cat([crossed, model.deep(torch.tensor(x0))])
+        expected.append(model.last(last).item())
+    close(model(rows, dense), expected)
+
+
+class Tables(nn.Module):
+    """Dense tables with the initial rows of an embedding, over the values that `ids` [n, fields] has."""
+
+    def __init__(self, embedding: MultiTableMultiColumnEmbedding, ids: Tensor) -> None:
+        super().__init__()
+        self.values = [column.unique() for column in ids.T]
+        self.tables = nn.ModuleList(
+            nn.Embedding.from_pretrained(embedding.get(values, field), freeze=False)
+            for field, values in enumerate(self.values)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        fields = zip(self.tables, self.values, ids.T.contiguous(), strict=True)
+        rows = torch.stack([table(torch.searchsorted(values, column)) for table, values, column in fields], 1)
+        return rows * (ids != PADDING).unsqueeze(2)
+
+
+MODELS = {
+    "dlrm": lambda: DLRM(FIELDS, DIM, DENSE),
+    "deepfm": lambda: DeepFM(FIELDS, DIM, DENSE),
+    "dcnv2": lambda: DCNv2(FIELDS, DIM, DENSE),
+    "dcnv2 low rank, parallel": lambda: DCNv2(FIELDS, DIM, DENSE, rank=4, stacked=False),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_through_a_graph_equals_plain_pytorch(name: str, clicks: Clicks) -> None:
+    model, plain = MODELS[name](), MODELS[name]()
+    plain.load_state_dict(model.state_dict())
+    options = make_device_mem_store_options()
+    with ctr.make_embedding(model.columns, FIELDS, options) as embedding:
+        graph = ctr.TrainGraph(embedding, model, LR)
+        tables = Tables(embedding, clicks.ids)
+        optimizers = [
+            torch.optim.Adagrad(tables.parameters(), lr=LR, initial_accumulator_value=1e-5),
+            torch.optim.Adam(plain.parameters(), lr=1e-3),
+        ]
+        batches = list(ctr.loader(clicks, torch.arange(STEPS * BATCH), BATCH))
+        assert len(batches) == STEPS
+        losses = ctr.train_epoch(graph, batches, "").tolist()
+        for (ids, dense, labels), loss in zip(batches, losses, strict=True):
+            expected = nn.functional.binary_cross_entropy_with_logits(plain(tables(ids), dense), labels)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            expected.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert abs(loss - expected.item()) < 1e-5
+        for field, (table, values) in enumerate(zip(tables.tables, tables.values, strict=True)):
+            rows, held = embedding.get(values, field), values != PADDING
+            torch.testing.assert_close(rows[held], table.weight.detach()[held], rtol=0, atol=1e-4)
+        for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-4)
+
+
+def lines_of(output: str) -> list[str]:
+    """What the script said of losses and AUC."""
+    return [line for line in output.splitlines() if "AUC" in line]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the script in this process, and gives what it printed."""
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [ctr.__file__, *arguments])
+        ctr.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("model", ctr.MODELS)
+def test_every_store_prints_the_same(model: str, command: Callable[..., str]) -> None:
+    arguments = ["--model", model, "--rows", "6000", "--epochs", "2", "--batch-size", "240", "--cache-mb", "0.25"]
+    expected = lines_of(command(*arguments))
+    first, second = (float(line.split()[3].rstrip(",")) for line in expected[:2])
+    assert second < first
+    for store in ("cached_host", "ssd"):
+        output = command(*arguments, "--store", store)
+        assert lines_of(output) == expected
+        assert f"snapshot {model}-" in output
+        assert "evicted" in output
+
+
+def test_the_script_runs_from_the_shell() -> None:
+    arguments = ["--model", "dcnv2", "--rows", "2000", "--store", "ssd", "--epochs", "1"]
+    done = run_script(Path(ctr.__file__), *arguments)
+    assert done.returncode == 0, done.stderr
+    *_, same, last = done.stdout.splitlines()
+    assert same.endswith("scores the same")
+    assert last.startswith("test AUC 0.")
+
+
+@pytest.mark.skipif(DATA is None, reason="TIERBED_DATA names no folder with ml-100k")
+@pytest.mark.parametrize("model", ctr.MODELS)
+def test_a_model_learns_more_of_movielens_than_means(model: str, command: Callable[..., str]) -> None:
+    output = command("--model", model, "--data", str(DATA), "--store", "cached_host")
+    assert float(output.split()[-1]) > 0.7613 + 0.005  # what means of users and items reach: test_movielens.py
+
+
+def test_movielens_fields_are_ids_and_its_genres_flags(tmp_path: Path) -> None:
+    (tmp_path / "tiny.inter").write_text("user_id:token\titem_id:token\trating:float\nu\ti\t5\nu\tj\t3\n")
+    (tmp_path / "tiny.item").write_text("item_id:token\tclass:token_seq\ni\tWestern Action\n")
+    clicks = read_clicks(tmp_path, 1)
+    assert clicks.labels.tolist() == [1, 0]
+    assert clicks.ids.tolist() == [[key("u"), *[PADDING] * 4, key(item), PADDING] for item in "ij"]
+    assert [GENRES[1:][flag] for flag in clicks.dense[0].nonzero().flatten()] == ["Action", "Western"]
+    assert not clicks.dense[1].any()
+
+
+def test_a_criteo_line_is_a_label_logarithms_and_hex_values(tmp_path: Path) -> None:
+    file = tmp_path / "train.txt"
+    lines = [["1", *["7"] * 12, "", *["68fd1e64"] * 25, ""], ["0", *["-2"] * 13, *["ffffffff"] * 26]]
+    file.write_text("".join("\t".join(cells) + "\n" for cells in lines))
+    clicks = read_clicks(file, 10)
+    assert clicks.labels.tolist() == [1, 0]
+    assert clicks.ids.tolist() == [[0x68FD1E64] * 25 + [PADDING], [0xFFFFFFFF] * 26]
+    assert torch.equal(clicks.dense, torch.tensor([[8.0] * 12 + [1.0], [1.0] * 13]).log())
+    assert len(read_clicks(file, 1).labels) == 1
+    file.write_text("\t".join(lines[0]) + "\n0\t1\n")
+    with pytest.raises(ValueError, match=r"train\.txt:2: expected a label"):
+        read_clicks(file, 10)
+
+
+def test_the_command_names_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ctr.py", "--data", str(tmp_path / "absent")])
+    with pytest.raises(SystemExit, match="absent"):
+        ctr.main()

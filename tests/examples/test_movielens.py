@@ -1,0 +1,160 @@
+"""The main job: MovieLens through every store, against plain PyTorch, and as the script that users run.
+
+Runs on the real log where `TIERBED_DATA` names a folder that holds `ml-100k`, and on the synthetic log elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from support import warm
+from support.places import EXAMPLES
+from tierbed.engine import make_device_mem_store_options
+
+sys.path.insert(0, str(EXAMPLES))
+import movielens
+from movielens_data import FIELDS, PADDING, Log, auc, read_log, split
+from movielens_synthetic import synthetic_log
+
+DATA = Path(os.environ["TIERBED_DATA"]) / "ml-100k" if "TIERBED_DATA" in os.environ else None
+DIM, LR, BATCH, EPOCHS = 16, 0.08, 512, 3
+CACHE_MB = 0.1  # about 700 rows: fewer than the table has, and fewer than a batch
+
+
+@pytest.fixture(scope="module")
+def log() -> Log:
+    return read_log(DATA) if DATA else synthetic_log()
+
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    auc: float
+    rows: int
+    metrics: dict[str, dict[str, float]]
+
+
+def train(log: Log, options: Any) -> Outcome:
+    torch.manual_seed(0)
+    train_rows, _, test_rows = split(len(log.labels))
+    model = movielens.DeepFM(DIM)
+    with movielens.make_embedding(options, DIM) as embedding:
+        graph = movielens.TrainGraph(embedding, model, LR)
+        losses: list[float] = []
+        for _ in range(EPOCHS):
+            losses += movielens.train_epoch(graph, log, train_rows[torch.randperm(len(train_rows))], BATCH)
+        score = movielens.evaluate(movielens.ScoreGraph(embedding, model), log, test_rows)
+        return Outcome(losses, score, embedding.size(), embedding.metrics())
+
+
+@pytest.fixture(scope="module")
+def on_device(log: Log, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train(log, movielens.STORES["device"](str(tmp_path_factory.mktemp("device")), CACHE_MB))
+
+
+@pytest.mark.parametrize("store", ["host", "cached_host", "ssd"])
+def test_every_store_gives_the_same_bits(store: str, log: Log, on_device: Outcome, tmp_path: Path) -> None:
+    outcome = train(log, movielens.STORES[store](str(tmp_path), CACHE_MB))
+    assert outcome.losses == on_device.losses
+    assert outcome.auc == on_device.auc
+    assert outcome.rows == on_device.rows
+    if store in ("cached_host", "ssd"):
+        evicted = sum(tier.get("evictions_dirty", 0) for tier in outcome.metrics.values())
+        assert evicted > 10 * outcome.rows, "the cache was to be too small for the table"
+
+
+def test_the_model_learns_more_than_means(log: Log, on_device: Outcome) -> None:
+    assert on_device.auc >= 0.76
+    assert on_device.auc > auc_of_means(log) + 0.01
+
+
+def auc_of_means(log: Log) -> float:
+    """Scores without a model: how often the item, and how often the user, was rated 4 or above in training."""
+    train_rows, _, test_rows = split(len(log.labels))
+    labels = log.labels.numpy()
+    scores = np.zeros(len(labels))
+    for field in ("user", "item"):
+        _, index = np.unique(log.ids[:, FIELDS.index(field)].numpy(), return_inverse=True)
+        positive = np.bincount(index[train_rows], labels[train_rows], index.max() + 1)
+        count = np.bincount(index[train_rows], minlength=index.max() + 1)
+        scores += ((positive + 5 * labels.mean()) / (count + 5))[index]
+    return auc(labels[test_rows], scores[test_rows])
+
+
+def test_training_equals_plain_pytorch(log: Log, tmp_path: Path) -> None:
+    """200 steps without dropout, whose random stream a graph need not share with eager mode."""
+    torch.manual_seed(0)
+    tables = log.table_ids.expand_as(log.ids)
+    pairs, places = torch.stack([tables.flatten(), log.ids.flatten()], 1).unique(dim=0, return_inverse=True)
+    places = places.view(log.ids.shape)
+    dense = movielens.DeepFM(DIM, dropout=0.0)
+    plain = nn.Embedding(len(pairs), DIM)
+    plain_dense = movielens.DeepFM(DIM, dropout=0.0)
+    plain_dense.load_state_dict(dense.state_dict())
+    held = pairs[:, 1] != PADDING
+    parameters = [plain.weight, *plain_dense.parameters()]
+    optimizers = [
+        torch.optim.Adagrad(parameters[:1], lr=LR, initial_accumulator_value=1e-5),
+        torch.optim.Adam(parameters[1:], lr=1e-3),
+    ]
+
+    options = make_device_mem_store_options(persistent_path=str(tmp_path))
+    with movielens.make_embedding(options, DIM) as embedding:
+        graph = movielens.TrainGraph(embedding, dense, LR)
+        with torch.no_grad():
+            plain.weight.zero_()
+            plain.weight[held] = embedding.get(pairs[held, 1], pairs[held, 0])
+        for part in split(len(log.labels))[0][: 200 * 256].split(256):
+            loss = graph(log.ids[part], log.table_ids, log.labels[part])
+            present = (log.ids[part] != PADDING).unsqueeze(2)
+            logits = plain_dense(plain(places[part]) * present, log.ids[part])
+            expected = nn.functional.binary_cross_entropy_with_logits(logits, log.labels[part])
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            expected.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert abs(loss.item() - expected.item()) < 1e-5
+        trained = embedding.get(pairs[held, 1], pairs[held, 0])
+        torch.testing.assert_close(trained, plain.weight.detach()[held], rtol=0, atol=1e-5)
+
+
+def run_script(*arguments: str) -> list[str]:
+    data = ["--data", str(DATA)] if DATA else []
+    done = warm.run_script(Path(movielens.__file__), *data, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_script_trains_on_ssd_and_a_fresh_process_agrees() -> None:
+    lines = run_script("--store", "ssd", "--cache-mb", str(CACHE_MB), "--epochs", "2")
+    assert ("synthetic" in lines[0]) == (DATA is None)
+    assert "ratings/s" in "".join(lines)
+    assert "evicted" in "".join(lines)
+    assert "a fresh process scores snapshot" in lines[-2]
+    assert lines[-1].startswith("test AUC ")
+    assert float(lines[-1].split()[-1]) >= 0.76
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_same_folder_starts_over(tmp_path: Path) -> None:
+    config = tmp_path / "deploy.toml"
+    config.write_text(f'[movielens]\nstore = "host_mem"\npersistent_path = "{tmp_path / "store"}"\n')
+    arguments = ["--config", str(config), "--out", str(tmp_path / "out"), "--epochs", "1", "--steps", "20"]
+    first, second = run_script(*arguments), run_script(*arguments)
+    assert second[-1] == first[-1]
+
+
+def test_the_script_names_a_folder_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["movielens.py", "--data", str(tmp_path)])
+    with pytest.raises(SystemExit, match="holds none of"):
+        movielens.main()

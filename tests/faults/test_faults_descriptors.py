@@ -1,0 +1,155 @@
+"""No descriptors left, for real: calls say that, no good snapshot is called damaged, and nothing half-written stays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.embeddings import STORES, contents, make, options, train
+from support.forked import in_process
+from support.limits import descriptors
+from tierbed.cli import main
+from tierbed.engine import SnapshotError, StoreError
+from tierbed.engine.store.folder import StoreFolder
+from tierbed.engine.store.folder_view import snapshot_id
+from tierbed.snapshots import Snapshot, latest_snapshot, list_snapshots
+
+SPARE = range(8)  # descriptors that a call may open
+
+
+def said(spare: int, action: Callable[[], Any]) -> str | None:
+    """What a call said that found no descriptor, None where it found all that it needs."""
+    try:
+        with descriptors(spare):
+            action()
+    except (SnapshotError, StoreError) as error:
+        told = str(error)
+        assert "Too many open files" in told, told
+        assert "damaged" not in told, told
+        assert "delete" not in told, told
+        assert 'open="fresh"' not in told, told
+        return told
+    return None
+
+
+def leftovers(path: Path) -> list[str]:
+    return [entry.name for entry in (path / "rows" / "snapshots").iterdir() if entry.name.startswith(".")]
+
+
+def save_and_close(path: Path, store: str, kind: str) -> None:
+    embedding = make(options(store, path), "adam", tables=1)
+    train(embedding, torch.arange(900))
+    embedding.save_snapshot("first")
+    train(embedding, torch.arange(500))
+    rows = contents(embedding).tobytes()
+    failures = 0
+    for spare in SPARE:
+        name = f"s{spare}"
+        failed = said(spare, lambda name=name: embedding.save_snapshot(name, kind))  # type: ignore[misc]
+        failures += failed is not None
+        embedding.prune_snapshots(keep_last=9)
+        assert not leftovers(path)
+        if failed is None:
+            assert (
+                b"".join(part.tobytes() for _, part in Snapshot.open(path / "rows/snapshots" / name).chunks()) == rows
+            )
+        else:
+            assert not (path / "rows" / "snapshots" / name).exists()
+        train(embedding, torch.arange(500), grad=0.0)
+        rows = contents(embedding).tobytes()
+    assert failures
+    step = embedding.metrics()["table"]["step"]
+    if said(0, embedding.close) is not None:
+        assert contents(embedding).tobytes() == rows
+        embedding.close()
+    with make(options(store, path, open="error"), "adam", tables=1) as again:
+        assert again.metrics()["table"]["step"] == step
+        assert contents(again).tobytes() == rows
+
+
+@pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("kind")
+def test_a_save_and_a_close_without_descriptors_say_so_and_can_be_tried_again(
+    tmp_path: Path, store: str, kind: str
+) -> None:
+    if kind != "checkpoint" or store.startswith("ssd"):
+        in_process(save_and_close, tmp_path, store, kind)
+
+
+def read(path: Path, store: str, kind: str) -> None:
+    with make(options(store, path), "adam", tables=1) as embedding:
+        train(embedding, torch.arange(900))
+        embedding.save_snapshot("first")
+        train(embedding, torch.arange(500))
+        embedding.save_snapshot("second", kind)
+        rows = contents(embedding).tobytes()
+    snapshots = path / "rows" / "snapshots"
+    acts: list[Callable[[], Any]] = [
+        lambda: Snapshot.open(snapshots / "second").verify(),
+        lambda: latest_snapshot(snapshots),
+        lambda: [None for _ in Snapshot.open(snapshots / "second").chunks()],
+        lambda: make(options(store, path), "adam", tables=1).close(),
+        lambda: StoreFolder(path / "rows").release(),
+    ]
+    failures = 0
+    for act in acts:
+        for spare in SPARE:
+            failures += said(spare, act) is not None
+    assert failures >= 3
+    for words in (["verify"], ["list"], ["inspect", "second"]):
+        for spare, code in ((100, 0), (0, 1)):  # the first imports what a command needs
+            with descriptors(spare), pytest.raises(SystemExit) as end:
+                main(["snapshot", words[0], str(path / "rows"), *words[1:], "--json"])
+            assert int(end.value.code or 0) == code
+    assert not list_snapshots(snapshots).damaged
+    with make(options(store, path, open="error"), "adam", tables=1) as again:
+        assert contents(again).tobytes() == rows
+
+
+@pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
+@pytest.mark.parametrize("store", ["host", "ssd"])
+def test_a_good_snapshot_is_not_called_damaged_where_no_descriptor_is_left(
+    tmp_path: Path, store: str, kind: str
+) -> None:
+    if kind != "checkpoint" or store.startswith("ssd"):
+        in_process(read, tmp_path, store, kind)
+
+
+def die_in_a_save(path: Path) -> None:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    make(options("host", path), "adam", tables=1).size()
+    (path / "rows" / "snapshots" / ".tmp-killed").mkdir(parents=True)
+    os._exit(0)
+
+
+def merge_after_a_killed_save(path: Path) -> None:
+    with make(options("host", path), "adam", tables=1) as embedding:
+        train(embedding, torch.arange(9))
+        embedding.save_snapshot("first")
+    die_in_a_save(path)
+    assert leftovers(path)
+    with contextlib.suppress(SystemExit):
+        main(["snapshot", "merge", str(path / "rows"), "first", "merged"])
+    assert not leftovers(path)
+    assert (path / "rows" / "snapshots" / "merged").is_dir()
+
+
+def test_a_merge_leaves_nothing_of_a_killed_save(tmp_path: Path) -> None:
+    in_process(merge_after_a_killed_save, tmp_path)
+
+
+def test_without_descriptors_no_replaced_snapshot_is_taken_for_the_one_that_replaces_it(tmp_path: Path) -> None:
+    with make(options("host", tmp_path), "adam", tables=1) as embedding:
+        train(embedding, torch.arange(9))
+        embedding.save_snapshot("x")
+    with descriptors(0), pytest.raises(StoreError, match=r"unknown which snapshot .*/x. is: .*Too many open.*ulimit"):
+        snapshot_id(tmp_path / "rows" / "snapshots" / "x")

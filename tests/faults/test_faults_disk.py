@@ -1,0 +1,191 @@
+"""A disk, a real one, that is full or read-only: the call says so, rows stay right, and with space it goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.embeddings import DIM, STORES, contents, make, options, train
+from support.forked import Disk, disk_path, in_process
+from support.twins import ON_DISK, SMALL, Twins
+from tierbed.engine import SnapshotError, StoreError
+
+__all__ = ["disk_path"]
+
+MB = 1 << 20
+LIVES: dict[str, dict[str, Any]] = {
+    "eviction": {"eviction": "lru", "capacity": 3000},
+    "ttl": {"ttl_steps": 8},
+}
+
+
+def fill_while_training(path: Path, store: str) -> None:
+    disk = Disk(path, 24 * MB)
+    twins = Twins(path, store)
+    for _ in range(20):
+        assert twins.train() is None
+    with disk.full():
+        twins.train_until_it_fails(3)
+        twins.reads_as_before()
+        with pytest.raises((SnapshotError, StoreError)) as error:
+            twins.tested.save_snapshot("no-room")
+        twins.names_path_and_remedy(str(error.value))
+    for _ in range(20):
+        twins.train()
+    assert twins.train() is None
+    twins.same()
+    twins.tested.save_snapshot("room")
+    twins.close_and_compare()
+
+
+def fill_while_rows_leave(path: Path, store: str, life: str) -> None:
+    disk = Disk(path, 24 * MB)
+    twins = Twins(path, store, LIVES[life])
+    for _ in range(20):
+        assert twins.train() is None
+    with disk.full():
+        twins.train_until_it_fails(3)
+    for _ in range(20):
+        twins.train()
+    assert twins.train() is None
+    assert twins.tested.size() == twins.plain.size() == len(contents(twins.plain))
+    twins.same()
+    twins.close_and_compare()
+
+
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("store", ON_DISK)
+def test_a_disk_that_fills_while_rows_leave_loses_no_other_row(disk_path: Path, store: str, life: str) -> None:
+    in_process(fill_while_rows_leave, disk_path, store, life)
+
+
+@pytest.mark.parametrize("store", ON_DISK)
+def test_a_disk_that_fills_while_training_fails_calls_and_loses_no_row(disk_path: Path, store: str) -> None:
+    in_process(fill_while_training, disk_path, store)
+
+
+def full_at_save_and_close(path: Path, store: str) -> None:
+    disk = Disk(path, 24 * MB)
+    twins = Twins(path, store)
+    for _ in range(5):
+        twins.train()
+    with disk.full():
+        for attempt in (lambda: twins.tested.save_snapshot("s"), twins.tested.close):
+            with pytest.raises((SnapshotError, StoreError)) as error:
+                attempt()
+            twins.names_path_and_remedy(str(error.value))
+            twins.reads_as_before()
+        assert twins.train() is None
+    twins.tested.save_snapshot("s")
+    twins.train()
+    twins.close_and_compare()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_save_or_a_close_on_a_full_disk_can_be_tried_again(disk_path: Path, store: str) -> None:
+    in_process(full_at_save_and_close, disk_path, store)
+
+
+def full_at_open(path: Path, store: str) -> None:
+    disk = Disk(path, 24 * MB)
+    twins = Twins(path, store)
+    for new in (True, False):  # a folder that holds rows can be read
+        with disk.full():
+            if new:
+                with pytest.raises(StoreError) as error:
+                    twins.tested.size()
+                twins.names_path_and_remedy(str(error.value))
+            else:
+                twins.reads_as_before()
+        for _ in range(3):
+            assert twins.train() is None
+        twins.close_and_compare()
+        twins.tested = twins.reopened()
+    twins.reads_as_before()
+    with disk.full():
+        said = twins.train()
+        if said is not None:
+            twins.names_path_and_remedy(said)
+        twins.reads_as_before()
+    assert twins.train() is None
+    twins.close_and_compare()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_no_store_is_made_on_a_full_disk_and_one_that_is_there_can_be_read(disk_path: Path, store: str) -> None:
+    in_process(full_at_open, disk_path, store)
+
+
+def read_only(path: Path, store: str) -> None:
+    disk = Disk(path, 24 * MB)
+    with disk.read_only(), pytest.raises(StoreError) as new:
+        Twins(path, store).tested.put([1], torch.ones(1, DIM))
+    twins = Twins(path, store)
+    twins.names_path_and_remedy(str(new.value))
+    for _ in range(3):
+        twins.train()
+    twins.tested.close()
+    twins.tested = twins.reopened()
+    with disk.read_only():
+        with pytest.raises(StoreError) as stored:
+            twins.reads_as_before()
+        twins.names_path_and_remedy(str(stored.value))
+    twins.reads_as_before()
+    assert twins.train() is None
+    twins.close_and_compare()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_store_on_a_read_only_disk_is_refused_and_left_as_it_is(disk_path: Path, store: str) -> None:
+    in_process(read_only, disk_path, store)
+
+
+def die_with_a_snapshot_and_a_full_disk(path: Path, store: str) -> None:
+    """A child dies, so that nothing of it is closed."""
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        return
+    twins = Twins(path, store)
+    for _ in range(3):
+        twins.train()
+    twins.tested.save_snapshot("s")
+    while not twins.train():
+        pass
+    os._exit(0)
+
+
+def restart_where_a_run_died(path: Path, store: str, mode: str) -> None:
+    disk = Disk(path, 4 * MB)
+    die_with_a_snapshot_and_a_full_disk(path, store)
+    with disk.full(), make(options(store, path, open=mode, rocksdb_options=SMALL), "adam", tables=1) as embedding:
+        assert embedding.metrics()["table"]["step"] == (3 if mode == "resume" else 0)
+        train(embedding, range(100))
+        embedding.load_snapshot("s")
+
+
+@pytest.mark.parametrize("mode", ["resume", "fresh"])
+@pytest.mark.parametrize("store", ON_DISK)
+def test_a_run_that_filled_the_disk_and_died_can_be_followed_by_another(disk_path: Path, store: str, mode: str) -> None:
+    in_process(restart_where_a_run_died, disk_path, store, mode)
+
+
+def open_without_room(path: Path) -> None:
+    disk = Disk(path, 4 * MB)
+    die_with_a_snapshot_and_a_full_disk(path, "ssd")
+    (path / "rows" / "live").rename(path / "elsewhere")  # removing it would make room
+    with disk.full():
+        with pytest.raises(StoreError, match=r"Free space on the disk and open .* may be deleted but 's'") as error:
+            make(options("ssd", path, rocksdb_options=SMALL), "adam", tables=1).size()
+        assert "next call" not in str(error.value)
+    shutil.rmtree(path / "elsewhere")
+    with make(options("ssd", path, rocksdb_options=SMALL), "adam", tables=1) as embedding:
+        assert embedding.metrics()["table"]["step"] == 3
+
+
+def test_a_store_that_has_no_room_to_open_says_so_and_opens_later(disk_path: Path) -> None:
+    in_process(open_without_room, disk_path)

@@ -1,0 +1,65 @@
+"""A disk that answers with errors: the call says so, rows that are not on it stay readable, and it goes on after."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.failing_io import FailingIo, failing_io
+from support.stored import run_python
+from support.twins import Twins
+from tierbed.engine import StoreError
+
+
+def fail_while_training(path: Path, store: str, operation: str, number: int) -> None:
+    twins = Twins(path, store)
+    for _ in range(30):
+        assert twins.train() is None
+    with FailingIo(operation, number):
+        twins.train_until_it_fails(3)
+        with pytest.raises(StoreError) as error:  # rows that are not marked clean must not be
+            twins.tested.close()
+        twins.names_path_and_remedy(str(error.value))
+        twins.reads_as_before()
+    for _ in range(20):
+        twins.train()
+    assert twins.train() is None
+    twins.same()
+    twins.close_and_compare()
+
+
+def fail_while_reading(path: Path, store: str) -> None:
+    twins = Twins(path, store)
+    for _ in range(30):
+        twins.train()
+    twins.close_and_compare()
+    twins.tested = twins.reopened()
+    some = torch.arange(0, 20_000, 37)
+    assert twins.train() is None  # brings rows up, which stay
+    here = (torch.arange(400) * 7 + 150 * (twins.step - 1))[-8:]
+    expected = twins.plain.get(here)
+    with FailingIo("read", errno.EIO):
+        with pytest.raises(StoreError) as error:
+            twins.tested.get(some)
+        twins.names_path_and_remedy(str(error.value))
+        assert torch.equal(twins.tested.get(here), expected)
+    twins.reads_as_before()
+    twins.close_and_compare()
+
+
+def all_faults(path: Path) -> None:
+    fail_while_reading(path / "read", "ssd_host")
+    fail_while_training(path / "write", "ssd_host", "write", errno.EIO)
+    fail_while_training(path / "read-only", "ssd", "write", errno.EROFS)
+    fail_while_training(path / "sync", "ssd", "sync", errno.EIO)
+
+
+def test_errors_of_the_disk_fail_calls_and_lose_no_row(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", str(failing_io(tmp_path_factory.mktemp("io"))))
+    script = "import sys, pathlib, test_faults_io; test_faults_io.all_faults(pathlib.Path(sys.argv[1]))"
+    run_python(script, tmp_path)

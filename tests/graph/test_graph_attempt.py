@@ -1,0 +1,183 @@
+"""A step for many sizes that fails: another takes its place, and nothing happens twice or by half."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from support.embeddings import contents, make, options
+from support.graphs import FEW as OWN
+from support.graphs import compiled_steps, graph_of
+from tierbed.engine import CapacityError, MultiTableEmbedding
+from tierbed.graph import Graph
+
+pytestmark = pytest.mark.usefixtures("few_steps_of_their_own")
+
+
+FIRST_OF_MANY = OWN + 1
+_failing: set[int] = set()  # the calls, from 1, that fail
+_calls = 0
+_held: list[weakref.ref[Tensor]] = []  # the arguments of the failed calls
+
+
+@torch.library.custom_op("tierbed_tests::shaky", mutates_args=())
+def shaky(x: Tensor) -> Tensor:
+    global _calls
+    _calls += 1
+    if _calls in _failing:
+        _held.append(weakref.ref(x))
+        raise IndexError(f"call {_calls} of shaky")
+    assert all(held() is None for held in _held)
+    return x.clone()
+
+
+@shaky.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+shaky.register_autograd(lambda context, grad: grad)
+
+
+@pytest.fixture(autouse=True)
+def no_failures() -> Iterator[None]:
+    global _calls
+    _calls = 0
+    _failing.clear()
+    yield
+    _failing.clear()
+    _held.clear()
+
+
+def graph_over(rows: MultiTableEmbedding, **more: Any) -> Graph:
+    """One whose shaky op comes after batch norm, dropout and a write to a buffer and to its argument."""
+
+    def build(graph: Any, ids: Tensor, seen: Tensor) -> Tensor:
+        with torch.no_grad():
+            graph.norm.running_mean.add_(0.5)
+            seen.add_(1)
+        found = graph.norm(rows(ids, 0))
+        found = F.dropout(found, 0.3) + torch.rand(rows.spec.dim, generator=graph.generator)
+        loss = graph.layer(shaky(found)).pow(2).mean() + seen.mean()
+        loss.backward()
+        return loss
+
+    torch.manual_seed(2)
+    modules = {"norm": nn.BatchNorm1d(rows.spec.dim), "layer": nn.Linear(rows.spec.dim, 1)}
+    held = [*rows.parameters(), *modules["norm"].parameters(), *modules["layer"].parameters()]
+    graph: Any = graph_of(build, torch.optim.Adagrad(held, lr=0.1), rows=rows, **modules)
+    graph.generator = torch.Generator().manual_seed(3)
+    return graph
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (torch.randint(0, 40, (size,), generator=generator), torch.zeros(size)) for size in range(2, FIRST_OF_MANY + 6)
+    ]
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("how", ["called", "run", "profile"])
+def test_a_step_for_many_sizes_that_fails_trains_once_and_keeps_nothing_meanwhile(
+    how: str, accumulated: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    global _calls
+    found = []
+    for failing in (set(), {FIRST_OF_MANY}):
+        _calls = 0
+        _failing.clear()
+        _failing.update(failing)
+        with make(options("cached_host"), None, tables=1) as rows:
+            graph: Any = graph_over(rows)
+            graph.accumulate_grads(accumulated)
+            torch.manual_seed(5)
+            drawn = batches()
+            losses = []
+            if how == "called":
+                losses = [graph(*batch) for batch in drawn]
+            elif how == "run":
+                losses = list(graph.run(drawn))
+            else:
+                assert graph.profile(drawn).steps == len(drawn)
+            state = [*losses, *graph.norm.state_dict().values(), *graph.layer.state_dict().values()]
+            state += [torch.get_rng_state(), graph.generator.get_state(), *(seen for _, seen in drawn)]
+            found.append((state, contents(rows).tobytes(), rows.metrics()["table"]["step"]))
+            steps = compiled_steps(graph)
+    assert all(map(torch.equal, *(state for state, *_ in found)))
+    assert found[0][1:] == found[1][1:]
+    assert steps == len(batches())
+    failed = [record.message for record in caplog.records if "failed" in record.message]
+    assert len(failed) == 1
+    assert f"IndexError: call {FIRST_OF_MANY} of shaky" in failed[0]
+
+
+def test_what_a_step_for_these_sizes_raises_as_well_reaches_the_user_and_changes_nothing() -> None:
+    _failing.update({FIRST_OF_MANY, FIRST_OF_MANY + 1})
+    with make(options("cached_host"), None, tables=1) as rows:
+        graph = graph_over(rows)
+        drawn = batches()
+        for batch in drawn[:OWN]:
+            graph(*batch)
+        before, layer = contents(rows).tobytes(), [value.clone() for value in graph.parameters()]
+        with pytest.raises(IndexError, match=f"call {FIRST_OF_MANY + 1} of shaky"):
+            graph(*drawn[OWN])
+        assert contents(rows).tobytes() == before
+        assert all(map(torch.equal, graph.parameters(), layer))
+        for batch in drawn[OWN:]:
+            graph(*batch)
+        assert rows.metrics()["table"]["step"] == len(drawn)
+        assert compiled_steps(graph) == OWN + 2  # the one for many sizes was not at fault
+
+
+class Failing(torch.optim.SGD):
+    """Moves its parameters, and then raises where it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if self.fails:
+            raise RuntimeError("after the parameters moved")
+
+
+def test_a_failure_after_parameters_moved_is_not_tried_again() -> None:
+    layer, held = nn.Linear(3, 1), nn.Linear(3, 1, bias=False)
+    optimizer = Failing(layer.parameters(), lr=0.1)
+
+    def build(graph: Any, x: Tensor) -> Tensor:
+        loss = (layer(x) + held(x)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    held.requires_grad_(False)
+    graph = graph_of(build, optimizer, layer=layer, held=held)
+    for size in range(2, OWN + 4):
+        graph(torch.randn(size, 3))
+    before, expected = layer.bias.detach().clone(), nn.Linear(3, 1)
+    expected.load_state_dict(layer.state_dict())
+    x = torch.randn(30, 3)
+    (expected(x) + held(x)).pow(2).mean().backward()
+    optimizer.fails = True
+    with pytest.raises(RuntimeError, match="after the parameters moved"):
+        graph(x)
+    assert not torch.equal(layer.bias, before)
+    torch.testing.assert_close(layer.bias, before - 0.1 * expected.bias.grad)
+    assert compiled_steps(graph) == OWN + 1
+
+
+def test_errors_of_rows_are_not_tried_again() -> None:
+    with make(options("device", capacity=30), None, tables=1) as rows:
+        graph = graph_over(rows)
+        for size in range(2, OWN + 4):
+            graph(torch.arange(size), torch.zeros(size))
+        with pytest.raises(CapacityError):
+            graph(torch.arange(50), torch.zeros(50))
+        graph(torch.arange(20), torch.zeros(20))
+        assert compiled_steps(graph) == OWN + 1

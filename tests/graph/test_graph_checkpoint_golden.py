@@ -1,0 +1,27 @@
+"""Checkpoints of every format that was ever promised are read for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.golden_checkpoint import Golden, batch, held
+from support.places import GOLDEN
+from tierbed.graph.state.checkpoint import FORMAT
+
+FORMATS = range(1, FORMAT + 1)
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("number", FORMATS)
+def test_a_golden_checkpoint_is_loaded_and_trained_on(tmp_path: Path, number: int, store: str) -> None:
+    graph = Golden(tmp_path if store == "host" else None, store)
+    graph.load(GOLDEN / f"checkpoint-{number}")
+    expected = np.load(GOLDEN / f"checkpoint-{number}.npz")
+    assert held(graph).keys() == set(expected)
+    for name, value in held(graph).items():
+        assert value.tobytes() == expected[name].tobytes(), name
+    graph(batch(4))
+    assert graph.rows.metrics()["table"]["step"] == 4

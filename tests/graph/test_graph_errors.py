@@ -1,0 +1,341 @@
+"""What a static graph cannot hold is refused with a message that names the place and the remedy."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from support.embeddings import make, options
+from support.graphs import embedding, graph_of
+from tierbed.engine.errors import GraphError, OptimizerError
+from tierbed.graph import Graph
+
+outside = nn.Linear(3, 1)
+
+
+class Net(Graph):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+
+
+def test_control_flow_on_values_names_the_users_line() -> None:
+    class Branch(Net):
+        def build(self, x: Tensor) -> Tensor:
+            loss = self.net(x).sum()
+            if loss > 0:
+                loss = -loss
+            return loss
+
+    graph = Branch()
+    with pytest.raises(GraphError, match=r"test_graph_errors\.py.*in build: `if loss > 0:`.*torch\.where"):
+        graph(torch.ones(2, 3))
+    assert isinstance(graph.net.weight, nn.Parameter)
+    assert graph.net(torch.ones(2, 3)).shape == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.unique()]
+)
+def test_values_and_shapes_that_depend_on_data_are_refused(use: object) -> None:
+    class Value(Graph):
+        def build(self, x: Tensor) -> object:
+            return use(x)  # type: ignore[operator]
+
+    with pytest.raises(GraphError, match=r"test_graph_errors\.py.*<lambda>.*needs the value of a tensor"):
+        Value()(torch.ones(3))
+
+
+def test_an_exception_of_build_keeps_its_type_and_the_graph_stays_usable() -> None:
+    class Picky(Net):
+        def build(self, x: Tensor, fail: bool) -> Tensor:
+            if fail:
+                raise KeyError("mine")
+            return self.net(x).sum()
+
+    graph = Picky()
+    with pytest.raises(KeyError, match="mine"):
+        graph(torch.ones(2, 3), True)
+    torch.testing.assert_close(graph(torch.ones(2, 3), False), graph.net(torch.ones(2, 3)).sum().detach())
+
+
+def test_a_wrong_shape_raises_what_torch_raises_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Run(Net):
+        def build(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    said = logging.getLogger("torch._subclasses.fake_tensor")
+    said.addHandler(caplog.handler)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            Run()(torch.ones(2, 4))
+    finally:
+        said.removeHandler(caplog.handler)
+    assert not isinstance(caught.value, GraphError)
+    assert [record for record in caplog.records if record.name == said.name] == []
+    assert not said.filters
+
+
+def test_an_exception_in_a_compiled_step_leaves_the_graph_usable() -> None:
+    class Pick(Net):
+        def build(self, x: Tensor, rows: Tensor) -> Tensor:
+            loss = self.net(x[rows]).sum()
+            loss.backward()
+            return loss
+
+    graph = Pick()
+    graph.add_optimizer(torch.optim.SGD(graph.net.parameters(), lr=0.1))
+    before = graph.net.weight.clone()
+    with pytest.raises(IndexError):
+        graph(torch.ones(2, 3), torch.tensor([0, 7]))
+    assert torch.equal(graph.net.weight, before)
+    graph(torch.ones(2, 3), torch.tensor([0, 1]))
+    assert not torch.equal(graph.net.weight, before)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, bytearray(b"x"), type("Box", (), {})()])
+def test_an_argument_without_a_value_is_named(value: object) -> None:
+    class Take(Graph):
+        def build(self, x: Tensor, options: list[object]) -> Tensor:
+            return x
+
+    with pytest.raises(GraphError, match=r"argument options\[1\] is a "):
+        Take()(torch.ones(1), [1, value])
+    with pytest.raises(GraphError, match=r"argument options\[0\] is a "):
+        Take()(torch.ones(1), options=[value])
+
+
+def test_a_parameter_of_a_module_outside_the_graph_is_named() -> None:
+    class Outside(Graph):
+        def build(self, x: Tensor) -> Tensor:
+            loss = outside(x).sum()
+            loss.backward()
+            return loss
+
+    with pytest.raises(GraphError, match=r"'outside\.(weight|bias)'.*assign its module to self"):
+        Outside()(torch.ones(2, 3))
+    assert outside.weight.grad is None
+    assert outside.bias.grad is None
+
+
+def test_an_optimizer_over_parameters_outside_the_graph_is_refused() -> None:
+    class Outside(Net):
+        def build(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                outside(x)
+            return self.net(x)
+
+    graph = Outside()
+    graph.add_optimizer(torch.optim.SGD(outside.parameters(), lr=0.1))
+    with pytest.raises(OptimizerError, match=r"SGD holds parameter 'outside\.weight'.*assign its module to self"):
+        graph(torch.ones(2, 3))
+
+
+def test_add_optimizer_refuses_what_it_cannot_run() -> None:
+    graph = Net()
+    with pytest.raises(OptimizerError, match=r"got a float.*torch\.optim"):
+        graph.add_optimizer(0.1)  # type: ignore[arg-type]
+    with pytest.raises(OptimizerError, match="LBFGS"):
+        graph.add_optimizer(torch.optim.LBFGS(graph.net.parameters()))
+    sgd = torch.optim.SGD(graph.net.parameters(), lr=0.1)
+    graph.add_optimizer(sgd)
+    with pytest.raises(OptimizerError, match="already added"):
+        graph.add_optimizer(sgd)
+    with pytest.raises(OptimizerError, match=r"'net\.weight' is in two optimizers, SGD and Adam"):
+        graph.add_optimizer(torch.optim.Adam(graph.net.parameters()))
+    assert len(list(graph._Graph__optimizers)) == 1
+
+
+def test_a_gradient_of_an_argument_is_refused_not_dropped() -> None:
+    class Sensitive(Graph):
+        def build(self, x: Tensor) -> Tensor:
+            loss = x.sum()
+            loss.backward()
+            return loss
+
+    with pytest.raises(GraphError, match="argument x requires grad"):
+        Sensitive()(torch.ones(2, requires_grad=True))
+
+
+def test_a_lazy_module_without_shape_is_refused() -> None:
+    class Lazy(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.LazyLinear(1)
+
+        def build(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    with pytest.raises(GraphError, match=r"net\.\w+ has no shape yet"):
+        Lazy()(torch.ones(2, 3))
+
+
+def test_a_gradient_hook_is_refused_not_skipped() -> None:
+    graph = Net()
+    graph.net.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(GraphError, match=r"net\.weight has a gradient hook"):
+        graph(torch.ones(2, 3))
+
+
+def test_a_graph_without_build_or_with_forward_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="Net defines no build"):
+        Net()(torch.ones(1))
+
+    class Plain(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    with pytest.raises(GraphError, match=r"Plain defines forward\(\).*name it build\(\)"):
+        Plain()
+
+
+def test_two_embeddings_of_one_store_folder_are_named(tmp_path: Path) -> None:
+    class Pair(Graph):
+        def __init__(self, *folders: Path) -> None:
+            super().__init__()
+            self.towers = nn.ModuleList(make(options("host", folder), name="rows", tables=1) for folder in folders)
+
+        def build(self, ids: Tensor) -> Tensor:
+            loss = sum(tower(ids).sum() for tower in self.towers)
+            loss.backward()
+            return loss
+
+    message = r"towers\.0 and towers\.1 are two embeddings named 'rows' with the store folder '.*/rows'"
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    graph = Pair(tmp_path, tmp_path / "link")
+    with pytest.raises(GraphError, match=message):
+        graph.add_optimizer(torch.optim.SGD(graph.parameters(), lr=1.0))
+    for use in (lambda: graph(torch.tensor([1])), lambda: graph.save(tmp_path / "checkpoint")):
+        with pytest.raises(GraphError, match=message):
+            use()
+    assert not any(tower.is_open for tower in graph.towers)  # type: ignore[union-attr]
+    graph.towers[1] = graph.towers[0]
+    graph.add_optimizer(torch.optim.SGD(graph.parameters(), lr=1.0))
+    graph(torch.tensor([1]))
+    apart = Pair(tmp_path / "a", tmp_path / "b")
+    apart.add_optimizer(torch.optim.SGD(apart.parameters(), lr=1.0))
+    apart(torch.tensor([1]))
+
+
+def test_dropout_inside_a_checkpoint_is_refused_and_attention_without_is_not() -> None:
+    def build(graph: Any, x: Tensor, rate: float, reentrant: bool) -> Tensor:
+        def run(w: Tensor) -> Tensor:
+            q = (x * w).view(1, 1, 2, 3)
+            return F.scaled_dot_product_attention(F.dropout(q, rate) if rate else q, q, q)
+
+        loss = checkpoint(run, graph.net.weight, use_reentrant=reentrant).sum()
+        loss.backward()
+        return loss
+
+    net = nn.Linear(3, 1, bias=False)
+    graph = graph_of(build, torch.optim.SGD(net.parameters(), lr=0.1), net=net)
+    state = torch.get_rng_state()
+    for reentrant in (False, True):
+        with pytest.raises(GraphError, match=r"dropout inside torch\.utils\.checkpoint"):
+            graph(torch.ones(2, 3), 0.5, reentrant)
+        graph(torch.ones(2, 3), 0.0, reentrant)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("draw", [True, False])
+def test_a_seed_set_in_build_is_refused_not_frozen(draw: bool) -> None:
+    def build(graph: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return torch.rand(2) if draw else x
+
+    torch.manual_seed(0)
+    with pytest.raises(GraphError, match=r"torch\.manual_seed"):
+        graph_of(build)(torch.ones(2))
+
+
+def test_a_generator_of_the_closure_draws_as_in_eager_torch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    graph = graph_of(lambda graph: torch.rand(3, generator=generator))
+    ours = [graph(), graph()]
+    generator.manual_seed(1)
+    assert all(torch.equal(torch.rand(3, generator=generator), draw) for draw in ours)
+
+
+def test_ids_drawn_after_dropout_are_refused_not_reordered() -> None:
+    rows = embedding()
+
+    def build(graph: Any, ids: Tensor) -> Tensor:
+        first = F.dropout(graph.rows(ids), 0.5)
+        loss = (first * graph.rows(torch.randint(0, 50, (3,)))).sum()
+        loss.backward()
+        return loss
+
+    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    with pytest.raises(GraphError, match="draw the ids of all lookups first"):
+        graph(torch.tensor([1, 2, 3]))
+
+
+def test_a_higher_order_op_is_refused_by_name() -> None:
+    graph = graph_of(lambda graph, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+    with pytest.raises(GraphError, match=r"cond.*torch\.where"):
+        graph(torch.ones(2))
+
+
+def test_a_module_under_torch_compile_is_recorded_as_what_it_wraps() -> None:
+    net = nn.Linear(3, 1)
+    graph = graph_of(lambda graph, x: graph.net(x), net=torch.compile(net, backend="eager"))
+    torch.testing.assert_close(graph(torch.ones(2, 3)), net(torch.ones(2, 3)).detach())
+
+
+def test_a_graph_inside_a_graph_is_refused_by_name() -> None:
+    class Inner(Net):
+        def build(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    inner = Inner()
+    inner.add_optimizer(torch.optim.SGD(inner.net.parameters(), lr=0.1))
+    inner(torch.ones(2, 3))
+    with pytest.raises(GraphError, match="calls the graph Inner"):
+        graph_of(lambda graph, x: graph.inner(x), inner=inner)(torch.ones(2, 3))
+    inner(torch.ones(2, 3))
+
+
+def test_a_refused_optimizer_leaves_nothing_behind() -> None:
+    def build(graph: Any, ids: Tensor) -> Tensor:
+        loss = graph.first(ids).sum()
+        loss.backward()
+        return loss
+
+    first, second = embedding(), embedding()
+    ids = torch.tensor([1])
+    graph_of(build, torch.optim.SGD(second.parameters(), lr=0.1), first=second)(ids)
+    graph = graph_of(build, first=first, second=second)
+    with pytest.raises(OptimizerError):
+        graph.add_optimizer(torch.optim.Adam([*first.parameters(), *second.parameters()]))
+    graph.add_optimizer(torch.optim.SGD(first.parameters(), lr=1.0))
+    before = first.get(ids)
+    graph(ids)
+    torch.testing.assert_close(first.get(ids), before - 1)
+
+
+def test_two_threads_may_make_the_first_calls_of_graphs_that_share_rows() -> None:
+    rows = embedding()
+
+    class Read(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = rows
+
+        def build(self, ids: Tensor) -> Tensor:
+            return self.rows(ids)
+
+    def use(graph: Graph) -> list[Tensor]:
+        return [graph(torch.arange(n)) for n in range(1, 15)]
+
+    expected = [rows.get(torch.arange(n)) for n in range(1, 15)]
+    with ThreadPoolExecutor(2) as pool:
+        for results in pool.map(use, [Read(), Read()]):
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))

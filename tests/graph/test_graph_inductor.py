@@ -1,0 +1,68 @@
+"""A step whose dense part Inductor compiled is the plain one, to rounding; what must keep its order does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.graphs import embedding, graph_of, id_batches
+from tierbed.engine import GraphError, MultiTableEmbedding
+from tierbed.graph import Graph
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own, at its import
+
+
+def graph_over(rows: MultiTableEmbedding, layers: nn.Module) -> Graph:
+    def build(graph: Any, ids: Tensor) -> Tensor:
+        found = torch.cat([rows(ids[:, 0]), rows(ids[:, 1:]).sum(1)], 1)
+        loss = (layers(found).squeeze(1) - ids[:, 0] / 50).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer = torch.optim.Adagrad([*rows.parameters(), *layers.parameters()], lr=0.1)
+    return graph_of(build, optimizer, rows=rows, layers=layers)
+
+
+def test_a_compiled_dense_part_trains_as_the_plain_one() -> None:
+    layers = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+    rows = [embedding(), embedding()]
+    plain, compiled = graph_over(rows[0], copy.deepcopy(layers)), graph_over(rows[1], layers)
+    compiled.compile_dense()
+    losses = []
+    for graph in (plain, compiled):
+        torch.manual_seed(1)
+        losses.append(torch.stack(list(graph.run(list(id_batches(12, 3))))))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compiled.layers.state_dict(), plain.layers.state_dict(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rows[1].get(range(50)), rows[0].get(range(50)), rtol=1e-4, atol=1e-5)
+    shown = str(compiled)
+    assert "dense_" in shown
+    assert "bernoulli" in shown or "dropout" in shown  # drawn by torch, as in eager
+    assert rows[1].metrics()["table"]["prefetch_hits"] == 10
+    compiled.draw("/dev/null")
+    assert "dense" in str(compiled.profile(list(id_batches(12, 3, steps=2))))
+
+
+def test_options_that_inductor_does_not_know_are_refused() -> None:
+    graph = graph_over(embedding(), nn.Linear(8, 1))
+    graph.compile_dense(no_such_option=1)
+    with pytest.raises(GraphError, match=r"compile_dense: TorchInductor could not compile.*no_such_option"):
+        graph(id_batches(12, 3)[0])
+
+
+def test_a_step_for_many_sizes_that_is_not_compiled_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tierbed.graph.trace.sizes.OWN", 1)
+    graph = graph_over(embedding(), nn.Linear(8, 1))
+    graph.compile_dense()
+    for training in (True, False):
+        graph.train(training)
+        for rows in (12, 20, 30):
+            graph(id_batches(rows, 3)[0])
+    assert str(graph).count("# compiled step") == 4
+    assert len([record for record in caplog.records if "compile_dense" in record.message]) == 1

@@ -1,0 +1,109 @@
+"""Nothing of a trace stays behind: a tensor that build keeps somewhere is found, taken away and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.graphs import graph_of
+from tierbed.engine import GraphError
+
+
+class Cache(nn.Module):
+    """A layer that keeps a tensor in one of the ways of lazy caches and logs."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.keep = keep
+        self.losses: list[Tensor] = []
+        self.acts = {"seen": [torch.zeros(1)]}
+        self.register_buffer("empty", None)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(self, x)
+        return x * 2
+
+
+KEEPS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "last": lambda m, x: setattr(m, "last", x),
+    "state": lambda m, x: setattr(m, "state", (x, [x])),
+    "losses": lambda m, x: m.losses.append(x.detach()),
+    "acts.y": lambda m, x: m.acts.update(y=x),
+    "acts.seen": lambda m, x: m.acts["seen"].append(x),
+    "empty": lambda m, x: setattr(m, "empty", x),
+    "lazy": lambda m, x: m.register_buffer("lazy", torch.arange(3)),
+    "weight": lambda m, x: setattr(m, "weight", nn.Parameter(torch.ones(3))),
+}
+
+
+@pytest.mark.parametrize("place", KEEPS)
+def test_a_tensor_kept_on_a_module_is_refused_and_taken_away(place: str) -> None:
+    cache = Cache(KEEPS[place])
+    graph = graph_of(lambda graph, x: graph.cache(x), cache=cache)
+    before = {name: list(value) if isinstance(value, list | dict) else value for name, value in vars(cache).items()}
+    for _ in range(2):
+        with pytest.raises(GraphError, match=rf"attribute Cache\.{place}, which only the first call"):
+            graph(torch.ones(2))
+        for name, value in vars(cache).items():
+            assert before[name] == (list(value) if isinstance(value, list | dict) else value)
+        assert [len(value) for value in cache.acts.values()] == [1]
+    cache.keep = lambda m, x: None
+    assert graph(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_a_tensor_kept_by_a_build_that_raises_is_taken_away() -> None:
+    def keep(module: Any, x: Tensor) -> None:
+        module.losses.append(x)
+        raise KeyError("mine")
+
+    cache = Cache(keep)
+    with pytest.raises(KeyError, match="mine"):
+        graph_of(lambda graph, x: graph.cache(x), cache=cache)(torch.ones(2))
+    assert cache.losses == []
+
+
+def test_a_submodule_made_in_build_is_refused() -> None:
+    cache = Cache(lambda m, x: setattr(m, "head", nn.Linear(2, 1)))
+    with pytest.raises(GraphError, match=r"attribute Linear\.(weight|bias)"):
+        graph_of(lambda graph, x: graph.cache(x), cache=cache)(torch.ones(2))
+    assert not hasattr(cache, "head")
+
+
+@pytest.mark.parametrize("value", [lambda x: x + 1, lambda x: None])
+def test_a_buffer_that_build_replaces_is_refused_and_restored(value: Callable[[Tensor], Any]) -> None:
+    cache = Cache(lambda m, x: setattr(m, "count", value(m.count)))
+    with pytest.raises(GraphError, match=r"replaces cache\.count"):
+        graph_of(lambda graph, x: graph.cache(x), cache=cache)(torch.ones(2))
+    assert type(cache.count) is Tensor
+    assert cache.count == 0
+
+
+def test_old_weight_norm_is_refused_with_the_new_one_as_remedy() -> None:
+    with pytest.warns(FutureWarning):
+        layer = nn.utils.weight_norm(nn.Linear(2, 1))
+    with pytest.raises(GraphError, match=r"torch\.nn\.utils\.parametrizations"):
+        graph_of(lambda graph, x: graph.layer(x), layer=layer)(torch.ones(2))
+
+
+def test_a_result_that_hides_tensors_is_refused() -> None:
+    @dataclass
+    class Out:
+        loss: Tensor
+
+    with pytest.raises(GraphError, match="build returns a Out"):
+        graph_of(lambda graph, x: {"out": Out(x)})(torch.ones(2))
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.detach(), lambda t: t[0], lambda t: t.view(-1)])
+def test_a_parameter_or_argument_that_build_returns_is_detached(view: Callable[[Tensor], Tensor]) -> None:
+    layer = nn.Linear(2, 1)
+    graph = graph_of(lambda graph, x: (view(graph.layer.weight), view(x)), layer=layer)
+    for result in graph(torch.ones(2, 2, requires_grad=True)):
+        assert type(result) is Tensor
+        assert not result.requires_grad

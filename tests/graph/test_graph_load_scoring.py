@@ -1,0 +1,88 @@
+"""A checkpoint in a graph that only scores, or trains by other optimizers: rows, parameters and buffers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.checkpoints import IDS, rating, steps
+from support.embeddings import STORES, make, options
+from tierbed.engine import InputError, MultiTableEmbedding, SnapshotError
+from tierbed.graph import Graph
+
+
+class Scoring(Graph):
+    """The modules of `Rating`, and nothing that trains."""
+
+    def __init__(self, rows: MultiTableEmbedding, kind: type[torch.optim.Optimizer] | None = None) -> None:
+        super().__init__()
+        self.rows = rows
+        self.mlp = nn.Sequential(nn.BatchNorm1d(2 * rows.spec.dim), nn.Dropout(0.3), nn.Linear(2 * rows.spec.dim, 1))
+        if kind is not None:
+            self.add_optimizer(kind(self.parameters(), lr=0.1))  # type: ignore[call-arg]
+
+    def build(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.mlp(self.rows(ids).flatten(1)).squeeze(1)
+        if self.training:
+            scores.square().mean().backward()
+        return scores
+
+
+def scoring(store: str, path: Path | None, kind: type[torch.optim.Optimizer] | None = None) -> Scoring:
+    return Scoring(make(options(store, path), None, tables=2), kind)
+
+
+@pytest.mark.parametrize("kind", [None, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("kind")
+def test_a_graph_without_the_optimizers_of_a_checkpoint_scores_as_the_one_that_saved_it(
+    tmp_path: Path, store: str, kind: type[torch.optim.Optimizer] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = rating("host", tmp_path / "trained")
+    steps(trained, IDS[:4])
+    trained.save(tmp_path / "best")
+    torch.manual_seed(7)
+    score = scoring(store, tmp_path / "scoring", kind)
+    score.load(tmp_path / "best", optimizers=False)
+    assert not caplog.records
+    keys, tables = torch.arange(40).repeat(2), torch.arange(2).repeat_interleave(40)
+    assert torch.equal(score.rows.get(keys, tables), trained.rows.get(keys, tables))
+    for name, value in trained.mlp.state_dict().items():
+        assert torch.equal(score.mlp.state_dict()[name], value)
+    assert score.rows.last_snapshot is None
+    if kind is None:
+        expected = Scoring(trained.rows).eval()
+        expected.mlp = trained.mlp
+        assert torch.equal(score.eval()(IDS[5]), expected.eval()(IDS[5]))
+    else:
+        score(IDS[5])
+        assert score.rows.metrics()["table"]["step"] == 1
+
+
+def test_another_graph_is_refused_and_nothing_replaced(tmp_path: Path) -> None:
+    trained = rating("device", None)
+    steps(trained, IDS[:2])
+    trained.save(tmp_path / "best")
+    score = scoring("device", None)
+    with pytest.raises(SnapshotError, match="has 2 optimizers, and this graph 0"):
+        score.load(tmp_path / "best")
+    score.mlp.extra = nn.Parameter(torch.zeros(1))
+    with pytest.raises(SnapshotError, match=r"lacks \['mlp.extra'\]"):
+        score.load(tmp_path / "best", optimizers=False)
+    assert score.rows.size() == 0
+    with pytest.raises(InputError, match="optimizers=0: give True or False"):
+        score.load(tmp_path / "best", optimizers=0)  # type: ignore[arg-type]
+
+
+def test_random_numbers_go_on_where_a_graph_only_scores(tmp_path: Path) -> None:
+    trained = rating("device", None)
+    steps(trained, IDS[:2])
+    trained.save(tmp_path / "best")
+    score = scoring("device", None)
+    torch.manual_seed(7)
+    expected = torch.get_rng_state()
+    score.load(tmp_path / "best", optimizers=False)
+    assert torch.equal(torch.get_rng_state(), expected)

@@ -1,0 +1,129 @@
+"""The passes remove what nothing needs, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.graphs import embedding, graph_of
+from tierbed.graph import Graph
+
+
+class TwoLosses(Graph):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+        self.add_optimizer(torch.optim.SGD(self.parameters(), lr=0.1))
+
+    def build(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        loss = out.sum()
+        loss.backward(retain_graph=True)
+        out.square().sum().backward()
+        return loss
+
+
+def compiled(graph: Graph) -> str:
+    return str(graph).partition("# compiled step 0")[2]
+
+
+def test_an_evaluation_step_holds_no_backward_though_it_accumulates_in_place() -> None:
+    graph = TwoLosses()
+    graph(torch.ones(2, 3))
+    assert "threshold_backward" in compiled(graph)
+    assert "add_.Tensor" in compiled(graph)
+    graph = TwoLosses().eval()
+    graph(torch.ones(2, 3))
+    code = compiled(graph)
+    assert "addmm" in code
+    assert not any(word in code for word in ("threshold_backward", "add_.Tensor", "square", "dense_step"))
+
+
+def test_a_linear_layer_is_transposed_once_a_direction() -> None:
+    class Line(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(3, 1)
+            self.add_optimizer(torch.optim.SGD(self.parameters(), lr=0.1))
+
+        def build(self, x: Tensor) -> Tensor:
+            loss = self.net(x).sum()
+            loss.backward()
+            return loss
+
+    graph = Line()
+    graph(torch.ones(2, 3))
+    assert compiled(graph).count("aten.t.default") == 2
+
+
+def test_writes_that_outlive_a_call_stay() -> None:
+    seen, total = torch.zeros(2), torch.zeros(())
+
+    class Write(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def build(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            seen.view(2, 1)[1, 0].copy_(x.sum())
+            torch.add(total, x.sum(), out=total)
+            scratch = torch.zeros(2)
+            scratch[0] = 7
+            x[0].zero_()
+            return x.sum()
+
+    graph, x = Write(), torch.ones(3)
+    assert graph(x) == 2
+    assert graph(x) == 2
+    assert (graph.calls.item(), seen.tolist(), total.item(), x.tolist()) == (2, [0, 2], 5, [0, 1, 1])
+    assert "zeros" not in compiled(graph)
+
+
+def test_a_random_draw_that_nobody_reads_still_moves_the_stream() -> None:
+    class Draw(Graph):
+        def build(self) -> Tensor:
+            torch.rand(2)
+            return torch.rand(2)
+
+    graph = Draw()
+    torch.manual_seed(1)
+    ours = graph()
+    torch.manual_seed(1)
+    torch.rand(2)
+    assert torch.equal(ours, torch.rand(2))
+
+
+def test_an_assertion_on_values_is_kept() -> None:
+    def build(graph: Graph, x: Tensor) -> Tensor:
+        torch._assert_async((x < 5).all())
+        return x * 2
+
+    graph = graph_of(build)
+    assert graph(torch.ones(1)) == 2
+    with pytest.raises(RuntimeError, match="nonzero"):
+        graph(torch.full((1,), 9.0))
+
+
+def test_ids_of_a_closure_or_attribute_train_like_an_argument() -> None:
+    ids, rows = torch.tensor([1, 2]), embedding()
+
+    def build(graph: Any) -> Tensor:
+        loss = graph.rows(ids).sum() + graph.rows(graph.more).sum()
+        loss.backward()
+        return loss
+
+    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=1.0), rows=rows)
+    graph.more = torch.tensor([2])
+    before = rows.get(ids)
+    graph()
+    torch.testing.assert_close(rows.get(ids), before - torch.tensor([[1.0], [2.0]]))
+
+
+def test_a_sparse_argument_is_read() -> None:
+    graph = graph_of(lambda graph, x: x.to_dense() * 2)
+    assert torch.equal(graph(torch.eye(2).to_sparse()), torch.eye(2) * 2)
+    assert torch.equal(graph(torch.eye(2)[:1].to_sparse()), torch.eye(2)[:1] * 2)

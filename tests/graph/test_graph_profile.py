@@ -1,0 +1,182 @@
+"""A profile trains as the plain run, to the bit, and tells of each op and step when it ran."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.graphs import DIM, Rating, embedding, graph_of, id_batches, mlp
+from tierbed import engine
+from tierbed.engine import InputError, MultiTableEmbedding
+from tierbed.graph import Graph
+
+STAGES = ["loader", "prefetch", "gather", "forward", "backward", "update", "dense step", "Python around"]
+
+
+def rating(rows: nn.Module, net: nn.Module) -> Graph:
+    return Rating(rows, net, torch.optim.Adagrad([*rows.parameters(), *net.parameters()], lr=0.1))
+
+
+def trained(graph: Graph) -> list[Tensor]:
+    return [graph.rows.get(torch.arange(50)), *graph.mlp.state_dict().values()]
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(3 * DIM), nn.Dropout(0.3), mlp(3 * DIM))
+
+
+def cached(tmp_path: Path) -> MultiTableEmbedding:
+    options = engine.make_cached_host_mem_store_options(cache_budget_mb=0.02, persistent_path=tmp_path)
+    tables = [engine.make_table_options(engine.make_uniform_initializer(-0.1, 0.1))]
+    return MultiTableEmbedding("cached", DIM, torch.float32, torch.int64, tables, options)
+
+
+def batches() -> list[Tensor]:
+    return [*id_batches(8, 3), torch.arange(15).view(5, 3)]  # the last one is smaller
+
+
+def test_what_is_no_number_of_ops_and_no_path_is_refused() -> None:
+    profile = rating(embedding(), mlp(3 * DIM)).profile(batches(), 1)
+    for most in (-1, 0, True, 2.0, None):
+        with pytest.raises(InputError, match="give a whole number of ops > 0"):
+            profile.by_op(most)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="path=3: give a string"):
+        profile.chrome_trace(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("extra", [{}, {"clip_grad_norm": 0.01}, {"accumulate_grads": 2}])
+def test_a_profile_trains_to_the_bits_of_the_plain_run(tmp_path: Path, ahead: int, extra: dict[str, Any]) -> None:
+    net = layers()
+    plain, profiled = rating(embedding(), copy.deepcopy(net)), rating(cached(tmp_path), net)
+    for graph in (plain, profiled):
+        for name, value in extra.items():
+            getattr(graph, name)(value)
+    torch.manual_seed(1)
+    for ids in batches():
+        plain(ids)
+    torch.manual_seed(1)
+    profile = profiled.profile(batches(), ahead=ahead)
+    assert profile.steps == 11
+    assert all(map(torch.equal, trained(plain), trained(profiled)))
+    profiled.rows.close()
+
+
+def test_the_table_has_every_stage_and_each_op_is_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # else a busy machine adds a line
+    graph = rating(embedding(), layers())
+    profile = graph.profile(batches())
+    assert list(profile.stages) == STAGES
+    assert all(seconds > 0 for seconds in profile.stages.values())
+    assert profile.compile_seconds > 0
+    title, head, *rows, compiled = str(profile).splitlines()
+    assert title == "Rating: 11 steps"
+    assert head.split() == ["total", "ms", "mean", "ms", "share"]
+    assert [row[:14].strip() for row in rows] == [*STAGES, "step"]
+    assert compiled.endswith("to compile and to put the clock in, not counted above")
+    totals = [float(row[14:].split()[0]) for row in rows]
+    assert sum(totals[:-1]) == pytest.approx(totals[-1], abs=0.01)
+    assert rows[-1].endswith("100.0%")
+
+
+def test_ops_have_the_names_of_the_listing() -> None:
+    graph = rating(embedding(), layers())
+    profile = graph.profile(batches(), 4)
+    listed = str(graph)
+    head, *rows = profile.by_op(1000).splitlines()
+    assert head.split() == ["stage", "total", "ms", "mean", "ms", "share"]
+    names = [row.split()[0] for row in rows]
+    assert all(f"    {name} = " in listed for name in names)
+    assert {"prefetch", "gather", "update", "dense_step", "addmm"} <= set(names)
+    longest = [float(row.split("%")[0].split()[-3]) for row in rows]
+    assert longest == sorted(longest, reverse=True)
+    assert [line.split()[0] for line in profile.by_op(3).splitlines()[1:]] == names[:3]
+
+
+def test_the_chrome_trace_has_one_event_an_op_and_step_within_the_step(tmp_path: Path) -> None:
+    graph = rating(embedding(), layers())
+    profile = graph.profile(batches(), ahead=2)
+    profile.chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    steps = [event for event in spans if event["cat"] == "step"]
+    assert [event["name"] for event in steps] == [f"step {i}" for i in range(11)]
+    assert len([event for event in spans if event["cat"] == "loader"]) == 11
+    codes = str(graph).split("# compiled step")[1:]
+    ops = [set(re.findall(r"^    (\w+) = (?!self\.)", code, re.M)) for code in codes]
+    for number, step in enumerate(steps):
+        inside = [event for event in spans if event["args"].get("step") == number and event["cat"] != "loader"]
+        assert {event["name"] for event in inside} == ops[0 if number < 10 else 1]
+        assert len(inside) == len({event["name"] for event in inside})
+        end = step["ts"]
+        for event in sorted(inside, key=lambda event: event["ts"]):
+            assert event["ts"] >= end - 1e-3
+            end = event["ts"] + event["dur"]
+        assert end <= step["ts"] + step["dur"] + 1e-3
+
+
+def test_no_more_batches_are_drawn_than_steps() -> None:
+    graph = rating(embedding(), layers())
+    loader = iter(batches())
+    assert graph.profile(loader, 4).steps == 4
+    assert torch.equal(next(loader), batches()[4])
+
+
+def test_an_evaluation_has_no_backward() -> None:
+    graph = rating(embedding(), layers()).eval()
+    profile = graph.profile(batches())
+    assert list(profile.stages) == ["loader", "gather", "forward", "Python around"]
+    assert graph.rows.size() == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own, at its import
+@pytest.mark.slow
+def test_a_part_that_inductor_compiled_is_one_op() -> None:
+    graph = rating(embedding(), mlp(3 * DIM))
+    graph.compile_dense()
+    profile = graph.profile(batches()[:3])
+    assert list(profile.stages) == [
+        "loader", "prefetch", "gather", "compiled", "update", "dense step", "Python around",
+    ]  # fmt: skip
+    assert "    # compiled\n    dense_0 = self.dense_0(gather, mlp_0_weight," in str(graph)
+    assert "dense_0" in profile.by_op()
+
+
+def test_an_empty_loader_gives_an_empty_profile(tmp_path: Path) -> None:
+    profile = rating(embedding(), layers()).profile([])
+    assert (profile.steps, profile.stages) == (0, {})
+    assert "0 steps" in str(profile)
+    assert len(profile.by_op().splitlines()) == 1
+    profile.chrome_trace(tmp_path / "trace.json")
+
+
+def test_what_the_loader_or_an_op_raises_comes_out_and_the_graph_goes_on() -> None:
+    def loader() -> Iterator[Tensor]:
+        yield torch.tensor([[1, 2, 3]])
+        raise KeyError("mine")
+
+    def build(graph: Any, x: Tensor) -> Tensor:
+        torch._assert_async((x < 5).all())
+        return x * 2
+
+    with pytest.raises(KeyError, match="mine"):
+        rating(embedding(), mlp(3 * DIM)).profile(loader())
+    graph = graph_of(build)
+    with pytest.raises(RuntimeError, match="nonzero"):
+        graph.profile([torch.ones(1), torch.full((1,), 9.0)])
+    assert graph(torch.ones(1)) == 2
+    assert graph.profile([torch.ones(1)]).steps == 1
+
+
+@pytest.mark.parametrize(("given", "match"), [({"steps": 0}, "steps=0"), ({"batches": 5}, "DataLoader")])
+def test_wrong_arguments_are_refused(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        rating(embedding(), layers()).profile(**{"batches": batches(), **given})

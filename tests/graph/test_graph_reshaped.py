@@ -1,0 +1,150 @@
+"""Tensors whose shape changes in place: a graph has the numbers of eager torch, in steps for one size and for many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.graphs import FEW as OWN
+from support.graphs import compiled_steps, graph_of
+
+pytestmark = pytest.mark.usefixtures("few_steps_of_their_own")
+
+
+Build = Callable[[Any, Tensor], Tensor]
+
+
+def stacked(graph: Any, x: Tensor) -> Tensor:
+    w = graph.layer(x)
+    y = torch.stack([w, w, w]).transpose_(0, 1)
+    return w.pow(2).sum() / y.shape[0] + y.std() * y.size(1)
+
+
+def unsqueezed(graph: Any, x: Tensor) -> Tensor:
+    y = graph.layer(x).tanh()
+    z = y.clone().unsqueeze_(0)
+    return (z.expand(2, *z.shape[1:]) * y).mean() * z.shape[1] / z.numel()
+
+
+def squeezed(graph: Any, x: Tensor) -> Tensor:
+    y = graph.layer(x).unsqueeze(0).clone().squeeze_(0)
+    return y.sum() / y.shape[0] + y.new_ones(y.size(0)).sum()
+
+
+def swapped(graph: Any, x: Tensor) -> Tensor:
+    y = (graph.layer(x) * 2).t_()
+    z = torch.cat([y, y], 1).swapaxes_(0, 1)
+    return (z.pow(2).sum() + z.shape[0]) / y.shape[1]
+
+
+def strided(graph: Any, x: Tensor) -> Tensor:
+    y = graph.layer(x)
+    z = torch.zeros(y.shape[0] * 4).as_strided_((y.shape[0], 2), (4, 1))
+    return y.sum() + z.shape[0] * y.mean() + z.sum()
+
+
+def resized(graph: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        z = torch.zeros(3, x.shape[0]).resize_(x.shape[0], 2)
+    return graph.layer(x).sum() / z.shape[0]
+
+
+def taken(graph: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        z = torch.zeros(2).set_(torch.stack([x, x, x]))
+    return graph.layer(x).sum() / z.shape[1]
+
+
+def of_a_detached(graph: Any, x: Tensor) -> Tensor:
+    y = graph.layer(x)
+    y.detach().unsqueeze_(0)
+    return (y.sum(0) * torch.arange(4)).pow(2).sum() / y.shape[0]
+
+
+def of_a_parameter(graph: Any, x: Tensor) -> Tensor:
+    w = graph.layer.weight.detach().t_()
+    v = graph.layer.weight.detach().t().t().t_()
+    return graph.layer(x).pow(2).mean() + (w[0] * torch.arange(4)).sum() + (v[0] * torch.arange(4)).sum()
+
+
+BUILDS: list[Build] = [
+    stacked,
+    unsqueezed,
+    squeezed,
+    swapped,
+    strided,
+    resized,
+    taken,
+    of_a_detached,
+    of_a_parameter,
+]
+
+
+@pytest.mark.parametrize("loss", BUILDS)
+def test_sizes_read_after_an_in_place_view_are_those_of_this_call(loss: Build) -> None:
+    def build(graph: Any, x: Tensor) -> Tensor:
+        found = loss(graph, x)
+        found.backward()
+        return found
+
+    torch.manual_seed(1)
+    layer, other = nn.Linear(3, 4), nn.Linear(3, 4)
+    other.load_state_dict(layer.state_dict())
+    graph = graph_of(build, torch.optim.SGD(layer.parameters(), lr=0.01), layer=layer)
+    eager = graph_of(build, layer=other)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
+    for rows in range(2, OWN + 6):
+        x = torch.randn(rows, 3)
+        optimizer.zero_grad()
+        expected = eager.build(x).detach()
+        optimizer.step()
+        torch.testing.assert_close(graph(x), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-5)
+    assert compiled_steps(graph) == OWN + 1
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_over_batches_of_many_sizes_train_as_eager(kind: Any) -> None:
+    def build(graph: Any, x: Tensor) -> Tensor:
+        y = graph.layer(x)[0]
+        loss: Tensor = y.pow(2).sum() / y.shape[0] / y.shape[1]
+        loss.backward()
+        return loss
+
+    torch.manual_seed(1)
+    layer, other = (kind(3, 4, batch_first=True) for _ in range(2))
+    other.load_state_dict(layer.state_dict())
+    graph, eager = (
+        graph_of(build, torch.optim.SGD(layer.parameters(), lr=0.1), layer=layer),
+        graph_of(build, layer=other),
+    )
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for rows in range(2, OWN + 4):
+        x = torch.randn(rows, 3, 3)
+        optimizer.zero_grad()
+        expected = eager.build(x).detach()
+        optimizer.step()
+        torch.testing.assert_close(graph(x), expected)
+    torch.testing.assert_close(layer.state_dict(), other.state_dict())
+    assert kind is not nn.RNN or compiled_steps(graph) == OWN + 1  # torch takes sizes for numbers in the others
+
+
+def test_arguments_and_buffers_that_build_reshapes_are_reshaped_as_in_eager() -> None:
+    def build(graph: Any, x: Tensor) -> Tensor:
+        loss: Tensor = graph.layer(x.unsqueeze_(0)).sum() + x.shape[1] + graph.norm.running_mean.unsqueeze_(0).sum()
+        loss.backward()
+        return loss
+
+    layer, norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+    graph = graph_of(build, torch.optim.SGD(layer.parameters(), lr=0.0), layer=layer, norm=norm)
+    for rows in range(2, OWN + 4):
+        x = torch.randn(rows, 3)
+        expected = layer(x).sum() + rows
+        norm.running_mean = torch.zeros(4)
+        torch.testing.assert_close(graph(x), expected.detach())
+        assert x.shape == (1, rows, 3)
+        assert norm.running_mean.shape == (1, 4)

@@ -1,0 +1,304 @@
+"""A run over a loader has the results of the plain loop, whatever is ahead, on every store."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from support.embeddings import STORES, contents, make, options
+from support.forked import in_process
+from support.graph_runs import IDS, LABELS, STEPS, Rating, rating
+from support.graphs import embedding, graph_of, mlp
+from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
+
+
+def hits(rows: MultiTableEmbedding) -> float:
+    return rows.metrics()["table"]["prefetch_hits"]
+
+
+def threads() -> int:
+    return sum(thread.name == "tierbed-prefetch" for thread in threading.enumerate())
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(IDS.flatten(0, 1), LABELS.flatten()), batch_size=50)  # a smaller last batch
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 8, 31])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("ahead")
+def test_results_are_those_of_the_plain_loop(tmp_path: Path, store: str, ahead: int) -> None:
+    plain, piped = rating("device"), rating(store, tmp_path)
+    torch.manual_seed(2)
+    expected = [plain(*batch) for batch in loader()]
+    torch.manual_seed(2)
+    losses = list(piped.run(loader(), ahead=ahead))
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert contents(piped.rows).tobytes() == contents(plain.rows).tobytes()
+    assert hits(piped.rows) == (len(expected) if ahead else 0)
+    assert threads() == 0
+
+
+@pytest.mark.parametrize("ahead", [1, 8])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("ahead")
+def test_lookups_of_accumulated_steps_are_brought_up_together(tmp_path: Path, store: str, ahead: int) -> None:
+    plain, piped = rating("device"), rating(store, tmp_path)
+    for graph in (plain, piped):
+        graph.accumulate_grads(3)
+    torch.manual_seed(2)
+    expected = [plain(*batch) for batch in loader()]
+    torch.manual_seed(2)
+    losses = list(piped.run(loader(), ahead=ahead))
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert contents(piped.rows).tobytes() == contents(plain.rows).tobytes()
+    assert len(expected) == 8
+    assert hits(piped.rows) == 2
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_loader_that_fills_a_batch_anew_is_told(ahead: int) -> None:
+    def filled() -> Iterator[tuple[Tensor, Tensor]]:
+        ids, labels = torch.empty_like(IDS[0]), torch.empty_like(LABELS[0])
+        for i in range(STEPS):
+            yield ids.copy_(IDS[i]), labels.copy_(LABELS[i])
+
+    graph, plain = rating("device"), rating("device")
+    run = graph.run(filled(), ahead=ahead)
+    if ahead:
+        with pytest.raises(InputError, match=r"ahead=3: the loader fills the tensors of a batch anew.*ahead=0"):
+            next(run)
+        assert list(run) == []
+        assert graph.rows.metrics()["table"]["step"] == 0
+        return
+    torch.manual_seed(2)
+    losses = list(run)
+    torch.manual_seed(2)
+    assert torch.equal(torch.stack(losses), torch.stack([plain(*batch) for batch in filled()]))
+
+
+def test_batches_that_are_parts_of_one_tensor_are_not_taken_for_one_another() -> None:
+    def parts() -> Iterator[tuple[Tensor, Tensor]]:
+        ids = torch.empty_like(IDS)
+        for i in range(STEPS):
+            ids[i] = IDS[i]
+            yield ids[i], LABELS[i]
+
+    graph = rating("device")
+    assert len(list(graph.run(parts(), ahead=4))) == STEPS
+
+
+def test_a_run_that_begins_amid_accumulated_steps_announces_from_the_next_update_on() -> None:
+    graph = rating("device")
+    graph.accumulate_grads(3)
+    batches = list(loader())
+    graph(*batches[0])
+    assert len(list(graph.run(batches))) == 8
+    figures = graph.rows.metrics()["table"]
+    assert (figures["step"], figures["prefetch_hits"]) == (3, 2)
+
+
+def run_over_workers(path: Path, start: str) -> bool:
+    """Two epochs of a loader with worker processes, which are forked beside a store that is open and was trained."""
+    plain, piped = rating("device"), rating("ssd", path)
+    workers = DataLoader(loader().dataset, batch_size=50, num_workers=2, multiprocessing_context=start)
+    torch.manual_seed(2)
+    expected = [plain(*batch) for _ in range(2) for batch in loader()]
+    torch.manual_seed(2)
+    losses = [loss for _ in range(2) for loss in piped.run(workers)]
+    same = torch.equal(torch.stack(losses), torch.stack(expected))
+    return same and contents(piped.rows).tobytes() == contents(plain.rows).tobytes()
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_worker_processes_feed_a_run(tmp_path: Path, start: str) -> None:
+    assert in_process(run_over_workers, tmp_path, start)
+
+
+def test_ids_that_are_computed_are_announced_as_the_step_makes_them() -> None:
+    rows, table = embedding(tables=2), torch.arange(100).flip(0)
+
+    def build(graph: Any, batch: dict[str, Tensor]) -> Tensor:
+        users = graph.map[batch["user"].add(3).remainder_(100)]
+        loss = graph.mlp(torch.cat([rows(users, 0), rows(batch["items"], 1).sum(1)], 1)).square().mean()
+        loss.backward()
+        return loss
+
+    layers = mlp(8)
+    graph = graph_of(build, torch.optim.SGD([*rows.parameters(), *layers.parameters()], lr=0.1), rows=rows, mlp=layers)
+    graph.register_buffer("map", table)
+    batches = [{"user": torch.arange(i, i + 8), "items": torch.arange(i, i + 16).view(8, 2)} for i in range(6)]
+    list(graph.run(batches))
+    assert hits(rows) == 6
+
+
+def test_ids_that_depend_on_rows_or_draws_are_not_announced() -> None:
+    first, second = embedding(), embedding()
+
+    def build(graph: Any, ids: Tensor) -> Tensor:
+        near = first(ids)
+        far = second((near.sum(-1) > 0).long() + torch.randint(0, 9, ids.shape))
+        loss = (near + far).square().mean()
+        loss.backward()
+        return loss
+
+    graph = graph_of(
+        build, torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1), first=first, second=second
+    )
+    torch.manual_seed(3)
+    piped = list(graph.run(list(IDS[:6, :, 0])))
+    assert hits(first) == 6
+    assert hits(second) == 0
+    assert len(piped) == 6
+
+
+def test_arguments_that_the_step_changes_are_changed_once() -> None:
+    rows = embedding()
+
+    def build(graph: Any, ids: Tensor) -> Tensor:
+        loss = rows(ids.add_(1)).square().mean()
+        loss.backward()
+        return loss
+
+    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    batches = list(IDS[:4, :, 0].clone())
+    list(graph.run(batches))
+    assert torch.equal(torch.stack(batches), IDS[:4, :, 0] + 1)
+
+
+def test_an_exception_of_the_loader_comes_after_the_steps_of_its_batches() -> None:
+    def failing() -> Iterator[Any]:
+        yield from zip(IDS[:5], LABELS[:5], strict=True)
+        raise OSError("no more data")
+
+    graph, plain = rating("cached_host"), rating("cached_host")
+    torch.manual_seed(2)
+    expected = [plain(*batch) for batch in zip(IDS[:5], LABELS[:5], strict=True)]
+    torch.manual_seed(2)
+    run = graph.run(failing())
+    losses = [next(run) for _ in range(5)]
+    with pytest.raises(OSError, match="no more data"):
+        next(run)
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert contents(graph.rows).tobytes() == contents(plain.rows).tobytes()
+    assert list(run) == []
+    assert threads() == 0
+
+
+def test_a_step_that_raises_takes_its_batch_and_no_other() -> None:
+    batches = [(ids, labels) for ids, labels in zip(IDS[:6], LABELS[:6], strict=True)]
+    batches[2] = (IDS[2].int(), LABELS[2])  # ids of a wrong dtype
+    graph, plain = rating("cached_host"), rating("cached_host")
+    torch.manual_seed(2)
+    for i in (0, 1, 3, 4, 5):
+        plain(*batches[i])
+    torch.manual_seed(2)
+    run = graph.run(batches)
+    assert next(run) is not None
+    next(run)
+    with pytest.raises(InputError, match=r"torch\.int64"):
+        next(run)
+    assert len(list(run)) == 3
+    assert contents(graph.rows).tobytes() == contents(plain.rows).tobytes()
+
+
+def test_a_store_that_is_full_raises_at_its_step() -> None:
+    rows = make(options("device", capacity=100), None, tables=2)
+    graph = Rating(rows)
+    small = (torch.arange(40).view(20, 2), torch.zeros(20))
+    run = graph.run([small, (IDS[0] + 1000, LABELS[0]), (IDS[1] + 2000, LABELS[1]), small])
+    next(run)
+    with pytest.raises(CapacityError, match="capacity=100"):
+        next(run)
+    with pytest.raises(CapacityError, match="capacity=100"):
+        next(run)
+    assert next(run).isfinite()
+    assert list(run) == []
+
+
+def test_leaving_a_loop_forgets_what_was_announced() -> None:
+    graph = rating("cached_host")
+    for _ in graph.run(zip(IDS, LABELS, strict=True)):
+        break
+    graph(IDS[5], LABELS[5])
+    assert threads() == 0
+    assert graph.rows.metrics()["table"]["prefetch_misses"] == 0
+
+
+def test_a_run_that_is_collected_anywhere_disturbs_no_step() -> None:
+    graph, plain = rating("cached_host"), rating("cached_host")
+    pairs = list(zip(IDS, LABELS, strict=True))
+    torch.manual_seed(2)
+    expected = [plain(*batch) for _ in range(10) for batch in pairs[:4]]
+    torch.manual_seed(2)
+    losses, before = [], gc.get_threshold()
+    gc.set_threshold(20)  # collects runs in the middle of steps, in any thread
+    try:
+        for _ in range(10):
+            run: Any = graph.run(pairs)
+            run.itself = run
+            losses += [next(run) for _ in range(4)]
+            del run
+    finally:
+        gc.set_threshold(*before)
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert contents(graph.rows).tobytes() == contents(plain.rows).tobytes()
+    graph.rows.close()
+
+
+def test_a_loader_that_raises_and_goes_on_is_gone_on_with() -> None:
+    class Loader:
+        def __init__(self) -> None:
+            self.number = -1
+
+        def __iter__(self) -> Iterator[Any]:
+            return self
+
+        def __next__(self) -> Any:
+            self.number += 1
+            if self.number == 5:
+                raise OSError("one bad sample")
+            if self.number == 8:
+                raise StopIteration
+            return IDS[self.number], LABELS[self.number]
+
+    graph = rating("cached_host")
+    run = graph.run(Loader(), ahead=3)
+    assert len([next(run) for _ in range(5)]) == 5
+    with pytest.raises(OSError, match="one bad sample"):
+        next(run)
+    assert len(list(run)) == 2
+
+
+def test_an_evaluation_announces_nothing() -> None:
+    graph = rating("cached_host").eval()
+    assert len(list(graph.run(loader()))) == len(loader())
+    assert graph.rows.metrics()["table"]["rows"] == 0
+    assert threads() == 0
+
+
+@pytest.mark.parametrize("ahead", [-1, 32, 1.5, True])
+def test_a_wrong_number_of_batches_ahead_is_refused(ahead: Any) -> None:
+    with pytest.raises(InputError, match=r"ahead=.*from 0 to 31"):
+        rating("device").run(loader(), ahead=ahead)
+
+
+def test_what_is_not_iterable_is_refused() -> None:
+    with pytest.raises(InputError, match="batches: got int; give a DataLoader"):
+        rating("device").run(3)  # type: ignore[arg-type]
+
+
+def test_a_bar_tells_steps_and_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    list(rating("device").run(loader(), progress="epoch 1"))
+    shown = capsys.readouterr().out
+    assert "epoch 1" in shown
+    assert f"{len(loader())}/{len(loader())}" in shown
+    assert "samples/s" in shown

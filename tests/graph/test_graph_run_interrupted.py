@@ -1,0 +1,108 @@
+"""Ctrl-C in a run over a loader loses no batch, and makes no half of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.embeddings import contents, make, options
+from support.forked import in_process
+from support.graph_runs import IDS, LABELS, STEPS, rating
+from tierbed.graph import Graph
+
+
+def test_ctrl_c_in_the_loader_loses_no_batch() -> None:
+    drawn = iter(zip(IDS, LABELS, strict=True))
+    calls = 0
+
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            return self
+
+        def __next__(self) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 7:
+                raise KeyboardInterrupt
+            return next(drawn)
+
+    graph, plain = rating("cached_host"), rating("cached_host")
+    torch.manual_seed(2)
+    expected = [plain(*batch) for batch in zip(IDS, LABELS, strict=True)]
+    torch.manual_seed(2)
+    run = graph.run(Loader(), ahead=3)
+    losses = [next(run) for _ in range(3)]
+    with pytest.raises(KeyboardInterrupt):  # the seventh is drawn before the fourth step
+        next(run)
+    losses += run
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert contents(graph.rows).tobytes() == contents(plain.rows).tobytes()
+
+
+def interrupted_runs(path: Path) -> bool:
+    """A run is interrupted many times, wherever it is, and gone on with."""
+
+    class Two(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.users, self.items = (make(options("cached_host"), None, name, tables=1) for name in ("users", "items"))
+            self.layer = nn.Linear(2 * self.users.spec.dim, 1)
+            self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1))
+
+        def build(self, ids: Tensor) -> Tensor:
+            rows = torch.cat([self.users(ids[:, 0]), self.items(ids[:, 1])], 1)
+            loss = self.layer(rows).square().mean()
+            loss.backward()
+            return loss
+
+    batches = [IDS[i % STEPS] for i in range(300)]
+    plain, graph = Two(), Two()
+    for ids in batches:
+        plain(ids)
+    run, count, done = graph.run(batches), 0, False
+    ready, stop, random = threading.Event(), threading.Event(), np.random.default_rng(1)
+
+    def interrupt() -> None:
+        while not stop.is_set():
+            ready.wait(0.3)  # not for ever: what comes in a callback of a weak reference Python swallows
+            ready.clear()
+            stop.wait(random.uniform(0.0, 0.01))
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with contextlib.suppress(KeyboardInterrupt):  # one that was on its way
+        while not done:
+            try:
+                ready.set()
+                for _ in run:
+                    pass
+                done = True
+            except KeyboardInterrupt:
+                count += 1
+    with contextlib.suppress(KeyboardInterrupt):
+        stop.set()
+        thread.join()
+        time.sleep(0.05)
+    thread.join()
+    same = all(
+        contents(ours).tobytes() == contents(theirs).tobytes()
+        for ours, theirs in ((graph.users, plain.users), (graph.items, plain.items))
+    )
+    return done and count > 5 and same and torch.equal(graph.layer.weight, plain.layer.weight)
+
+
+def test_ctrl_c_anywhere_makes_no_half_step_and_loses_no_batch(tmp_path: Path) -> None:
+    assert in_process(interrupted_runs, tmp_path)

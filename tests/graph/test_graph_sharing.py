@@ -1,0 +1,181 @@
+"""Embeddings of a graph that look up the same ids deduplicate them once, and have the results of doing it each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.cuda_tables import on_one_device, tables_on
+from support.embeddings import DIM, STORES, TABLES, contents, options
+from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
+from tierbed.engine.ops.cuda.device import Device
+from tierbed.graph import Graph
+
+CPU = torch.device("cpu")
+STEPS = 6
+Batch = tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
+
+
+class WideAndDeep(Graph):
+    """A wide part of 1 column and a deep one of `DIM`. The deep part's ids are given apart, as equal tensors."""
+
+    def __init__(self, shared: bool, where: Callable[[str], Any], place: torch.device = CPU) -> None:
+        """where: the store options by the name of an embedding."""
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = shared
+        self.wide, self.deep = (
+            MultiTableEmbedding(name, dim, torch.float32, torch.int64, TABLES, where(name), padding_idx=3)
+            for name, dim in (("wide", 1), ("deep", DIM))
+        )
+        self.gate, self.net = nn.Linear(3, 1), nn.Linear(2 * DIM, 1)
+        dense = [*self.gate.parameters(), *self.net.parameters()]
+        self.add_optimizer(torch.optim.Adagrad([*self.deep.parameters(), *dense], lr=0.1))
+        self.add_optimizer(torch.optim.Adam(self.wide.parameters(), lr=0.1))
+        self.to(place)
+
+    def build(self, one: tuple[Tensor, ...], same: tuple[Tensor, ...], features: Tensor) -> Tensor:
+        weights = self.gate(features).squeeze(-1)
+        wide = self.looked_up(self.wide, weights, *one)
+        deep = self.looked_up(self.deep, weights, *(one if self.shared else same))
+        loss = (wide.mean() + self.net(deep).squeeze(-1)).square().mean()
+        loss.backward()
+        return loss
+
+    @staticmethod
+    def looked_up(rows: MultiTableEmbedding, weights: Tensor, ids: Tensor, tables: Tensor, ends: Tensor) -> Tensor:
+        plain = rows(ids % 50, tables).sum(1)  # [bags, dim]
+        return torch.cat([plain, rows(ids.flatten(), 1, ends, "mean", weights=weights)], 1)
+
+
+def batches(place: torch.device = CPU) -> list[Batch]:
+    generator = torch.Generator().manual_seed(7)
+    result: list[Batch] = []
+    for _ in range(STEPS):
+        ids = torch.randint(0, 90, (16, 2), generator=generator)
+        ends = torch.randint(0, 33, (15,), generator=generator).sort().values
+        one = (
+            ids,
+            torch.randint(0, 3, (2,), generator=generator),
+            torch.cat([torch.tensor([0]), ends, torch.tensor([32])]),
+        )
+        placed = tuple(part.to(place) for part in one)
+        features = torch.randn(32, 3, generator=generator).to(place)
+        result.append((placed, tuple(part.clone() for part in placed), features))
+    return result
+
+
+def shares(graph: Graph) -> bool:
+    return "], prefetch)" in str(graph)
+
+
+def state(graph: WideAndDeep) -> list[bytes]:
+    """All that training changes."""
+    dense = [
+        parameter.detach().cpu().numpy().tobytes() for parameter in [*graph.gate.parameters(), *graph.net.parameters()]
+    ]
+    return [*dense, contents(graph.wide).tobytes(), contents(graph.deep).tobytes()]
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[Tensor, list[bytes]]:
+    graph = WideAndDeep(False, lambda _: options("device"))
+    losses = torch.stack([graph(*batch) for batch in batches()])
+    assert not shares(graph)
+    return losses, state(graph)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 8])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("ahead")
+def test_a_run_is_that_without_sharing(
+    tmp_path: Path, plain: tuple[Tensor, list[bytes]], store: str, ahead: int
+) -> None:
+    graph = WideAndDeep(True, lambda name: options(store, tmp_path))
+    losses = torch.stack(list(graph.run(batches(), ahead=ahead)))
+    assert shares(graph)
+    assert torch.equal(losses, plain[0])
+    assert state(graph) == plain[1]
+    hits = [rows.metrics()["table"]["prefetch_hits"] for rows in (graph.wide, graph.deep)]
+    assert hits == [STEPS if ahead else 0] * 2
+
+
+@on_one_device
+@pytest.mark.parametrize("store", ["device", "cached_host"])
+def test_a_run_on_a_device_is_that_without_sharing(device: Device, store: str) -> None:
+    with tables_on(device) as place:
+        graphs = [WideAndDeep(shared, lambda _: options(store), place) for shared in (True, False)]
+        losses = [[graph(*batch).item() for batch in batches(place)] for graph in graphs]
+        assert [shares(graph) for graph in graphs] == [True, False]
+        assert losses[0] == losses[1]
+        assert state(graphs[0]) == state(graphs[1])
+        for graph in graphs:
+            graph.wide.close()
+            graph.deep.close()
+
+
+@pytest.mark.parametrize("settings", ["norm", "accumulate"])
+def test_what_ends_a_step_with_all_gradients_sees_the_same(settings: str) -> None:
+    results = []
+    for shared in (True, False):
+        graph = WideAndDeep(shared, lambda _: options("device"))
+        if settings == "norm":
+            graph.clip_grad_norm(0.1)
+        else:
+            graph.accumulate_grads(3)
+        losses = [float(loss) for loss in graph.run(batches(), ahead=2)]
+        assert shares(graph) == (shared and settings != "accumulate")  # those lookups read
+        results.append((losses, state(graph)))
+    assert results[0] == results[1]
+
+
+def test_a_step_that_one_embedding_refuses_changes_nothing_and_the_next_goes_on() -> None:
+    def where(name: str) -> Any:
+        return options("device", capacity=60 if name == "deep" else 1000)
+
+    graph, plain = (WideAndDeep(shared, where) for shared in (True, False))
+    for one in (graph, plain):
+        steps = batches()
+        one(*steps[0])
+        before = state(one)
+        with pytest.raises(CapacityError, match="deep"):
+            one(*steps[1])
+        assert state(one) == before
+        one(*steps[0])
+    assert state(graph) == state(plain)
+
+
+def test_bad_ids_raise_the_first_embeddings_error() -> None:
+    graph = WideAndDeep(True, lambda _: options("device"))
+    (ids, tables, ends), *_, features = batches()[0]
+    with pytest.raises(InputError, match="table_ids of embedding 'wide'"):
+        graph((ids, tables + 3, ends), (ids, tables, ends), features)
+
+
+def test_a_step_that_serves_many_sizes_shares_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierbed.graph.trace.sizes.OWN", 1)
+    results = []
+    for shared in (True, False):
+        graph, losses = WideAndDeep(shared, lambda _: options("device")), []
+        for bags in range(3, 7):
+            (ids, tables, ends), _, features = batches()[0]
+            one = ids[:bags], tables, torch.cat([ends[:bags], torch.tensor([2 * bags])]).clamp(max=2 * bags)
+            losses.append(float(graph(one, tuple(part.clone() for part in one), features[: 2 * bags])))
+        last = str(graph).rpartition("# compiled step")[2]
+        assert ("sym_size" in last, "], prefetch)" in last) == (True, shared)
+        results.append((losses, state(graph)))
+    assert results[0] == results[1]
+
+
+def test_listing_and_profile_tell_whose_rows_a_shared_batch_is_of() -> None:
+    graph = WideAndDeep(True, lambda _: options("device"))
+    profile = graph.profile(batches())
+    assert "prefetch_1 " in profile.by_op(50)
+    (line,) = [line for line in str(graph).splitlines() if "], prefetch)" in line]
+    assert line.strip().startswith("prefetch_1 = prefetch(deep, [")
+    assert line.endswith("], prefetch)  # deep in device_mem")

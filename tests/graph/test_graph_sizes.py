@@ -1,0 +1,158 @@
+"""Sizes that keep changing: one step for many of them, and the results of a step for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from support.embeddings import contents, make, options
+from support.graphs import Train, assert_same_state, batches, compiled_steps, eager_step, mlp
+from tierbed.engine import MultiTableEmbedding
+from tierbed.graph import Graph
+from tierbed.graph.trace.sizes import OWN, TRIES
+
+
+class Bags(Graph):
+    """Jagged bags in two lookups, dropout, and a loss over as many bags as there are."""
+
+    def __init__(self, rows: MultiTableEmbedding) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.rows, self.mlp = rows, nn.Sequential(nn.Linear(2 * rows.spec.dim, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.add_optimizer(torch.optim.Adagrad([*rows.parameters(), *self.mlp.parameters()], lr=0.1))
+
+    def build(self, ids: Tensor, offsets: Tensor, users: Tensor) -> Tensor:
+        bags = self.rows(ids, 0, offsets, pooling="mean")
+        loss = F.mse_loss(self.mlp(torch.cat([bags, self.rows(users, 1)], 1)).squeeze(1), users / 100)
+        loss.backward()
+        return loss
+
+
+def bags(bag_count: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * bag_count + length)
+    ends = torch.sort(torch.randint(0, length + 1, (bag_count - 1,), generator=generator)).values
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends, torch.tensor([length])])
+    return (
+        torch.randint(0, 200, (length,), generator=generator),
+        offsets,
+        torch.randint(0, 100, (bag_count,), generator=generator),
+    )
+
+
+@settings(max_examples=3, deadline=None)
+@given(sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 80)), min_size=4, max_size=6, unique=True))
+def test_one_step_for_many_sizes_has_the_bits_of_one_for_each(sizes: list[tuple[int, int]]) -> None:
+    found = []
+    for own in (2, OWN):
+        with pytest.MonkeyPatch.context() as patched, make(options("cached_host"), None, tables=2) as rows:
+            patched.setattr("tierbed.graph.trace.sizes.OWN", own)
+            graph = Bags(rows)
+            torch.manual_seed(5)
+            losses = torch.stack(list(graph.run([bags(*size) for size in sizes])))
+            found.append((losses, contents(rows).tobytes(), rows.metrics()["table"]["prefetch_hits"]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]
+
+
+def test_a_step_for_many_sizes_trains_as_eager_and_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = mlp(), mlp()
+    other.load_state_dict(model.state_dict())
+    graph = Train(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    theirs = torch.optim.Adam(other.parameters(), lr=0.01)
+    for rows in range(2, OWN + 30):
+        for x, y in batches(1, rows=rows):
+            torch.testing.assert_close(graph(x, y), eager_step(other, theirs, x, y), rtol=1e-5, atol=1e-6)
+    assert_same_state(model, other)
+    assert compiled_steps(graph) == OWN + 1
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert f"Train was compiled for {OWN} sizes of its arguments" in warnings[0].message
+
+
+def test_sizes_0_and_1_keep_steps_of_their_own() -> None:
+    model = mlp()
+    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for rows in range(2, OWN + 4):
+        graph(*batches(1, rows=rows)[0])
+    before = compiled_steps(graph)
+    graph(*batches(1, rows=1)[0])
+    assert compiled_steps(graph) == before + 1
+
+
+def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Counting(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 1)
+            self.add_optimizer(torch.optim.SGD(self.layer.parameters(), lr=0.1))
+
+        def build(self, x: Tensor) -> tuple[Tensor, int]:
+            loss = self.layer(x).sum() / int(x.shape[0])
+            loss.backward()
+            return loss, x.shape[0]
+
+    graph, traced = Counting(), []
+    build = graph.build
+    graph.build = lambda x: traced.append(x.shape[0]) or build(x)  # type: ignore[method-assign, func-returns-value]
+    for rows in range(2, OWN + 6):
+        x = torch.randn(rows, 6)
+        expected = graph.layer(x).mean().detach()
+        loss, count = graph(x)
+        torch.testing.assert_close(loss, expected)
+        assert count == rows
+    assert compiled_steps(graph) == OWN + 4
+    assert len(traced) == OWN + 4 + TRIES  # of steps for many sizes
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert f"Counting was compiled for more than {OWN} sizes of its arguments and is compiled anew" in warning
+    assert "pad inputs to few sizes" in warning
+
+
+def test_lengths_of_sequences_that_torch_unrolls_keep_a_step_for_each_and_are_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Recurrent(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.RNN(2, 3, batch_first=True)
+            self.add_optimizer(torch.optim.SGD(self.layer.parameters(), lr=0.1))
+
+        def build(self, x: Tensor) -> Tensor:
+            loss = self.layer(x)[0].mean()
+            loss.backward()
+            return loss
+
+    graph = Recurrent()
+    for length in range(2, OWN + 5):
+        graph(torch.randn(4, length, 2))
+    assert compiled_steps(graph) == OWN + 3
+    assert "Recurrent was compiled for more than" in caplog.text
+
+
+def test_a_wrong_call_does_not_end_the_sharing() -> None:
+    model = mlp()
+    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for rows in range(2, OWN + 2):
+        graph(*batches(1, rows=rows)[0])
+    with pytest.raises(RuntimeError):
+        graph(torch.zeros(5, 7), torch.zeros(5, 1))
+    for rows in range(20, 30):
+        graph(*batches(1, rows=rows)[0])
+    assert compiled_steps(graph) == OWN + 1
+
+
+def test_other_layouts_do_not_take_a_step_for_contiguous_ones() -> None:
+    model = mlp()
+    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for rows in range(2, OWN + 4):
+        graph(*batches(1, rows=rows)[0])
+    x = torch.randn(6, 40).t()
+    expected: Any = F.mse_loss(model(x), torch.zeros(40, 1)).detach()
+    torch.testing.assert_close(graph(x, torch.zeros(40, 1)), expected)

@@ -1,0 +1,82 @@
+"""What the pages of docs show runs, and the checkpoint of docs/training.md survives what the page says."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.places import DOCS
+from support.warm import run_script
+
+ENDS = """
+import os
+
+shown = batch
+
+def batch(step):
+    global AT
+    if step == AT:
+        AT = None  # it is drawn ahead of its step, and again by the run that goes on
+        os.kill(os.getpid(), SIGNAL)
+    return shown(step)
+
+train(Path("ended"), 30)
+"""
+RESUMES = """
+assert stop and Path("ended/step-00000021").exists()  # batches are drawn ahead
+stop.clear()
+ended_rows, ended_mlp = train(Path("ended"), 30)
+assert all(torch.equal(mlp[key], ended_mlp[key]) for key in mlp)
+assert [row[:2] for row in rows] == [row[:2] for row in ended_rows]
+assert all(torch.equal(row[2], ended[2]) for row, ended in zip(rows, ended_rows, strict=True))
+"""
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+
+
+def run(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    (cwd / "script.py").write_text(script)
+    return run_script(cwd / "script.py", cwd=cwd, warnings="error")
+
+
+def test_the_embedding_page_runs(tmp_path: Path) -> None:
+    done = run("\n".join(blocks("embedding.md")), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_training_page_runs_and_brings_a_killed_and_terminated_run_back_to_the_bit(tmp_path: Path) -> None:
+    page = blocks("training.md")
+    killed = "AT, SIGNAL = 25, signal.SIGKILL" + ENDS
+    assert run(page[0] + killed, tmp_path).returncode == -signal.SIGKILL
+    snapshots = tmp_path / "ended" / "items" / "snapshots"
+    assert [folder.name.rpartition("-")[0] for folder in snapshots.iterdir()] == ["step-00000010"]
+    terminated = "AT, SIGNAL = 29, signal.SIGTERM" + ENDS
+    done = run("\n".join(page) + terminated + RESUMES, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", ["lifecycle.md", "metrics.md", "tiers.md", "planning.md", "oneflow.md"])
+def test_a_page_runs(page: str, tmp_path: Path) -> None:
+    done = run("\n".join(blocks(page)), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_the_graph_page_looks_at_is_there(tmp_path: Path) -> None:
+    page = (DOCS / "graph.md").read_text()
+    (example,) = re.findall(r"^## Looking at it\n\n```python\n(.*?)^```", page, re.M | re.S)
+    done = run(example, tmp_path)
+    assert done.returncode == 0, done.stderr
+    reason = "step 1: argument ids: shape (100, 4), was (256, 4); argument labels: shape (100,), was (256,)"
+    assert f"`{reason}`" in page
+    assert f"['{reason}']" in done.stdout
+    assert f"compiled {reason}" in done.stderr
+    line = "gather = gather(prefetch, 0)  # float32 [256, 4, 8], items in cached_host_mem"
+    assert line in page
+    assert line in done.stdout
+    assert {file.name for file in tmp_path.iterdir()} >= {"step.svg", "trace.json"}

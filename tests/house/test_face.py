@@ -1,0 +1,73 @@
+"""One import has all names, and what needs no tensors loads no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from support.embeddings import make, options, train
+from support.places import ROOT
+
+FACES = {
+    "tierbed": ROOT / "face" / "tierbed",
+    "tierbed.engine": ROOT / "engine",
+    "tierbed.engine.optim": ROOT / "engine" / "optim",
+    "tierbed.graph": ROOT / "graph",
+    "tierbed.snapshots": ROOT / "snapshots",
+    "tierbed.snapshots.exchange": ROOT / "snapshots" / "exchange",
+}
+HEAVY = {"torch", "cupy", "matplotlib"}
+
+
+def loaded(code: str) -> set[str]:
+    """The heavy packages that a new Python has after running `code`."""
+    told = f"{code}\nimport sys\nprint('loaded:', *({HEAVY!r} & sys.modules.keys()))"
+    ran = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    return set(ran.stdout.rpartition("loaded:")[2].split())
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_each_name_of_a_face_is_there_and_typed(name: str) -> None:
+    module = import_module(name)
+    stub = ast.parse((FACES[name] / "__init__.pyi").read_text())
+    typed = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert typed == set(module.__all__) <= set(dir(module))
+    for known in sorted(module.__all__):
+        assert getattr(module, known) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        module.no_such_name  # noqa: B018
+
+
+def test_one_import_has_what_the_parts_have() -> None:
+    import tierbed
+
+    for part in ("engine", "graph", "snapshots"):
+        assert set(import_module(f"tierbed.{part}").__all__) <= set(tierbed.__all__)
+
+
+@pytest.mark.parametrize("name", [*FACES, "tierbed.one_embedding", "tierbed.cli"])
+def test_importing_a_package_loads_no_torch(name: str) -> None:
+    assert loaded(f"import {name}") == set()
+
+
+def test_looking_at_snapshots_loads_no_torch(tmp_path: Path) -> None:
+    with make(options("host", tmp_path), "adagrad") as rows:
+        train(rows, range(5))
+        rows.save_snapshot("one")
+    folder = tmp_path / "rows"
+    manifest = f"Snapshot.open({str(folder / 'snapshots' / 'one')!r}).manifest"
+    assert loaded(f"from tierbed.snapshots import Snapshot\nassert {manifest}.rows == 5") == set()
+    commands = [["snapshot", "list"], ["snapshot", "inspect", "one"], ["snapshot", "verify", "one"], ["store", "stat"]]
+    for group, command, *names in commands:
+        arguments = [group, command, str(folder), *names]
+        code = f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert not end.code"
+        assert loaded(f"from tierbed.cli import main\n{code}") == set()
+
+
+def test_a_table_loads_torch_where_it_is_needed() -> None:
+    assert loaded("import tierbed\ntierbed.Graph") == {"torch"}

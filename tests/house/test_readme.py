@@ -1,0 +1,52 @@
+"""The README's example does what it says, the first time and the second."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from support.places import ROOT
+from support.warm import run_script
+from tierbed.cli import app
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs_twice_and_learns_and_the_shell_sees_its_snapshots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    (tmp_path / "example.py").write_text(example)
+    fresh = partial(subprocess.run, [sys.executable, "example.py"], capture_output=True, text=True)
+    for start in (fresh, partial(run_script, tmp_path / "example.py")):
+        run = start(cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+        losses = [float(line.split()[1]) for line in run.stdout.splitlines()]
+        assert losses[0] > 0.6
+        assert losses[-1] < 0.3
+    (command,) = re.findall(r"`tierbed (snapshot list .*?)`", README)
+    monkeypatch.chdir(tmp_path)
+    listed = CliRunner().invoke(app, command.split())
+    assert listed.exit_code == 0, listed.output
+    assert "step-100" in listed.output
+    assert "step-200" in listed.output
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target, heading in re.findall(r"\]\(([^)#:]+)(?:#([^)]+))?\)", page.read_text()):
+            other = page.parent / target
+            assert other.is_file(), (page.name, target)
+            headings = re.findall(r"^#+ (.*)$", other.read_text(), re.M)
+            assert not heading or heading in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}
+
+
+def test_importing_the_engine_does_not_import_cupy() -> None:
+    code = "import sys, tierbed.engine, tierbed.graph; sys.exit('cupy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

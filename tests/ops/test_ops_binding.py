@@ -1,0 +1,88 @@
+"""The native core takes arrays as they are: what it wrote to a converted copy would be lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from support.rows import Table
+from tierbed.engine import _core
+
+pytestmark = pytest.mark.op
+
+
+@pytest.fixture
+def table() -> Table:
+    return Table([4], [0.0])
+
+
+@pytest.fixture
+def batch(table: Table) -> _core.Batch:
+    batch = table.batch([1, 2, 3, 1], [0, 1, 2, 0])
+    _core.initialise_missing(batch, table.layout)
+    return batch
+
+
+@pytest.mark.parametrize(
+    "out",
+    [np.zeros((4, 8), np.float32)[:, ::2], np.zeros((4, 4), np.float32, order="F"), np.zeros((4, 4))],
+    ids=["strided", "fortran", "float64"],
+)
+def test_results_are_not_written_to_a_copy(table: Table, batch: _core.Batch, out: np.ndarray) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        _core.gather(batch, table.layout, 0, out)
+    with pytest.raises((TypeError, ValueError)):
+        _core.initialise(table.layout, batch.tables, batch.keys, out)
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        (np.array([1.7, -2.0]), None, None),
+        (np.arange(4, dtype=np.uint64)[::2], None, None),
+        (np.zeros(2, np.uint64), np.zeros(2, np.int64), None),
+        (np.zeros(2, np.uint64), None, np.array([0.0, 1.9, 2.0])),
+    ],
+    ids=["keys of floats", "strided keys", "signed table ids", "offsets of floats"],
+)
+def test_ids_of_another_type_are_not_converted(segment: tuple) -> None:
+    with pytest.raises(TypeError):
+        _core.Batch([segment], 1, None)
+
+
+def test_a_view_of_a_settled_batch_outlives_the_next_settle(table: Table, batch: _core.Batch) -> None:
+    hyper = [0.1, 0.0, 0.0, 1e-8, 0.0, 0.0]
+    _core.settle(batch, table.layout, "adagrad", hyper, 1)
+    views = batch.views
+    before = views.copy()
+    _core.settle(batch, table.layout, "adagrad", hyper, 2)
+    np.testing.assert_array_equal(views, before)
+
+
+def test_a_layout_of_another_table_is_refused(table: Table) -> None:
+    with pytest.raises(ValueError, match="layout"):
+        _core.FullTable(Table([5]).layout).insert_missing(table.batch([1], [0]), table.layout)
+    with pytest.raises(ValueError, match="layout"):
+        _core.FullTable(table.layout).insert_missing(table.batch([1], [4]), Table([4], [0.0], tables=2).layout)
+
+
+def test_rows_do_not_depend_on_the_flushing_of_denormals_in_a_thread(threads: int) -> None:
+    import torch
+
+    table = Table([16])
+    keys = np.arange(3000, dtype=np.uint64)
+    memory, lines = table.lines(len(keys))
+    grads = np.full((len(keys), 16), 1e-38, np.float32)
+    rows = []
+    for flush in (False, True):
+        torch.set_flush_denormal(flush)
+        try:
+            memory[:] = 0
+            batch = table.batch(keys, np.zeros(len(keys), np.uint32))
+            batch.lines[:] = lines
+            _core.update(batch, table.layout, [grads], [False], [None], "sgd", [0.1, 0.0, 0.0, 0.0, 0.0], 1)
+            rows.append(memory.copy())
+        finally:
+            torch.set_flush_denormal(False)
+    np.testing.assert_array_equal(rows[0], rows[1])
+    assert rows[0].any()

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.places import GOLDEN
+from support.rows import INITIALIZERS, SPECIAL_KEYS, Table, any_key, same_bits
+from tierbed.engine import _core
+from tierbed.engine.ops import naive
+from tierbed.engine.spec.initial_values import normal_quantile
+
+pytestmark = pytest.mark.op
+
+
+def native(table: Table, tables: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    out = np.full((len(keys), table.width), np.nan, np.float32)
+    _core.initialise(table.layout, tables, keys, out)
+    return out
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [[1], [3], [10], [17], [64], [128], [300], [10, 1], [1, 1, 1], [3, 5, 2, 7], [16, 16]],
+    ids=lambda columns: "+".join(map(str, columns)),
+)
+def test_initial_rows_equal_the_reference_to_the_bit(columns: list[int]) -> None:
+    table = Table(columns, states=[0.0, 0.1])
+    keys = np.array(SPECIAL_KEYS, np.uint64)
+    tables = np.arange(len(keys), dtype=np.uint32) % table.tables
+    same_bits(native(table, tables, keys), table.initial(tables, keys))
+
+
+@given(st.integers(0, 2**64 - 1), any_key, st.integers(0, 999))
+def test_any_seed_key_and_table(seed: int, key: int, table_id: int) -> None:
+    table = Table([4, 3], seed=seed, tables=1000)
+    keys, tables = np.array([key], np.uint64), np.array([table_id], np.uint32)
+    same_bits(native(table, tables, keys), table.initial(tables, keys))
+
+
+def test_many_rows_are_the_same_for_any_threads(threads: int) -> None:
+    table = Table([2, 2])
+    keys = np.random.default_rng(0).integers(0, 2**64, 8000, np.uint64)
+    tables = np.arange(len(keys), dtype=np.uint32) % len(INITIALIZERS)
+    same_bits(native(table, tables, keys), table.initial(tables, keys))
+
+
+def test_golden_rows_never_change() -> None:
+    """Rows that were never written live nowhere: a machine or a version that draws others changes trained models."""
+    with np.load(GOLDEN / "initial_rows.npz") as golden:
+        g = {name: golden[name] for name in golden.files}
+    arguments = int(g["seed"]), g["columns"].tolist(), g["kinds"].tolist(), g["parameters"], g["quantiles"]
+    same_bits(naive.initial_rows(g["tables"], g["keys"], *arguments), g["rows"])
+    layout = _core.Layout(sum(arguments[1]), [], [], *arguments)
+    out = np.full_like(g["rows"], np.nan)
+    _core.initialise(layout, g["tables"], g["keys"], out)
+    same_bits(out, g["rows"])
+
+
+@given(st.floats(2.0**-60, 1.0, exclude_max=True) | st.integers(1, 2**53 - 1).map(lambda n: n * 2.0**-53))
+def test_quantile_equals_the_reference_to_the_bit(p: float) -> None:
+    assert _core.normal_quantile(p).hex() == normal_quantile(p).hex()
+
+
+@pytest.mark.parametrize("p", [0.075, 0.925, 0.5, 1.3887943864964021e-11, 1 - 1.3887943864964021e-11])
+def test_quantile_equals_the_reference_where_its_branches_meet(p: float) -> None:
+    near = [p]
+    for direction in (0.0, 1.0):
+        for _ in range(20):
+            near.append(float(np.nextafter(near[-1], direction)))
+    assert [_core.normal_quantile(x).hex() for x in near] == [normal_quantile(x).hex() for x in near]
+
+
+def test_layout_reports_a_line_that_holds_state_and_record() -> None:
+    table = Table([10, 1], states=[0.0, 0.0])
+    assert (table.layout.dim, table.layout.width) == (11, 33)
+    assert table.layout.line_bytes >= 33 * 4 + 8
+    assert table.layout.line_bytes % 16 == 0

@@ -1,0 +1,205 @@
+"""The optimizers that torch has not: their formulas, their rows against their dense step, their settings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.embeddings import make, options, train
+from tierbed.engine.errors import OptimizerError
+from tierbed.engine.ops import naive
+from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
+from tierbed.engine.optim.arithmetic import power
+from tierbed.engine.optim.optimizers import row_optimizer
+
+pytestmark = pytest.mark.optimizer
+
+CASES = [
+    (RowWiseAdagrad, {"lr": 0.1}),
+    (RowWiseAdagrad, {"lr": 0.1, "eps": 0.0, "weight_decay": 0.2, "initial_accumulator_value": 0.1}),
+    (RowWiseAdagrad, {"lr": torch.tensor(0.1), "weight_decay": 0.2, "weight_decay_mode": "decoupled"}),
+    (Ftrl, {"lr": 0.1}),
+    (Ftrl, {"lr": 0.1, "weight_decay": 0.1, "lambda1": 0.5, "lambda2": 0.3, "beta": 1.0}),
+    (Ftrl, {"lr": 0.1, "lr_power": -0.2, "initial_accumulator_value": 0.0}),
+    (Ftrl, {"lr": 0.1, "lr_power": -0.5, "power_sign": "lr_power"}),
+    (CatchUpAdam, {"lr": 0.01}),
+    (CatchUpAdam, {"lr": 0.01, "betas": (0.5, 0.8), "eps": 1e-3, "maximize": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda case: getattr(case, "__name__", str(case)))
+def test_rows_in_every_batch_equal_the_dense_step(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(8, 5, generator=generator))
+    optimizer = kind([parameter], **options)
+    rows = row_optimizer(optimizer, optimizer.param_groups[0])
+    state = rows.row_state(5)
+    initial = np.repeat(np.array(state.initial, np.float32), state.widths)
+    values = np.concatenate([parameter.detach().numpy().copy(), np.tile(initial, (8, 1))], axis=1)
+    updates = np.zeros(8, np.uint32)
+    for step in range(1, 9):
+        parameter.grad = torch.randn(8, 5, generator=generator) * 10.0 ** -(step % 4)
+        naive.update(values, updates, parameter.grad.numpy(), rows.rule, rows.hyper(step), step)
+        optimizer.step()
+        np.testing.assert_allclose(values[:, :5], parameter.detach().numpy(), rtol=1e-5, atol=2e-6)
+    ends = np.cumsum([5, *state.widths])
+    for name, begin, end in zip(state.names, ends, ends[1:], strict=False):
+        wanted = optimizer.state[parameter][name].numpy()
+        np.testing.assert_allclose(values[:, begin:end], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["l2", "decoupled"])
+def test_rowwise_adagrad_is_its_formula_in_double(mode: str) -> None:
+    w = np.array([[1.0, -2.0, 0.5], [0.1, 0.2, 0.3]])
+    parameter = torch.nn.Parameter(torch.tensor(w, dtype=torch.float32))
+    optimizer = RowWiseAdagrad([parameter], lr=0.1, eps=1e-3, weight_decay=0.2, weight_decay_mode=mode)
+    h = np.zeros((2, 1))
+    for step in range(4):
+        g = np.cos(np.arange(6.0).reshape(2, 3) + step)
+        parameter.grad = torch.tensor(g, dtype=torch.float32)
+        optimizer.step()
+        g = g + 0.2 * w if mode == "l2" else g
+        h = h + (g**2).mean(1, keepdims=True)
+        w = w * (1.0 if mode == "l2" else 1 - 0.1 * 0.2) - 0.1 / (np.sqrt(h) + 1e-3) * g
+    np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=1e-5)
+
+
+def test_ftrl_is_its_formula_in_double_and_takes_small_weights_to_zero() -> None:
+    w, n, z = np.array([1.0, -2.0, 0.5, 0.01]), np.full(4, 0.1), np.zeros(4)
+    parameter = torch.nn.Parameter(torch.tensor(w, dtype=torch.float32))
+    optimizer = Ftrl([parameter], lr=0.5, lr_power=-0.7, lambda1=1.0, lambda2=0.1, beta=0.2)
+    for step in range(4):
+        g = np.cos(np.arange(4.0) * 2 + step)
+        parameter.grad = torch.tensor(g, dtype=torch.float32)
+        optimizer.step()
+        before, n = n**0.7, n + g**2
+        z = z + g - (n**0.7 - before) / 0.5 * w
+        w = np.where(abs(z) <= 1.0, 0.0, -(z - np.sign(z)) / ((0.2 + n**0.7) / 0.5 + 0.1))
+    assert (w == 0).any()
+    assert (w != 0).any()
+    np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=1e-5, atol=1e-7)
+
+
+@given(st.floats(0, 2.0**127, width=32), st.floats(-8, 8, width=32))
+def test_power_is_rounded_from_the_exact_one(x: float, exponent: float) -> None:
+    with np.errstate(all="ignore"):
+        wanted = np.float32(np.float64(x) ** np.float64(exponent))
+        found = power(np.float32(x), np.float32(exponent))
+    assert abs(int(np.float32(found).view(np.int32)) - int(wanted.view(np.int32))) <= 1
+
+
+def test_power_of_no_number_is_no_number() -> None:
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(power(np.array([-1.0, math.nan, -math.inf], np.float32), np.float32(0.3))).all()
+    assert power(np.float32(math.inf), np.float32(0.3)) == math.inf
+
+
+def test_without_eps_a_row_without_gradient_stays_and_nan_is_not_hidden() -> None:
+    optimizer = RowWiseAdagrad([torch.nn.Parameter(torch.ones(1))], lr=0.1, eps=0.0)
+    rows = row_optimizer(optimizer, optimizer.param_groups[0])
+    values = np.array([[1, 2, 0], [1, 2, 0], [1, 2, 0]], np.float32)
+    grads = np.array([[0, 0], [1e-30, 0], [math.nan, 0]], np.float32)
+    naive.update(values, np.zeros(3, np.uint32), grads, rows.rule, rows.hyper(1))
+    assert values[:2].tolist() == [[1, 2, 0], [1, 2, 0]]  # the square of 1e-30 is 0 in float32
+    assert np.isnan(values[2]).all()
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.zeros(2, 2)
+    RowWiseAdagrad([parameter], eps=0.0).step()
+    assert parameter.tolist() == [[1, 1], [1, 1]]
+
+
+def test_ftrl_does_not_divide_by_an_accumulator_that_underflowed() -> None:
+    parameter = torch.nn.Parameter(torch.tensor([[1.0, -2.0, 3.0]]))
+    optimizer = Ftrl([parameter], lr=0.1, initial_accumulator_value=0.0)
+    rows = row_optimizer(optimizer, optimizer.param_groups[0])
+    values = np.array([[1, -2, 3, 0, 0, 0, 0, 0, 0]], np.float32)
+    grads = np.array([[1e-24, -1e-24, 0]], np.float32)  # whose squares are 0 in float32
+    naive.update(values, np.zeros(1, np.uint32), grads, rows.rule, rows.hyper(1))
+    parameter.grad = torch.from_numpy(grads)
+    optimizer.step()
+    assert values[0, :3].tolist() == parameter[0].tolist() == [1, -2, 0]
+    assert values[0, 6:].tolist() == optimizer.state[parameter]["z"][0].tolist() == grads[0].tolist()
+    embedding = make(options("device"), tables=1)
+    before = embedding.get([1, 2])
+    optimizer = Ftrl(embedding.parameters(), lr=0.1, initial_accumulator_value=0.0)
+    embedding.attach(optimizer, optimizer.param_groups[0])
+    train(embedding, [1, 2], grad=1e-24)
+    assert torch.equal(embedding.get([1, 2]), before)
+
+
+@pytest.mark.parametrize("kind", [RowWiseAdagrad, Ftrl])
+def test_a_sparse_gradient_is_refused_before_a_parameter_moved(kind: Any) -> None:
+    before, sparse = torch.nn.Linear(1, 1), torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = kind([*before.parameters(), *sparse.parameters()], lr=0.1)
+    (before(torch.ones(1)) * sparse(torch.tensor([1])).sum()).sum().backward()
+    values = [p.clone() for p in (*before.parameters(), *sparse.parameters())]
+    with pytest.raises(OptimizerError, match=r"shape \(5, 3\) has a gradient of layout torch.sparse_coo; give dense"):
+        optimizer.step()
+    assert all(map(torch.equal, values, (*before.parameters(), *sparse.parameters())))
+
+
+@pytest.mark.parametrize("kind", [RowWiseAdagrad, Ftrl, CatchUpAdam])
+def test_the_dense_step_moves_any_shape_runs_a_closure_and_is_saved(kind: type[torch.optim.Optimizer]) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3, 4), (5,), ())]
+    untouched = torch.nn.Parameter(torch.ones(2))
+    optimizer = kind([*parameters, untouched], lr=0.1)  # type: ignore[call-arg]
+
+    def loss() -> float:
+        optimizer.zero_grad()
+        total = sum((p - 3.0).square().sum() for p in parameters)
+        total.backward()
+        return float(total.detach())
+
+    before = optimizer.step(loss)
+    for _ in range(20):
+        optimizer.step(loss)
+    assert loss() < before
+    assert untouched.tolist() == [1, 1]
+    again = kind([*parameters, untouched], lr=0.1)  # type: ignore[call-arg]
+    again.load_state_dict(optimizer.state_dict())
+    assert again.state_dict().keys() == optimizer.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        (RowWiseAdagrad, {"lr": -1.0}, r"lr=-1.0; give a number that is at least 0"),
+        (RowWiseAdagrad, {"eps": math.nan}, "eps=nan"),
+        (
+            RowWiseAdagrad,
+            {"weight_decay_mode": "cowclip"},
+            "weight_decay_mode='cowclip'; give one of 'l2', 'decoupled'",
+        ),
+        (RowWiseAdagrad, {"initial_accumulator_value": -0.1}, "initial_accumulator_value=-0.1"),
+        (RowWiseAdagrad, {"lr": 1e39}, r"lr=1e\+39; give a number .* below 1\.7"),
+        (Ftrl, {"lambda1": 10**400}, "lambda1=1000"),
+        (Ftrl, {"lr": 0.0}, r"lr=0\.0"),
+        (Ftrl, {"lr_power": "x"}, "lr_power='x'"),
+        (Ftrl, {"lr_power": -9.0}, r"lr_power=-9\.0.*at least -8\.0 and below 8\.0"),
+        (Ftrl, {"power_sign": "+"}, "power_sign='\\+'"),
+        (Ftrl, {"lr_power": 0.5, "initial_accumulator_value": 0.0}, r"initial_accumulator_value=0\.0"),
+        (CatchUpAdam, {"lr": -1.0}, "earning rate"),
+        (CatchUpAdam, {"eps": 0.0}, r"eps=0\.0"),
+        (CatchUpAdam, {"eps": 1e-50}, "eps=1e-50"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(kind: Any, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        kind([torch.nn.Parameter(torch.zeros(1))], **options)
+
+
+def test_catch_up_adam_takes_no_weight_decay_from_a_group() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(OptimizerError, match=r"weight_decay=0\.1; CatchUpAdam takes none"):
+        CatchUpAdam([{"params": [parameter], "weight_decay": 0.1}])
+    optimizer = CatchUpAdam([parameter])
+    rows = row_optimizer(optimizer, optimizer.param_groups[0])
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    with pytest.raises(OptimizerError, match="weight_decay"):
+        rows.hyper(2)

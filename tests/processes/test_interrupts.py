@@ -1,0 +1,75 @@
+"""Signal handlers wait until what they must not split is whole, and come then, whatever was set before."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from support.embeddings import make, options
+from tierbed.engine import EagerOptimizer
+from tierbed.engine.interrupts import uninterrupted
+
+
+class Came(Exception):
+    pass
+
+
+def come(number: int, frame: object) -> None:
+    raise Came
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_block_without_handlers_leaves_later_ones_protected() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with uninterrupted():
+        pass
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    with uninterrupted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not told
+    assert told == [signal.SIGTERM]
+
+
+def test_all_that_came_are_told_and_handlers_are_back() -> None:
+    told: list[int] = []
+
+    def tell(number: int, frame: object) -> None:
+        told.append(number)
+
+    signal.signal(signal.SIGTERM, tell)
+    signal.signal(signal.SIGINT, tell)
+    with uninterrupted(), uninterrupted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not told
+    assert told == [signal.SIGTERM, signal.SIGINT]
+    assert signal.getsignal(signal.SIGTERM) is tell
+
+
+def test_a_step_of_an_eager_optimizer_is_made_whole() -> None:
+    dense = torch.nn.Parameter(torch.ones(3))
+    with make(options("device")) as embedding:
+        sgd = torch.optim.SGD([*embedding.parameters(), dense], lr=0.1)
+        sgd.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        optimizer = EagerOptimizer(sgd, embedding)
+        loss = embedding(torch.tensor([[1, 2, 3]])).sum() + dense.sum()
+        loss.backward()
+        signal.signal(signal.SIGTERM, come)
+        with pytest.raises(Came):
+            optimizer.step()
+        assert embedding.metrics()["table"]["step"] == 1
+        assert torch.equal(dense, torch.full((3,), 0.9))
+        assert embedding.shadow.grad is not None  # until `zero_grad`, as that of the dense parameter

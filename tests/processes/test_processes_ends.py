@@ -1,0 +1,156 @@
+"""However a training process ends, its folder opens again: with every step, or it says what is lost."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support import warm
+from support.killed import Trainer, embedding_at, holds, remarks
+from support.places import environment
+
+# how many steps ahead are announced, by store
+AHEAD = {"device": 0, "ssd": 1, "ssd_host": 3}
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[Trainer]:
+    warm = Trainer()
+    yield warm
+    warm.close()
+
+
+def last_step(events: list[str]) -> int:
+    return max((int(event.split()[1]) for event in events if event.startswith("step")), default=0)
+
+
+def told_to_end(
+    path: Path, store: str, end: str, trainer: Trainer, caplog: pytest.LogCaptureFixture, runs: int
+) -> None:
+    chance, count = random.Random(store + end), 0
+    for _ in range(runs):
+        after = (chance.randrange(1, 12), chance.uniform(0, 0.01))
+        done = last_step(trainer.train(path, store, end=end, after=after, ahead=AHEAD[store]))
+        assert done > count
+        with embedding_at(path, store, open="error") as embedding:
+            # the step that was cut took place, or did not
+            count = embedding.metrics()["table"]["step"]
+            assert count in (done, done + 1)
+            holds(embedding, count)
+    assert not remarks(caplog)
+
+
+def told_again_and_again(path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture, runs: int) -> None:
+    chance = random.Random(store)
+    for number in range(runs):
+        waits = [chance.uniform(0, 0.004) for _ in range(4)]
+        done = last_step(trainer.train(path / str(number), store, saves=[3], end="interrupt", after=(5, *waits)))
+        with embedding_at(path / str(number), store) as embedding:
+            count = embedding.metrics()["table"]["step"]
+            assert count == 3 if remarks(caplog) else count in (done, done + 1)
+            holds(embedding, count)
+
+
+@pytest.mark.parametrize("end", ["interrupt", "thread"])
+@pytest.mark.parametrize("store", ["device", "ssd_host"])
+def test_a_process_that_is_told_to_end_at_any_instant_keeps_every_step(
+    tmp_path: Path, store: str, end: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    told_to_end(tmp_path, store, end, trainer, caplog, runs=1)
+
+
+@pytest.mark.parametrize("store", ["device", "ssd_host"])
+def test_ctrl_c_while_the_process_closes_leaves_a_folder_that_opens(
+    tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    told_again_and_again(tmp_path, store, trainer, caplog, runs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", AHEAD)
+def test_many_processes_that_are_told_to_end(
+    tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for end in ("interrupt", "thread"):
+        told_to_end(tmp_path / end, store, end, trainer, caplog, runs=10)
+    told_again_and_again(tmp_path, store, trainer, caplog, runs=20)
+
+
+@pytest.mark.parametrize("store", AHEAD)
+def test_an_end_without_a_goodbye_is_as_a_kill(
+    tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer.train(tmp_path, store, count=5, saves=[3], end="_exit", ahead=2)
+    with embedding_at(tmp_path, store) as embedding:
+        holds(embedding, 3)
+    (said,) = remarks(caplog)
+    assert "restored its last snapshot 's3', of step 3; what was written since, steps 4 to 5, is lost" in said
+
+
+# more than a byte cannot be written to any file from here on: as on a full disk, but of this process alone
+FULL = """
+import resource, sys
+from pathlib import Path
+from support.killed import embedding_at, steps
+
+embedding = embedding_at(Path(sys.argv[1]), sys.argv[2])
+steps(embedding, 3)
+if sys.argv[3] == "saved":
+    embedding.save_snapshot("s3")
+steps(embedding, 2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+raise RuntimeError("as planned")
+"""
+
+
+FORKED = """
+import os, sys
+from pathlib import Path
+from support.killed import embedding_at, steps
+
+embedding = embedding_at(Path(sys.argv[1]), sys.argv[2])
+steps(embedding, 3)
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("store", AHEAD)
+def test_a_forked_child_ends_without_a_word(tmp_path: Path, store: str) -> None:
+    ended = warm.run_script(FORKED, tmp_path, store)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(("store", "saved"), [("device", "saved"), ("ssd_host", "none")])
+def test_an_end_that_cannot_close_says_once_what_is_kept(
+    tmp_path: Path, store: str, saved: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = run_script(FULL, tmp_path, store, saved)
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") == 1
+    said = ended.stderr.splitlines()[-1]
+    assert said.startswith("embedding 'rows' could not be closed: ")
+    assert "File too large" in said
+    kept = {
+        "saved": "restores its last snapshot 's3', of step 3; what was written since, steps 4 to 5, is lost",
+        "none": "starts empty: it has no snapshot of its own",
+    }
+    assert said.endswith(f"; the next run {kept[saved]}")
+    with embedding_at(tmp_path, store) as embedding:
+        holds(embedding, 3 if saved == "saved" else 0)
+    assert len(remarks(caplog)) == 1

@@ -1,0 +1,208 @@
+"""Saving under a name that is taken: refused, or the new snapshot takes the place of the old one."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from pathlib import Path
+
+import pytest
+
+from support.asked import STORE, Training
+from support.embeddings import STORES, contents, make, options, train
+from support.failing_io import failing_io
+from support.stored import run_python
+from tierbed.cli import main
+from tierbed.engine import MultiTableEmbedding, OptionError, SnapshotError
+from tierbed.engine.store.folder import StoreFolder
+from tierbed.snapshots import Snapshot
+from tierbed.snapshots.asking.asking import ask_save
+
+
+def opened(path: Path, store: str = "device") -> MultiTableEmbedding:
+    return make(options(store, path), "adagrad", tables=1)
+
+
+def step_of(path: Path, name: str) -> int:
+    snapshot = Snapshot.open(path / "rows" / "snapshots" / name)
+    snapshot.verify()
+    return int(snapshot.description["step"])
+
+
+def names(path: Path) -> set[str]:
+    return {place.name for place in (path / "rows" / "snapshots").iterdir()}
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_second_run_saves_under_the_name_of_the_first(tmp_path: Path, store: str) -> None:
+    kinds = ["full", "background", "incremental", *(["checkpoint"] if store == "ssd" else [])]
+    with opened(tmp_path, store) as embedding:
+        train(embedding, range(5))
+        embedding.save_snapshot("final")
+        for kind in kinds:
+            train(embedding, range(3))
+            with pytest.raises(SnapshotError, match=r"final' exists: .* or save with overwrite=True"):
+                embedding.save_snapshot("final")
+            if kind == "incremental":
+                embedding.save_snapshot("before")
+            how = {"background": True} if kind == "background" else {"kind": kind}
+            save = embedding.save_snapshot("final", **how, overwrite=True)  # type: ignore[arg-type]
+            if save is not None:
+                save.wait()
+            assert embedding.last_snapshot == "final"
+            step, saved = embedding.metrics()["table"]["step"], contents(embedding).tobytes()
+            assert step_of(tmp_path, "final") == step
+            train(embedding, range(7))
+            embedding.load_snapshot("final")
+            assert contents(embedding).tobytes() == saved
+        assert names(tmp_path) == {"final", "before"}
+
+
+def test_a_new_name_may_be_saved_with_overwrite_and_no_other_value_is_taken(tmp_path: Path) -> None:
+    with opened(tmp_path) as embedding:
+        train(embedding, range(5))
+        embedding.save_snapshot("final", overwrite=True)
+        assert step_of(tmp_path, "final") == 1
+        for call in (embedding.save_snapshot, embedding.check_save):
+            with pytest.raises(OptionError, match="overwrite=1: give True or False"):
+                call("final", overwrite=1)  # type: ignore[operator]
+
+
+def test_what_others_go_over_is_not_overwritten_and_told_before_training(tmp_path: Path) -> None:
+    with opened(tmp_path) as embedding:
+        train(embedding, range(5))
+        embedding.save_snapshot("final")
+        train(embedding, range(3))
+        with pytest.raises(SnapshotError, match=r"'final' cannot go over the one that it replaces: .* kind=\"full\""):
+            embedding.save_snapshot("final", "incremental", overwrite=True)
+        embedding.save_snapshot("over", "incremental")
+        for save in (embedding.check_save, embedding.save_snapshot):
+            with pytest.raises(SnapshotError, match=r"final' cannot be overwritten: 'over' would lack"):
+                save("final", overwrite=True)
+        with pytest.raises(SnapshotError, match=r"cannot be overwritten: 'over'"):
+            embedding.save_snapshot("final", background=True, overwrite=True)
+        with pytest.raises(SnapshotError, match="exists"):
+            embedding.check_save("over")
+        embedding.check_save("over", overwrite=True)
+        embedding.check_save("new", "incremental")
+        with pytest.raises(OptionError, match="checkpoint"):
+            embedding.check_save("new", "checkpoint")
+        (tmp_path / "rows" / "snapshots" / "notes").mkdir()
+        with pytest.raises(SnapshotError, match=r"notes' is no snapshot, and nothing else is overwritten"):
+            embedding.save_snapshot("notes", overwrite=True)
+        assert embedding.last_snapshot == "over"
+        assert (step_of(tmp_path, "final"), step_of(tmp_path, "over")) == (1, 2)
+
+
+def test_an_overwriting_save_that_fails_leaves_the_old_one_and_what_rows_go_back_to(tmp_path: Path) -> None:
+    with opened(tmp_path) as embedding:
+        train(embedding, range(5))
+        embedding.save_snapshot("final")
+        train(embedding, range(3))
+        embedding.save_snapshot("monday")
+        train(embedding, range(3))
+
+        def stop(rows: int) -> None:
+            raise OSError(errno.ENOSPC, "no space left")
+
+        handle = embedding.opened()
+        with pytest.raises(SnapshotError, match=r"'final' was not written.*no space"):
+            handle._snapshots.save(handle.table, "final", progress=stop, overwrite=True)
+        assert embedding.last_snapshot == "monday"
+        assert (step_of(tmp_path, "final"), names(tmp_path)) == (1, {"final", "monday"})
+        assert embedding.prune_snapshots(1) == []  # "final" may be replaced at any instant
+        embedding.save_snapshot("final", overwrite=True)
+        assert (embedding.last_snapshot, step_of(tmp_path, "final")) == ("final", 3)
+
+
+def test_the_snapshot_that_is_replaced_is_no_base_before_it_is(tmp_path: Path) -> None:
+    with opened(tmp_path) as embedding:
+        train(embedding, range(5))
+        embedding.save_snapshot("final")
+        embedding.save_snapshot("monday")
+    with StoreFolder(tmp_path / "rows") as folder:
+        folder.expect_base("final")  # and the process was killed
+        assert (folder.base, folder.replaced) == ("monday", {"final"})
+    with StoreFolder(tmp_path / "rows") as folder:
+        assert (folder.base, folder.replaced) == ("monday", set())
+        manifest = folder.snapshots / "final" / "manifest.msgpack"
+        manifest.write_bytes(b"damaged")
+        folder.expect_base("final")
+        assert folder.base == "monday"
+    with opened(tmp_path) as embedding:  # what is damaged may be replaced
+        train(embedding, range(3))
+        embedding.save_snapshot("final", overwrite=True)
+        assert (embedding.last_snapshot, step_of(tmp_path, "final")) == ("final", 2)
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    with opened(tmp_path) as embedding:
+        train(embedding, range(5))
+        embedding.save_snapshot("final")
+        snapshots = tmp_path / "rows" / "snapshots"
+        (snapshots / "final").rename(tmp_path / "elsewhere")
+        (snapshots / "final").symlink_to(tmp_path / "elsewhere")
+        train(embedding, range(3))
+        embedding.save_snapshot("final", overwrite=True)
+    assert step_of(tmp_path, "final") == 2
+    assert not (snapshots / "final").is_symlink()
+    assert Snapshot.open(tmp_path / "elsewhere").description["step"] == 1
+
+
+def refuse_exchanges(path: Path) -> None:
+    shim = ctypes.CDLL(None)
+    with opened(path) as embedding:
+        train(embedding, range(5))
+        embedding.save_snapshot("final")
+        train(embedding, range(3))
+        for number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            shim.fail_exchange(number)
+            for save in (embedding.check_save, embedding.save_snapshot):
+                with pytest.raises(SnapshotError, match=r"cannot be overwritten: .*cannot exchange two folders"):
+                    save("final", overwrite=True)
+            assert (embedding.last_snapshot, step_of(path, "final"), names(path)) == ("final", 1, {"final"})
+        embedding.save_snapshot("new", overwrite=True)  # nothing is replaced
+        shim.fail_exchange(0)
+        embedding.save_snapshot("final", overwrite=True)
+        assert step_of(path, "final") == 2
+
+
+def test_a_file_system_that_cannot_exchange_folders_keeps_the_old_one(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", str(failing_io(tmp_path_factory.mktemp("io"))))
+    script = "import sys, pathlib, test_overwrite; test_overwrite.refuse_exchanges(pathlib.Path(sys.argv[1]))"
+    run_python(script, tmp_path)
+
+
+def wait_for_word(embedding: MultiTableEmbedding, pipe: object) -> None:
+    pipe.recv()  # type: ignore[attr-defined]
+
+
+def test_a_running_trainer_and_commands_overwrite_where_they_are_asked_to(tmp_path: Path) -> None:
+    training = Training(wait_for_word, tmp_path)
+    first = ask_save(training.store, "final")
+    with pytest.raises(SnapshotError, match="exists"):
+        ask_save(training.store, "final")
+    second = ask_save(training.store, "final", overwrite=True)
+    assert first is not None
+    assert second is not None
+    assert first.id != second.id == Snapshot.open(training.store / "snapshots" / "final").manifest.id
+    training.end()
+    store = str(tmp_path / STORE)
+    for words in (["save", store, "final"], ["merge", store, "final", "merged"], ["merge", store, "final", "merged"]):
+        with pytest.raises(SystemExit) as end:
+            main(["snapshot", *words, "--overwrite"])
+        assert not end.value.code
+    with pytest.raises(SystemExit) as end:  # the live rows go back to it
+        main(["snapshot", "merge", store, "merged", "final", "--overwrite"])
+    assert end.value.code == 1
+    out = tmp_path / "final.npz"
+    for more, code in (([], 0), ([], 1), (["--overwrite"], 0)):
+        with pytest.raises(SystemExit) as end:
+            main(["snapshot", "export", store, "final", str(out), *more])
+        assert (end.value.code or 0) == code
+    merged = Snapshot.open(training.store / "snapshots" / "merged").manifest
+    final = Snapshot.open(training.store / "snapshots" / "final").manifest
+    assert merged.files == final.files
+    assert final.id != second.id

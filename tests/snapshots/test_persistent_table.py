@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from support.embeddings import DIM, STORES, contents, make, options, train
+from support.rows import any_key
+from tierbed.engine.errors import ClosedError, InputError, OptionError, SnapshotError, StoreError
+from tierbed.engine.row_format import row_dtype
+from tierbed.engine.spec.initializers import make_constant_initializer
+from tierbed.engine.store.folder import StoreFolder
+from tierbed.snapshots import Snapshot
+from tierbed.snapshots.exchange import sorting
+from tierbed.snapshots.exchange.descriptions import description_for
+from tierbed.snapshots.exchange.persistent_table import make_persistent_table_reader, make_persistent_table_writer
+from tierbed.snapshots.exchange.sorting import RowSorter
+from tierbed.snapshots.store.live import load_live
+
+KINDS = (torch.int64, torch.float32)
+
+
+def ordered(keys: NDArray[Any], values: NDArray[np.float32], tables: Any = 0) -> list[tuple[int, int, bytes]]:
+    tables = np.broadcast_to(tables, keys.shape).tolist()
+    return sorted((t, int(k), v.tobytes()) for t, k, v in zip(tables, keys, values, strict=True))
+
+
+def read_all(path: Path, *arguments: Any, **options: Any) -> list[tuple[int, int, bytes]]:
+    with make_persistent_table_reader(path, *arguments, **options) as reader:
+        return sorted(row for chunk in reader for row in ordered(*chunk))
+
+
+@given(st.data(), st.sampled_from([torch.int32, torch.int64, torch.uint64]))
+def test_what_is_written_is_read_and_the_last_of_a_key_stands(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, key_type: torch.dtype
+) -> None:
+    path = tmp_path_factory.mktemp("store")
+    dtype = str(key_type).removeprefix("torch.")
+    bits = st.lists(st.tuples(st.integers(0, 2), any_key, st.integers(0, 2**32 - 1)), max_size=20)
+    expected: dict[tuple[int, int], bytes] = {}
+    about = description_for("store", 2, key_type, [make_constant_initializer(0.0)] * 3)
+    with make_persistent_table_writer(path, "s", key_type, torch.float32, 2, description=about) as writer:
+        for batch in data.draw(st.lists(bits, max_size=4)):
+            tables = np.array([table for table, _, _ in batch], np.int64)
+            keys = np.array([key for _, key, _ in batch], np.uint64).astype(dtype)
+            values = np.array([[pattern, 1] for *_, pattern in batch], np.uint32).view(np.float32).reshape(-1, 2)
+            writer.write(keys, values, tables)
+            for table, key, value in zip(tables.tolist(), keys.tolist(), values, strict=True):
+                expected[table, key] = value.tobytes()
+    wanted = sorted((table, key, value) for (table, key), value in expected.items())
+    assert read_all(path, "s", key_type, torch.float32, 2, table_ids=True) == wanted
+    Snapshot.open(path / "snapshots" / "s").verify()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_every_store_loads_what_was_written(tmp_path: Path, store: str) -> None:
+    keys = np.arange(-500, 500)
+    values = np.random.default_rng(0).normal(size=(1000, DIM)).astype(np.float32)
+    with make_persistent_table_writer(tmp_path / "rows", "s", *KINDS, DIM) as writer:
+        writer.write(keys[::-1].copy(), values[::-1].copy())
+    with make(options(store, tmp_path), "adam", tables=1) as embedding:
+        embedding.load_snapshot("s")
+        assert embedding.size() == 1000
+        assert embedding.get(keys).numpy().tobytes() == values.tobytes()
+        train(embedding, keys.tolist())  # with the state of an optimizer that begins
+        assert embedding.get(keys).numpy().tobytes() != values.tobytes()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_rows_with_state_make_the_same_table_again(tmp_path: Path, store: str) -> None:
+    """Read with optimizer state and written into another store, training goes on the same way, bit for bit."""
+    with make(options(store, tmp_path / "a"), "adam") as embedding:
+        train(embedding, torch.arange(300), torch.arange(300) % 3)
+        embedding.save_snapshot("s")
+        about = Snapshot.open(tmp_path / "a" / "rows" / "snapshots" / "s").description
+        train(embedding, torch.arange(100))
+        wanted = contents(embedding)
+    arguments = "s", *KINDS, 3 * DIM
+    with (
+        make_persistent_table_reader(tmp_path / "a" / "rows", *arguments, table_ids=True) as reader,
+        make_persistent_table_writer(tmp_path / "b" / "rows", *arguments, description=about) as writer,
+    ):
+        for keys, values, tables in reader:
+            writer.write(keys, values, tables)
+    with make(options(store, tmp_path / "b"), "adam") as embedding:
+        embedding.load_snapshot("s")
+        train(embedding, torch.arange(100))
+        assert contents(embedding).tobytes() == wanted.tobytes()
+
+
+def test_storage_dim_tells_whether_optimizer_state_is_read(tmp_path: Path) -> None:
+    with make(options("host", tmp_path), "catch-up", tables=1) as embedding:
+        for step in range(4):
+            train(embedding, torch.arange(step, 6))
+        embedding.save_snapshot("s")
+        seen = embedding.get(torch.arange(6)).numpy()
+    snapshot = Snapshot.open(tmp_path / "rows" / "snapshots" / "s")
+    raw = np.concatenate([rows for _, rows in snapshot.chunks()])
+    path, width = tmp_path / "rows", snapshot.manifest.width
+    assert read_all(path, "s", *KINDS, DIM) == ordered(np.arange(6), seen)
+    assert read_all(path, "s", *KINDS, width) == ordered(raw["key"], raw["values"])
+    with pytest.raises(
+        InputError, match=rf"storage_dim=7: .* rows of 5 floats, or {width} with optimizer state exp_avg"
+    ):
+        make_persistent_table_reader(path, "s", *KINDS, 7)
+
+
+def test_the_description_is_the_stores(tmp_path: Path) -> None:
+    with make(options("host", tmp_path), "adam", seed=9, padding_idx=3) as embedding:
+        train(embedding, [1, 2])
+        embedding.save_snapshot("before")
+    before = Snapshot.open(tmp_path / "rows" / "snapshots" / "before").description
+    zeros = np.zeros((2, 3 * DIM), np.float32)
+    with make_persistent_table_writer(tmp_path / "rows", "state", *KINDS, 3 * DIM) as writer:
+        writer.write(np.array([1, 2]), zeros, 1)
+        with pytest.raises(InputError, match="keys hold padding_idx=3, which is no row"):
+            writer.write(np.array([4, 3]), zeros, 1)
+        with pytest.raises(InputError, match="nothing tells which of 3 tables"):
+            writer.write(np.array([4, 5]), zeros)
+        with pytest.raises(InputError, match="table holds 3; give table ids from 0 to 2"):
+            writer.write(np.array([4, 5]), zeros, np.array([0, 3]))
+    with make_persistent_table_writer(tmp_path / "rows", "bare", *KINDS, DIM) as writer:
+        writer.write(np.array([1, 2]), zeros[:, :DIM], 1)
+    snapshots = tmp_path / "rows" / "snapshots"
+    state, bare = Snapshot.open(snapshots / "state"), Snapshot.open(snapshots / "bare")
+    assert state.description == before
+    assert {step for _, rows in state.chunks() for step in rows["step"].tolist()} == {1}
+    assert bare.description["optimizer"] is None
+    assert bare.description["seed"] == 9
+    with make(options("host", tmp_path), "adam", seed=9, padding_idx=3) as embedding:
+        embedding.load_snapshot("state")
+        assert embedding.size() == 2
+        embedding.load_snapshot("bare")
+        train(embedding, [1, 2], 1)
+
+
+def test_the_command_line_loads_it(tmp_path: Path) -> None:
+    with make_persistent_table_writer(tmp_path / "rows", "s", *KINDS, DIM) as writer:
+        writer.write(np.arange(10), np.ones((10, DIM), np.float32))
+    with StoreFolder(tmp_path / "rows") as folder:
+        load_live(folder, Snapshot.open(folder.snapshots / "s"))
+    with make(options("ssd", tmp_path), "adam", tables=1) as embedding:
+        assert embedding.size() == 10
+
+
+def test_an_error_inside_the_with_makes_no_snapshot(tmp_path: Path) -> None:
+    values = np.zeros((2, 2), np.float32)
+    writer = make_persistent_table_writer(tmp_path, "s", *KINDS, 2)
+    writer.write(np.arange(2), values)
+    with pytest.raises(InputError), writer:
+        writer.write(np.arange(3), values)
+    assert os.listdir(tmp_path / "snapshots") == []
+    with make_persistent_table_writer(tmp_path, "s", *KINDS, 2):  # neither the name nor the lock was kept
+        pass
+    assert Snapshot.open(tmp_path / "snapshots" / "s").manifest.rows == 0
+
+
+def test_closing_twice_and_writing_after_it(tmp_path: Path) -> None:
+    writer = make_persistent_table_writer(tmp_path, "s", *KINDS, 2)
+    writer.close()
+    writer.close()
+    with pytest.raises(ClosedError, match="writer of snapshot 's' was closed"):
+        writer.write(np.arange(2), np.zeros((2, 2), np.float32))
+    with pytest.raises(SnapshotError, match=r"snapshot '.*s' exists: choose another name, or delete it first$"):
+        make_persistent_table_writer(tmp_path, "s", *KINDS, 2)
+
+
+def test_the_reader_is_an_iterator_that_ends(tmp_path: Path) -> None:
+    with make_persistent_table_writer(tmp_path, "s", *KINDS, 2) as writer:
+        writer.write(np.arange(1000), np.zeros((1000, 2), np.float32))
+    reader = make_persistent_table_reader(tmp_path, "s", *KINDS, 2)
+    keys, values = next(reader)
+    assert keys.dtype == np.int64
+    assert values.shape == (len(keys), 2)
+    reader.close()
+    with pytest.raises(ClosedError, match="the reader of snapshot 's' was closed"):
+        next(reader)
+
+
+def test_a_running_trainer_is_read_and_not_written(tmp_path: Path) -> None:
+    with make(options("host", tmp_path), "adam", tables=1) as embedding:
+        train(embedding, [1, 2])
+        embedding.save_snapshot("s")
+        assert len(read_all(tmp_path / "rows", "s", *KINDS, DIM)) == 2
+        with pytest.raises(StoreError, match="this one, where embedding 'rows' has it open: close that first"):
+            make_persistent_table_writer(tmp_path / "rows", "t", *KINDS, DIM)
+
+
+def test_rows_wait_in_a_part_for_each_bucket_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sorting, "chunk_rows", lambda width: 100)
+    rows = np.zeros(64 * 150, row_dtype(2))
+    rows["key"] = np.random.default_rng(0).permutation(len(rows))
+    with RowSorter(tmp_path / "new", 2) as sorter:
+        for begin in range(0, len(rows), 1000):
+            sorter.add(rows[begin : begin + 1000])
+        assert os.listdir(tmp_path / "new") == []
+        assert len(sorter._files) == 64
+        last, total = -1, 0
+        for bucket, part in sorter.chunks():
+            assert len(sorter._files) == 63 - bucket  # each is read when its bucket comes
+            assert 0 < len(part) <= 100
+            assert bucket >= last
+            last, total = bucket, total + len(part)
+    assert total == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "message"),
+    [
+        (
+            np.zeros(2, np.int32),
+            np.zeros((2, 2), np.float32),
+            r"key is int32 \(2,\); give a NumPy array of int64 \(n,\)",
+        ),
+        (np.zeros((2, 1), np.int64), np.zeros((2, 2), np.float32), r"key is int64 \(2, 1\)"),
+        (np.zeros(2, object), np.zeros((2, 2), np.float32), "key is object"),
+        ([1, 2], np.zeros((2, 2), np.float32), "key is list; give a NumPy array"),
+        (
+            np.zeros(2, np.int64),
+            np.zeros((2, 2)),
+            r"values is float64 \(2, 2\); give a NumPy array of float32 \(2, 2\)",
+        ),
+        (np.zeros(2, np.int64), np.zeros((3, 2), np.float32), r"values is float32 \(3, 2\)"),
+        (np.zeros(2, np.int64), np.zeros((2, 3), np.float32), r"values is float32 \(2, 3\)"),
+        (np.zeros(2, np.int64), np.zeros(2, np.float32), r"values is float32 \(2,\)"),
+        (np.zeros(2, np.int64), np.zeros((2, 2), ">f4"), "values is >f4"),
+    ],
+)
+def test_wrong_arrays_are_refused_and_none_of_them_is_added(
+    tmp_path: Path, keys: Any, values: Any, message: str
+) -> None:
+    with make_persistent_table_writer(tmp_path, "s", *KINDS, 2) as writer:
+        with pytest.raises(InputError, match=message):
+            writer.write(keys, values)
+        for tables in (np.zeros(3, np.int64), np.zeros(2), np.array([0, -1]), 1, "a", True):
+            with pytest.raises(InputError, match="table"):
+                writer.write(np.zeros(2, np.int64), np.zeros((2, 2), np.float32), tables)
+    assert Snapshot.open(tmp_path / "snapshots" / "s").manifest.rows == 0
+
+
+def test_arguments_that_are_not_the_tables_are_refused(tmp_path: Path) -> None:
+    with make(options("host", tmp_path), "adam", key_type=torch.uint64) as embedding:
+        train(embedding, [1, 2])
+        embedding.save_snapshot("s")
+    path = tmp_path / "rows"
+    makers = make_persistent_table_reader, make_persistent_table_writer
+    for name, maker in zip(("s", "new"), makers, strict=True):
+        with pytest.raises(InputError, match=r"key_type=torch.int64: .* has keys of uint64"):
+            maker(path, name, torch.int64, torch.float32, DIM)
+        with pytest.raises(InputError, match="storage_dim=6"):
+            maker(path, name, torch.uint64, torch.float32, 6)
+        with pytest.raises(OptionError, match="dtype="):
+            maker(path, name, torch.uint64, torch.float16, DIM)
+        with pytest.raises(OptionError, match="key_type="):
+            maker(path, name, torch.int16, torch.float32, DIM)
+        with pytest.raises(SnapshotError, match="snapshot name"):
+            maker(path, "../x", torch.uint64, torch.float32, DIM)
+    with pytest.raises(InputError, match=r"has 3 tables, .* give table_ids=True"):
+        make_persistent_table_reader(path, "s", torch.uint64, torch.float32, DIM)
+    with pytest.raises(SnapshotError, match="no snapshot 't'"):
+        make_persistent_table_reader(path, "t", torch.uint64, torch.float32, DIM)
+    with pytest.raises(InputError, match="description: description is not a map; make one by description_for"):
+        make_persistent_table_writer(path, "t", *KINDS, DIM, description=[1])  # type: ignore[arg-type]
+    assert not (path / "snapshots" / "new").exists()
+    for maker in (make_persistent_table_reader, make_persistent_table_writer):
+        with pytest.raises(InputError, match="path=7: give a path"):
+            maker(7, "a", torch.int64, torch.float32, 4)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="tables=3: give a list"):
+        description_for("rows", 4, tables=3)  # type: ignore[arg-type]

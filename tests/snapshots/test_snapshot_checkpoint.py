@@ -1,0 +1,382 @@
+"""Checkpoints, which share RocksDB's files by links: the rows of a full snapshot, for good, and all damage found."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.embeddings import STORES
+from support.forked import Disk, disk_path, in_process
+from support.killed import remarks
+from support.stored import description, files, flip_bit, joined, make_rows
+from tierbed.engine import SnapshotError, StoreError, _core
+from tierbed.engine.spec.rocksdb_options import options_text
+from tierbed.engine.store.rocksdb import RocksDB
+from tierbed.engine.table.scanned import line_addresses
+from tierbed.snapshots import Manifest, Snapshot, write_snapshot
+from tierbed.snapshots.files.checkpoint import write_checkpoint
+from tierbed.snapshots.files.rocksdb_files import checkpoint_chunks
+
+__all__ = ["disk_path"]
+
+WIDTH = 6
+ON_DISK = [store for store in STORES if store.startswith("ssd")]
+
+pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
+
+
+def put(tier: RocksDB, count: int = 400, seed: int = 0) -> None:
+    rows = make_rows(WIDTH, count, seed)
+    tier.write(rows["table"].copy(), rows["key"].copy(), line_addresses(rows))
+
+
+def erase(tier: RocksDB, count: int = 400, seed: int = 0) -> None:
+    rows = make_rows(WIDTH, count, seed)
+    tier.erase(rows["table"].copy(), rows["key"].copy())
+
+
+def save(tier: RocksDB, folder: Path) -> Snapshot:
+    rows = sum(len(rows) for _, rows in tier.scan())
+    write_checkpoint(folder, description(WIDTH), rows, tier)
+    return Snapshot.open(folder)
+
+
+def rocksdb_files(manifest: Manifest) -> dict[str, dict[str, int]]:
+    assert manifest.rocksdb is not None
+    return manifest.rocksdb.files
+
+
+def tables_of(snapshot: Snapshot) -> list[str]:
+    return [name for name in rocksdb_files(snapshot.manifest) if name.endswith(".sst")]
+
+
+def crc32c(data: bytes) -> int:
+    """The checksum of RFC 3720, appendix B.4, by its definition."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value ^= byte
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+    return value ^ 0xFFFFFFFF
+
+
+@given(pieces=st.lists(st.binary(max_size=40), max_size=4))
+def test_the_checksum_of_pieces_is_the_standard_one_of_all(pieces: list[bytes]) -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+    native = _core.Crc32c()
+    for piece in pieces:
+        native.update(np.frombuffer(piece, np.uint8))
+    assert native.finish() == crc32c(b"".join(pieces))
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[RocksDB]:
+    with closing(RocksDB(tmp_path / "live", WIDTH, new_shards=2)) as tier:
+        put(tier)
+        yield tier
+
+
+@pytest.mark.parametrize("shards", [1, 3, 8])
+def test_it_has_the_rows_of_a_full_snapshot(tmp_path: Path, shards: int) -> None:
+    with closing(RocksDB(tmp_path / "live", WIDTH, new_shards=shards)) as tier:
+        put(tier, 2000)
+        tier.flush()
+        put(tier, 500, seed=1)
+        erase(tier, 900)
+        write_snapshot(tmp_path / "full", description(WIDTH), tier.scan())
+        save(tier, tmp_path / "linked")
+    full, linked = Snapshot.open(tmp_path / "full"), Snapshot.open(tmp_path / "linked")
+    assert linked.kind == "checkpoint"
+    assert linked.manifest.rows == full.manifest.rows > 1000
+    assert linked.manifest.total_bytes == sum(file.stat().st_size for file in (linked.folder / "rocksdb").glob("*/*"))
+    expected = joined(full.chunks())
+    assert joined(linked.chunks()) == expected
+    in_small = list(checkpoint_chunks(linked.folder, linked.manifest, max_rows=3))
+    assert max(len(rows) for _, rows in in_small) == 3
+    assert joined(in_small) == expected
+
+
+def test_an_empty_store_has_a_checkpoint_without_rows(tmp_path: Path) -> None:
+    with closing(RocksDB(tmp_path / "live", WIDTH)) as tier:
+        snapshot = save(tier, tmp_path / "s")
+    snapshot.verify()
+    assert list(snapshot.chunks()) == []
+
+
+def test_files_of_rows_are_linked_with_the_checksums_that_rocksdb_kept(tier: RocksDB, tmp_path: Path) -> None:
+    snapshot = save(tier, tmp_path / "s")
+    assert tables_of(snapshot)
+    for name, entry in rocksdb_files(snapshot.manifest).items():
+        file = snapshot.folder / "rocksdb" / name
+        assert entry == {"bytes": file.stat().st_size, "crc32c": crc32c(file.read_bytes())}
+        assert os.path.samefile(file, tier.folder / name) == name.endswith(".sst")
+        assert file.stat().st_nlink == (2 if name.endswith(".sst") else 1)
+
+
+def test_reading_and_verifying_write_nothing_and_tell_progress_in_rows(tier: RocksDB, tmp_path: Path) -> None:
+    snapshot = save(tier, tmp_path / "s")
+    before = files(snapshot.folder)
+    told: list[int] = []
+    snapshot.verify(told.append)
+    joined(snapshot.chunks())
+    assert files(snapshot.folder) == before
+    assert sum(told) == snapshot.manifest.rows == 400
+
+
+def test_a_store_of_an_open_checkpoint_takes_no_writes(tier: RocksDB, tmp_path: Path) -> None:
+    snapshot = save(tier, tmp_path / "s")
+    with closing(RocksDB(snapshot.folder / "rocksdb", WIDTH, 2, read_only=True)) as stored:
+        assert joined(stored.scan()) == joined(tier.scan())
+        with pytest.raises(StoreError, match="read only"):
+            put(stored)
+
+
+def test_it_outlasts_what_becomes_of_the_store(tmp_path: Path) -> None:
+    tier = RocksDB(tmp_path / "live", WIDTH, new_shards=2)
+    put(tier, 900)
+    expected = joined(tier.scan())
+    snapshot = save(tier, tmp_path / "s")
+    for seed in range(4):
+        put(tier, 900, seed)
+        erase(tier, 300)
+        tier.compact()
+    assert joined(tier.scan()) != expected
+    tier.close()
+    RocksDB(tier.folder, WIDTH, 2).close()
+    assert not any((tier.folder / name).exists() for name in tables_of(snapshot))
+    assert joined(snapshot.chunks()) == expected
+    shutil.rmtree(tier.folder)
+    snapshot.verify()
+    assert joined(snapshot.chunks()) == expected
+
+
+def test_files_stay_while_they_are_linked_and_go_after(tier: RocksDB) -> None:
+    with tier.live_files() as held:
+        tables = [tier.folder / file.name for file in held if file.name.endswith(".sst")]
+        put(tier, seed=1)
+        tier.compact()
+        assert all(file.exists() for file in tables)
+    tier.close()
+    RocksDB(tier.folder, WIDTH, 2).close()
+    assert not any(file.exists() for file in tables)
+
+
+def test_checkpoints_while_another_thread_writes_and_merges_are_all_sound(tmp_path: Path) -> None:
+    small = options_text({"write_buffer_size": 1 << 16, "min_write_buffer_number_to_merge": 1})
+    ended = threading.Event()
+    with closing(RocksDB(tmp_path / "live", WIDTH, options=small)) as tier:
+        put(tier, 3000)
+
+        def work() -> None:
+            while not ended.is_set():
+                put(tier, 3000)
+                tier.compact()
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        try:
+            for number in range(12):
+                write_checkpoint(tmp_path / f"s{number}", description(WIDTH), 3000, tier)
+                Snapshot.open(tmp_path / f"s{number}").verify()
+        finally:
+            ended.set()
+            worker.join()
+
+
+def refused(snapshot: Snapshot, named: str) -> None:
+    for read in (snapshot.verify, lambda: list(snapshot.chunks())):
+        with pytest.raises(SnapshotError) as error:
+            read()
+        assert named in str(error.value)
+        assert str(snapshot.folder) in str(error.value)
+
+
+def test_a_flipped_bit_a_cut_end_and_an_absence_of_each_file_in_turn_are_found(tier: RocksDB, tmp_path: Path) -> None:
+    snapshot = save(tier, tmp_path / "s")
+    names = rocksdb_files(snapshot.manifest)
+    assert {Path(name).name.split("-")[0].split(".")[-1] for name in names} == {"sst", "CURRENT", "MANIFEST", "OPTIONS"}
+    for name in names:
+        file = snapshot.folder / "rocksdb" / name
+        whole = file.read_bytes()
+        for bit in {0, 3, 4 * len(whole), 8 * len(whole) - 1}:
+            flip_bit(file, bit)
+            refused(snapshot, name)
+            flip_bit(file, bit)
+        for changed in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"x"):
+            file.write_bytes(changed)
+            refused(snapshot, name)
+        file.unlink()
+        refused(snapshot, name)
+        file.mkdir()
+        refused(snapshot, name)
+        file.rmdir()
+        os.mkfifo(file)
+        refused(snapshot, name)
+        file.unlink()
+        file.write_bytes(whole)
+    snapshot.verify()
+
+
+def test_damage_of_which_rocksdb_would_end_the_process_is_found_before_it_opens_a_file(
+    tier: RocksDB, tmp_path: Path
+) -> None:
+    """One of these bits is the highest of the number of restarts of the block of properties."""
+    snapshot = save(tier, tmp_path / "s")
+    name = tables_of(snapshot)[0]
+    file = snapshot.folder / "rocksdb" / name
+    size = file.stat().st_size
+    for byte in range(size - 300, size):
+        flip_bit(file, 8 * byte + 7)
+        with pytest.raises(SnapshotError, match=name):
+            next(snapshot.chunks())
+        flip_bit(file, 8 * byte + 7)
+
+
+def test_a_foreign_file_is_named(tier: RocksDB, tmp_path: Path) -> None:
+    snapshot = save(tier, tmp_path / "s")
+    for name in ("LOG", "shard-0/LOCK", "shard-1/999999.sst", "shard-7/CURRENT"):
+        file = snapshot.folder / "rocksdb" / name
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        refused(snapshot, name)
+        file.unlink()
+    snapshot.verify()
+
+
+def test_a_missing_folder_is_named(tier: RocksDB, tmp_path: Path) -> None:
+    snapshot = save(tier, tmp_path / "s")
+    (snapshot.folder / "rocksdb" / "shard-1").rename(tmp_path / "elsewhere")
+    refused(snapshot, "shard-1")
+    shutil.rmtree(snapshot.folder / "rocksdb")
+    refused(snapshot, "rocksdb")
+
+
+def test_a_bit_that_flips_in_a_linked_file_damages_both_and_a_save_does_not_look(tier: RocksDB, tmp_path: Path) -> None:
+    before = save(tier, tmp_path / "before")
+    name = tables_of(before)[0]
+    flip_bit(tier.folder / name, 4 * (tier.folder / name).stat().st_size)
+    write_checkpoint(tmp_path / "after", description(WIDTH), 400, tier)  # reads no file of rows
+    after = Snapshot.open(tmp_path / "after")
+    refused(before, name)
+    refused(after, name)
+
+
+def test_a_live_file_that_was_cut_makes_no_checkpoint(tier: RocksDB, tmp_path: Path) -> None:
+    tier.flush()
+    table = next(tier.folder.glob("*/*.sst"))
+    os.truncate(table, table.stat().st_size - 1)
+    with pytest.raises(SnapshotError, match=f"{table.name}.*load the last snapshot"):
+        write_checkpoint(tmp_path / "snapshots" / "s", description(WIDTH), 400, tier)
+    assert list((tmp_path / "snapshots").iterdir()) == []
+
+
+def test_another_number_of_rows_is_refused_at_the_end(tier: RocksDB, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "s", description(WIDTH), 401, tier)
+    with pytest.raises(SnapshotError, match="400 rows instead of 401"):
+        list(Snapshot.open(tmp_path / "s").chunks())
+
+
+def test_rows_of_another_width_are_refused(tier: RocksDB, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "s", description(8), 400, tier)
+    with pytest.raises(SnapshotError, match=r"is damaged.*a stored row of"):
+        list(Snapshot.open(tmp_path / "s").chunks())
+
+
+def test_files_that_have_no_checksum_of_their_own_are_read_once(tmp_path: Path) -> None:
+    without = options_text({"file_checksum_gen_factory": "nullptr"})
+    with closing(RocksDB(tmp_path / "live", WIDTH, new_shards=2, options=without)) as tier:
+        put(tier)
+        tier.flush()
+    with closing(RocksDB(tmp_path / "live", WIDTH, 2)) as tier:
+        with tier.live_files() as held:
+            assert {file.crc32c for file in held} == {None}
+        snapshot = save(tier, tmp_path / "s")
+        assert all(os.path.samefile(snapshot.folder / "rocksdb" / n, tier.folder / n) for n in tables_of(snapshot))
+        snapshot.verify()
+        flip_bit(tier.folder / tables_of(snapshot)[0], 800)
+        refused(snapshot, tables_of(snapshot)[0])
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """A folder on another filesystem than `tmp_path`."""
+    memory = Path("/dev/shm")
+    if not (os.access(memory, os.W_OK) and memory.stat().st_dev != tmp_path.stat().st_dev):
+        pytest.skip("this system has no second filesystem at /dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
+
+
+def test_on_another_filesystem_files_are_copied_and_it_says_so(
+    tier: RocksDB, tmp_path: Path, elsewhere: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "tierbed")
+    expected = joined(tier.scan())
+    linked = save(tier, tmp_path / "s")
+    assert remarks(caplog) == []
+    copied = save(tier, elsewhere / "s")
+    [said] = remarks(caplog)
+    assert f"'s': copied, not linked, as {elsewhere} is on another filesystem than {tier.folder}" in said
+    assert {name: rocksdb_files(copied.manifest)[name] for name in tables_of(copied)} == {
+        name: rocksdb_files(linked.manifest)[name] for name in tables_of(linked)
+    }
+    assert all((copied.folder / "rocksdb" / name).stat().st_nlink == 1 for name in tables_of(copied))
+    flip_bit(tier.folder / tables_of(linked)[0], 800)
+    refused(linked, tables_of(linked)[0])
+    assert joined(copied.chunks()) == expected
+    with pytest.raises(SnapshotError, match=f"{tables_of(linked)[0]}.*running store.*checksum"):
+        write_checkpoint(elsewhere / "t", description(WIDTH), 400, tier)
+    assert [entry.name for entry in elsewhere.iterdir()] == ["s"]
+
+
+def full_in_the_middle(path: Path) -> None:
+    disk = Disk(path, 4 << 20)
+    with closing(RocksDB(path / "live", WIDTH, new_shards=2)) as tier:
+        put(tier)
+        tier.flush()
+        expected = joined(tier.scan())
+        with disk.full():
+            with pytest.raises(SnapshotError, match=r"'s' was not written to .*No space left"):
+                write_checkpoint(path / "s", description(WIDTH), 400, tier)
+            assert sorted(entry.name for entry in path.iterdir()) == ["filler", "live"]
+        assert joined(tier.scan()) == expected
+        assert joined(save(tier, path / "s").chunks()) == expected
+
+
+def test_a_disk_that_is_full_in_the_middle_leaves_nothing(disk_path: Path) -> None:
+    in_process(full_in_the_middle, disk_path)
+
+
+def read_only(path: Path) -> None:
+    disk = Disk(path, 4 << 20)
+    with closing(RocksDB(path / "live", WIDTH, new_shards=2)) as tier:
+        put(tier)
+        expected = joined(tier.scan())
+        snapshot = save(tier, path / "s")
+    with disk.read_only():
+        snapshot.verify()
+        assert joined(snapshot.chunks()) == expected
+
+
+def test_it_is_read_on_a_disk_that_cannot_be_written(disk_path: Path) -> None:
+    in_process(read_only, disk_path)
+
+
+def test_without_rocksdb_it_says_what_to_install(
+    tier: RocksDB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = save(tier, tmp_path / "s")
+    monkeypatch.setattr(_core, "has_rocksdb", False)
+    with pytest.raises(SnapshotError, match=r"'s' is a checkpoint.*no RocksDB; install it"):
+        snapshot.verify()

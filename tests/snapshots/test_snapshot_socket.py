@@ -1,0 +1,366 @@
+"""A trainer saves snapshots that other processes ask for: of whole steps, and it trains as if nobody had asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.asked import STORE, Training, fills, forks, trains, waits
+from support.cuda_tables import on_devices, tables_on
+from support.embeddings import STORES, contents, make, options, train
+from support.forked import CONTEXT, in_process
+from support.killed import embedding_at, holds, rows_after, step, steps
+from tierbed.engine import InputError, MultiTableEmbedding, SnapshotError, StoreError
+from tierbed.engine.ops.cuda.device import Device
+from tierbed.engine.spec.inputs import Lookup
+from tierbed.snapshots import Snapshot
+from tierbed.snapshots.asking import channel, serving
+from tierbed.snapshots.asking.asking import ask_save, ask_status
+
+ask = ThreadPoolExecutor(4)
+
+
+def rows_of(snapshot: Snapshot) -> bytes:
+    return b"".join(rows.tobytes() for _, rows in snapshot.chunks())
+
+
+def saved(store: Path, name: str) -> Snapshot:
+    """Asked for, and whole: the rows after its step."""
+    assert ask_save(store, name) is not None
+    snapshot = Snapshot.open(store / "snapshots" / name)
+    snapshot.verify()
+    assert rows_of(snapshot) == rows_after(snapshot.description["step"])
+    return snapshot
+
+
+def until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def a_step_under_way(embedding: MultiTableEmbedding) -> Iterator[Callable[[], None]]:
+    """Pinned, with what ends it."""
+    ids = torch.arange(5)
+    pinned = embedding.pin([Lookup(ids, torch.zeros_like(ids))])
+    yield lambda: pinned.update([torch.ones_like(pinned.gather(0))])
+
+
+def asked(store: Path, name: str = "s", **more: Any) -> Future[Any]:
+    """A client in another thread, once the trainer has heard it."""
+    answer = ask.submit(ask_save, store, name, **more)
+    until(lambda: answer.done() or (ask_status(store) or {}).get("saving"))
+    return answer
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("ahead")
+def test_a_snapshot_holds_a_whole_number_of_steps_and_training_is_as_without(
+    tmp_path: Path, store: str, ahead: int
+) -> None:
+    training = Training(trains, tmp_path, store, ahead)
+    first, second, third = (saved(training.store, name).description["step"] for name in "abc")
+    count = training.end()
+    assert 1 <= first <= second <= third <= count
+    with embedding_at(tmp_path, store) as embedding:
+        holds(embedding, count)
+        assert embedding.last_snapshot == "c"
+
+
+def test_a_kill_goes_back_to_the_snapshot_that_was_asked_for(tmp_path: Path) -> None:
+    training = Training(trains, tmp_path, "cached_host")
+    kept = saved(training.store, "a").description["step"]
+    training.kill()
+    with embedding_at(tmp_path, "cached_host") as embedding:
+        holds(embedding, kept)
+
+
+def test_an_idle_trainer_answers(tmp_path: Path) -> None:
+    training = Training(waits, tmp_path)
+    manifest = saved(training.store, "a").manifest
+    status = ask_status(training.store)
+    assert status == {"name": STORE, "step": 1, "rows": manifest.rows, "pid": training.pid, "saving": None}
+    training.end()
+
+
+def test_a_step_that_is_under_way_is_waited_for(tmp_path: Path) -> None:
+    """It has evicted rows for its own before it writes them."""
+    embedding = make(options("host", tmp_path, capacity=40, eviction="lru"), "adagrad", tables=1)
+    for begin in range(0, 60, 5):
+        train(embedding, range(begin, begin + 5))
+    store = tmp_path / STORE
+    with a_step_under_way(embedding) as end:
+        timeout, said = 0.2, ""
+        while "came to no end of a step" not in said:  # or it did not answer yet
+            with pytest.raises(StoreError, match=rf"process {os.getpid()} (was asked to save|is saving)") as error:
+                ask_save(store, "s", timeout=timeout)
+            timeout, said = 2 * timeout, str(error.value)
+        until(lambda: ask_status(store)["saving"] is None)  # whoever asked has gone
+        answer = asked(store)
+        with pytest.raises(StoreError, match=rf"process {os.getpid()} is saving snapshot 's'; ask again"):
+            ask_save(store, "t")
+        end()
+    assert answer.result(60).rows == 40
+    snapshot = Snapshot.open(store / "snapshots" / "s")
+    assert snapshot.description["step"] == 13
+    assert rows_of(snapshot) == contents(embedding).tobytes()
+    embedding.close()
+
+
+def test_a_step_that_failed_does_not_hold_a_snapshot_up(tmp_path: Path) -> None:
+    with embedding_at(tmp_path, "device") as embedding:
+        steps(embedding, 4)
+        with a_step_under_way(embedding):
+            answer = asked(tmp_path / STORE)
+        step(embedding)
+        assert answer.result(60).description["step"] == 4
+        holds(embedding, 5)
+
+
+def test_a_snapshot_has_its_turn_whatever_the_trainer_does(tmp_path: Path) -> None:
+    """Steps, reads, and rows that are replaced by those of a snapshot."""
+    with embedding_at(tmp_path, "host") as embedding:
+        steps(embedding, 2)
+        embedding.save_snapshot("before")
+        for number in range(4):
+            answer = ask.submit(saved, tmp_path / STORE, f"s{number}")
+            while not answer.done():
+                step(embedding)
+                embedding.get(torch.arange(3), 0)
+                embedding.load_snapshot("before")
+            answer.result()
+        holds(embedding, 2)
+
+
+def test_the_socket_is_there_while_the_store_is_open_and_for_its_user_alone(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath(*["a folder of a long name"] * 6)
+    place = deep / STORE / "SOCKET"
+    assert len(str(place)) > 108
+    before = os.umask(0)
+    try:
+        with embedding_at(deep, "device") as embedding:
+            assert ask_status(place.parent) is None
+            steps(embedding, 3)
+            assert place.stat().st_mode & 0o777 == 0o600
+            assert saved(place.parent, "a").description["step"] == 3
+    finally:
+        os.umask(before)
+    assert not place.exists()
+    assert ask_status(place.parent) is None
+
+
+def _as_nobody(store: Path) -> str:
+    os.setuid(65534)
+    with pytest.raises(StoreError) as error:
+        ask_status(store)
+    return str(error.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused(tmp_path: Path) -> None:
+    with embedding_at(tmp_path, "device") as embedding:
+        steps(embedding, 1)
+        for folder in (tmp_path / STORE, tmp_path, *tmp_path.parents):
+            if folder == Path(tempfile.gettempdir()):
+                break
+            folder.chmod(0o755)
+        assert "another user trains" in in_process(_as_nobody, tmp_path / STORE)
+        (tmp_path / STORE / "SOCKET").chmod(0o666)
+        assert f"serves user {os.geteuid()} alone" in in_process(_as_nobody, tmp_path / STORE)
+
+
+def test_the_socket_of_a_killed_trainer_is_known_and_replaced(tmp_path: Path) -> None:
+    training = Training(waits, tmp_path)
+    training.kill()
+    assert (training.store / "SOCKET").is_socket()
+    assert ask_status(training.store) is None
+    assert ask_save(training.store, "a") is None
+    with embedding_at(tmp_path, "device") as embedding:
+        steps(embedding, 2)
+        saved(training.store, "a")
+
+
+def test_a_forked_child_does_not_stand_in_for_a_killed_trainer(tmp_path: Path) -> None:
+    training = Training(forks, tmp_path)
+    child = training.says()
+    training.kill()
+    try:
+        assert ask_status(training.store) is None
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_stopped_trainer_is_named_with_what_to_do(tmp_path: Path) -> None:
+    training = Training(waits, tmp_path)
+    os.kill(training.pid, signal.SIGSTOP)
+    with pytest.raises(StoreError, match=rf"process {training.pid} was asked to save.*did not answer for 0.2 seconds"):
+        ask_save(training.store, "a", timeout=0.2)
+    os.kill(training.pid, signal.SIGCONT)
+    saved(training.store, "b")
+    training.end()
+
+
+def test_a_trainer_that_is_killed_in_a_save_leaves_nothing_of_it(tmp_path: Path) -> None:
+    training = Training(fills, tmp_path)
+    assert training.says() == "filled"
+    kept = ask_save(training.store, "kept")
+    with pytest.raises(StoreError, match=rf"process {training.pid} went away while it saved.*nothing of the snapshot"):
+        ask_save(training.store, "lost", progress=lambda rows, of: training.kill())
+    with embedding_at(tmp_path, "device") as embedding:
+        assert embedding.size() == kept.rows
+        assert embedding.metrics()["table"]["step"] == kept.description["step"]
+        assert [path.name for path in (training.store / "snapshots").iterdir() if path.name[0] != "."] == ["kept"]
+
+
+def _asks_and_dies(store: Path) -> None:
+    ask_save(store, "a", progress=lambda rows, of: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_save_whose_client_is_killed_is_finished(tmp_path: Path) -> None:
+    training = Training(fills, tmp_path)
+    assert training.says() == "filled"
+    client = CONTEXT.Process(target=_asks_and_dies, args=(training.store,))
+    client.start()
+    client.join()
+    assert client.exitcode == -signal.SIGKILL
+    until(lambda: ask_status(training.store)["saving"] is None)
+    Snapshot.open(training.store / "snapshots" / "a").verify()
+    training.end()
+
+
+def test_a_store_that_is_closed_undoes_what_was_asked(tmp_path: Path) -> None:
+    embedding = embedding_at(tmp_path, "device")
+    steps(embedding, 3)
+    with a_step_under_way(embedding):
+        answer = asked(tmp_path / STORE)
+    embedding.close()
+    with pytest.raises(SnapshotError, match=r"closed the store before snapshot 's' was whole.*from the closed store"):
+        answer.result(60)
+    with embedding_at(tmp_path, "device") as embedding:
+        holds(embedding, 3)
+        assert embedding.last_snapshot is None
+
+
+def test_errors_come_to_the_client_and_progress_counts_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_EVERY", 0)
+    with embedding_at(tmp_path, "device") as embedding:
+        steps(embedding, 3)
+        told: list[tuple[int, int | None]] = []
+        manifest = ask_save(tmp_path / STORE, "a", progress=lambda rows, of: told.append((rows, of)))
+        assert told[0] == (0, manifest.rows)
+        assert told[-1] == (manifest.rows, manifest.rows)
+        assert told == sorted(told)
+        with pytest.raises(SnapshotError, match=r"/a' exists: choose another name"):
+            ask_save(tmp_path / STORE, "a")
+        with pytest.raises(SnapshotError, match=r"\.\./x"):
+            ask_save(tmp_path / STORE, "../x")
+        with pytest.raises(ValueError, match="kind='half'"):
+            ask_save(tmp_path / STORE, "b", kind="half")
+
+
+@on_devices
+@pytest.mark.parametrize("store", ["device", "host", "cached_host"])
+def test_a_snapshot_of_rows_on_a_gpu(device: Device, tmp_path: Path, store: str) -> None:
+    """It may come to what the trainer did wrong before the trainer knows, who is told all the same."""
+    with tables_on(device) as place, make(options(store, tmp_path), "adagrad") as embedding:
+        embedding.to(place)
+
+        def step_of(tables: list[int]) -> None:
+            ids = torch.arange(2, device=place)
+            pinned = embedding.pin([Lookup(ids, torch.tensor(tables, device=place))])
+            pinned.update([torch.ones_like(pinned.gather(0))])
+
+        step_of([0, 1])
+        step_of([2, 3])
+        with pytest.raises(StoreError, match=r"table_ids of embedding 'rows'.*changed nothing"):
+            ask_save(tmp_path / STORE, "a")
+        with pytest.raises(InputError, match="table_ids"):
+            step_of([0, 1])
+        step_of([1, 2])
+        assert ask_save(tmp_path / STORE, "a").description["step"] == 2
+        assert rows_of(Snapshot.open(tmp_path / STORE / "snapshots" / "a")) == contents(embedding).tobytes()
+
+
+def _connected(store: Path) -> socket.socket:
+    connection = channel.connect(store, 30)
+    assert connection is not None
+    return connection
+
+
+def test_bad_clients_hurt_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_PATIENCE", 0.3)
+    store = tmp_path / STORE
+    with embedding_at(tmp_path, "device") as embedding, contextlib.ExitStack() as stack:
+        steps(embedding, 2)
+        for bad in (b"\xff\x00", b"[" * 60000, b"[]", b"{}", b'{"do": "save", "name": 3}', b"x" * 150_000):
+            client = stack.enter_context(_connected(store))
+            client.send(bad)
+            assert "error" in channel.receive(client)
+        _connected(store).close()
+        asks = stack.enter_context(_connected(store))
+        channel.send(asks, {"do": "save", "name": "unheard", "kind": "full"})
+        asks.shutdown(socket.SHUT_RDWR)
+        silent = [stack.enter_context(_connected(store)) for _ in range(20)]
+        assert all("error" in channel.receive(client) for client in silent)
+        with _connected(store) as client, pytest.raises(OSError, match="too long"):
+            client.send(bytes(1 << 25))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream, pytest.raises(OSError, match="wrong type"):
+            stream.connect(str(store / "SOCKET"))
+        steps(embedding, 2)
+        saved(store, "a")
+        holds(embedding, 4)
+
+
+def test_a_folder_without_a_socket_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / STORE / "SOCKET" / "in the way").mkdir(parents=True)
+    with caplog.at_level("INFO", "tierbed"), embedding_at(tmp_path, "device") as embedding:
+        steps(embedding, 3)
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert "`tierbed snapshot save` cannot ask this process" in said
+    with embedding_at(tmp_path, "device") as embedding:
+        holds(embedding, 3)
+
+
+def test_nothing_is_left_running(tmp_path: Path) -> None:
+    before, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with embedding_at(tmp_path, "device") as embedding:
+            steps(embedding, 1)
+            ask_status(tmp_path / STORE)
+    assert threading.active_count() == before
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_clients_that_come_and_go_at_once_are_all_served(tmp_path: Path) -> None:
+    def served(_: int) -> bool:
+        while True:
+            try:
+                return ask_status(tmp_path / "rows") is not None
+            except StoreError as error:
+                if "too many clients; ask again" not in str(error):  # there are on a busy machine
+                    raise
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with make(options("device", tmp_path), "sgd") as embedding, ThreadPoolExecutor(12) as clients:
+            train(embedding, range(9))
+            assert all(clients.map(served, range(2000)))
+    finally:
+        sys.setswitchinterval(interval)

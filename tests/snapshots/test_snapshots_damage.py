@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from support.stored import description, flip_bit, save
+from tierbed.engine.errors import SnapshotError
+from tierbed.engine.row_format import row_dtype
+from tierbed.engine.store.durable import seal, unseal
+from tierbed.snapshots import Snapshot
+from tierbed.snapshots.files.format import npy_header
+
+MANIFEST = "manifest.msgpack"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound") / "s"
+    save(folder, {0: 3, 5: 1, 63: 2}, width=2)
+    return folder
+
+
+FILES = [MANIFEST, "bucket-00.npy", "bucket-05.npy", "bucket-63.npy"]
+
+
+@given(
+    file=st.sampled_from(FILES),
+    where=st.integers(0, 1 << 20),
+    how=st.sampled_from(["flip", "truncate", "append", "remove"]),
+)
+@example(file=FILES[1], where=8 * 9, how="flip")
+@example(file=FILES[1], where=8 * 255, how="flip")
+@example(file=FILES[1], where=8 * 256, how="flip")
+@example(file=FILES[1], where=256, how="truncate")
+@example(file=FILES[0], where=0, how="truncate")
+def test_any_flipped_bit_and_any_truncation_is_found(sound: Path, file: str, where: int, how: str) -> None:
+    folder = sound.with_name("damaged")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(sound, folder)
+    Snapshot.open(folder).verify()
+    path = folder / file
+    size = path.stat().st_size
+    if how == "flip":
+        flip_bit(path, where % (8 * size))
+    elif how == "truncate":
+        os.truncate(path, where % size)
+    elif how == "append":
+        path.write_bytes(path.read_bytes() + b"\0")
+    else:
+        path.unlink()
+    with pytest.raises(SnapshotError, match=file):
+        Snapshot.open(folder).verify()
+    with pytest.raises(SnapshotError, match=file):
+        list(Snapshot.open(folder).chunks(1))
+
+
+def test_missing_file_is_found_before_the_first_row_is_given_out(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound, tmp_path / "s")
+    (tmp_path / "s" / "bucket-63.npy").unlink()
+    with pytest.raises(SnapshotError, match=r"bucket-63.npy"):
+        next(Snapshot.open(tmp_path / "s").chunks())
+
+
+def test_pipe_in_the_place_of_a_file_does_not_block(sound: Path, tmp_path: Path) -> None:
+    for file in FILES:
+        shutil.copytree(sound, tmp_path / file)
+        (tmp_path / file / file).unlink()
+        os.mkfifo(tmp_path / file / file)
+        with pytest.raises(SnapshotError, match=f"{file}.*regular") as raised:
+            Snapshot.open(tmp_path / file).verify()
+        assert str(raised.value).count(f"/{file}/{file}'") == 1
+
+
+def test_a_file_that_is_not_there_is_named_once(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound, tmp_path / "s")
+    (tmp_path / "s" / "bucket-63.npy").unlink()
+    with pytest.raises(SnapshotError) as raised:
+        Snapshot.open(tmp_path / "s").verify()
+    assert str(raised.value).count("bucket-63.npy") == 1
+
+
+def _manifest(**changes: Any) -> dict[str, Any]:
+    entry = {"rows": 1, "bytes": 256 + 44, "crc32": 0}
+    return {
+        "format": 2,
+        "kind": "full",
+        "id": "0" * 32,
+        "parent": None,
+        "description": description(),
+        "rows": 1,
+        "deleted": 0,
+        "files": {"bucket-00.npy": entry},
+        "rocksdb": None,
+        "created": 1,
+        "sequence": 1,
+    } | changes
+
+
+def _files(name: Any = "bucket-00.npy", **changes: Any) -> dict[str, Any]:
+    return {"files": {name: {"rows": 1, "bytes": 256 + 44, "crc32": 0} | changes}}
+
+
+PARENT = {"name": "s", "id": "0" * 32}
+ROCKSDB = {"shards": 1, "files": {"shard-0/CURRENT": {"bytes": 16, "crc32c": 0}}}
+
+
+def _rocksdb(name: str, **changes: Any) -> dict[str, Any]:
+    file = ROCKSDB["files"]["shard-0/CURRENT"] | changes
+    return {"kind": "checkpoint", "files": {}, "rocksdb": {"shards": 1, "files": {name: file}}}
+
+
+HOSTILE = {
+    "traversal": _files("../bucket-00.npy"),
+    "absolute": _files("/etc/passwd"),
+    "bucket 64": _files("bucket-64.npy"),
+    "newline": _files("bucket-00.npy\n"),
+    "other digits": _files("bucket-\u0660\u0660.npy"),
+    "bytes name": _files(b"bucket-00.npy"),
+    "no rows": {"rows": 0} | _files(rows=0, bytes=256),
+    "negative rows": {"rows": -1} | _files(rows=-1, bytes=256 - 44),
+    "other size": _files(bytes=257),
+    "bool": _files(crc32=True),
+    "float": _files(crc32=0.0),
+    "more fields": _files(path="x"),
+    "sum": {"rows": 2},
+    "huge sequence": {"sequence": 2**63},
+    "huge clock": {"created": 2**64 - 1},
+    "huge width": {"description": description(width=2**40)},
+    "nil": {"files": None},
+    "description": {"description": []},
+    "hyper of another rule": {"description": description(hyper=[0.1])},
+    "state of another rule": {"description": description(states=["momentum_buffer"])},
+    "state as wide as another rule's": {"description": description(columns=[5], state_widths=[1])},
+    "foreign": {"extra": 1},
+    "format": {"format": 1},
+    "kind": {"kind": "half"},
+    "short id": {"id": "0" * 31},
+    "id of bytes": {"id": b"0" * 32},
+    "full with a parent": {"parent": PARENT},
+    "incremental without a parent": {"kind": "incremental"},
+    "parent elsewhere": {"kind": "incremental", "parent": PARENT | {"name": "../s"}},
+    "parent without id": {"kind": "incremental", "parent": {"name": "s"}},
+    "full that deletes": {"deleted": 1} | _files("deleted-00.npy", bytes=256 + 12),
+    "deleted sum": {"kind": "incremental", "parent": PARENT, "deleted": 1},
+    "rows in a file of keys": {"kind": "incremental", "parent": PARENT, "deleted": 1} | _files("deleted-00.npy"),
+    "full of RocksDB": {"rocksdb": ROCKSDB},
+    "checkpoint of nothing": {"kind": "checkpoint", "files": {}},
+    "checkpoint of rows": {"kind": "checkpoint", "rocksdb": ROCKSDB},
+    "RocksDB elsewhere": _rocksdb("../shard-0/CURRENT"),
+    "RocksDB absolute": _rocksdb("/shard-0/CURRENT"),
+    "RocksDB's log": _rocksdb("shard-0/LOG"),
+    "shard 1 of 1": _rocksdb("shard-1/CURRENT"),
+    "no shards": {"kind": "checkpoint", "files": {}, "rocksdb": {"shards": 0, "files": {}}},
+    "too many shards": {"kind": "checkpoint", "files": {}, "rocksdb": {"shards": 1 << 40, "files": {}}},
+    "negative bytes": _rocksdb("shard-0/CURRENT", bytes=-1),
+    "no format": {"format": None},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_manifest_with_a_right_checksum_is_refused(tmp_path: Path, case: str) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / MANIFEST).write_bytes(seal(_manifest()))
+    Snapshot.open(tmp_path / "s")
+    (tmp_path / "s" / MANIFEST).write_bytes(seal(_manifest(**HOSTILE[case])))
+    with pytest.raises(SnapshotError, match=MANIFEST):
+        Snapshot.open(tmp_path / "s")
+
+
+def test_rows_that_are_claimed_and_not_there_are_not_allocated(tmp_path: Path) -> None:
+    rows = 1 << 40
+    entry = {"rows": rows, "bytes": 256 + 44 * rows, "crc32": 0}
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / MANIFEST).write_bytes(seal(_manifest(rows=rows, files={"bucket-00.npy": entry})))
+    (tmp_path / "s" / "bucket-00.npy").write_bytes(npy_header(row_dtype(6), rows))
+    with pytest.raises(SnapshotError, match=r"bucket-00.npy.*256 bytes instead of"):
+        Snapshot.open(tmp_path / "s").verify()
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(field=st.sampled_from([*_manifest()]), inner=st.sampled_from([None, *description()]), value=plain)
+def test_manifest_of_any_content_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, field: str, inner: str | None, value: Any
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "any"
+    folder.mkdir(exist_ok=True)
+    content = _manifest(**({field: value} if inner is None else {"description": description() | {inner: value}}))
+    (folder / MANIFEST).write_bytes(seal(content))
+    try:
+        Snapshot.open(folder)
+    except SnapshotError:
+        return
+    changed = unseal((folder / MANIFEST).read_bytes())
+    assert seal(changed) == seal(content)
+
+
+def test_a_snapshot_of_format_0_is_refused_for_its_format_and_not_as_damaged(tmp_path: Path) -> None:
+    older = {field: value for field, value in description().items() if field not in ("hyper", "state_widths")}
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / MANIFEST).write_bytes(seal(_manifest(format=0, description=older)))
+    with pytest.raises(SnapshotError, match="its format is 0, and this tierbed reads 2: use the version that wrote it"):
+        Snapshot.open(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"hyper": [0.1]}, "'hyper' of 1 numbers, and rule 'adagrad' takes 6"),
+        ({"states": ["z"]}, r"'states' and 'state_widths' \[\('z', 3\)\], and rule 'adagrad' has \[\('sum', 3\)\]"),
+    ],
+)
+def test_a_description_with_the_numbers_or_states_of_another_rule_is_named(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(SnapshotError, match=problem):
+        save(tmp_path / "s", **changes)
+
+
+def test_manifests_of_the_other_kinds_are_read(tmp_path: Path) -> None:
+    good = [{"kind": "incremental", "parent": PARENT}, _rocksdb("shard-0/000012.sst")]
+    for number, changes in enumerate(good):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / MANIFEST).write_bytes(seal(_manifest(**changes)))
+        assert Snapshot.open(tmp_path / str(number)).kind == changes["kind"]
+
+
+def test_unknown_format_names_both_numbers(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / MANIFEST).write_bytes(seal({"format": 7, "of": "the future"}))
+    with pytest.raises(SnapshotError, match="format is 7, and this tierbed reads 2"):
+        Snapshot.open(tmp_path / "s")

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tracemalloc
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from torch import Tensor
+
+from support.embeddings import STORES, make, options, train
+from support.stored import chunked, description, flip_bit, least_keys, make_buckets
+from tierbed.engine.errors import InputError, OptionError, SnapshotError
+from tierbed.engine.row_format import LAST_STEP
+from tierbed.snapshots import Snapshot, write_snapshot
+from tierbed.snapshots.exchange.export import FORMATS, export_snapshot
+
+FILES = ["parquet", "npz", "safetensors"]
+
+
+def whole(snapshot: Snapshot) -> NDArray[np.void]:
+    return np.concatenate([rows for _, rows in snapshot.chunks()])
+
+
+def saved(folder: Path, width: int = 6, counts: dict[int, int] | None = None, **changes: Any) -> Snapshot:
+    """A snapshot with every kind of float; tables 0 to 2."""
+    buckets = make_buckets(width, {0: 20, 5: 1, 63: 9} if counts is None else counts)
+    if changes.get("key_type") == "int32":
+        for bucket, rows in buckets.items():
+            for table in range(3):
+                places = np.flatnonzero(rows["table"] == table)
+                rows["key"][places] = least_keys(bucket, len(places), table)
+    tables = [{"type": "constant", "value": 0.0}] * 3
+    write_snapshot(folder, description(width, tables=tables, step=LAST_STEP, **changes), chunked(buckets))
+    return Snapshot.open(folder)
+
+
+def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """The columns of an export and its description, by the libraries of the formats alone."""
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as file:
+            columns = {name: file[name] for name in file.files}
+        return columns, json.loads(str(columns.pop("tierbed")))
+    if path.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(path, "np") as opened:
+            return load_file(path), json.loads(opened.metadata()["tierbed"])
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(path)
+    columns = {}
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        if pyarrow.types.is_fixed_size_list(column.type):
+            columns[name] = column.flatten().to_numpy().reshape(-1, column.type.list_size)
+        else:
+            columns[name] = column.to_numpy()
+    return columns, json.loads(table.schema.metadata[b"tierbed"])
+
+
+def same(found: NDArray[Any], wanted: NDArray[Any]) -> None:
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    assert found.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("format", FILES)
+@pytest.mark.parametrize("key_type", ["int32", "int64", "uint64"])
+def test_libraries_read_the_same_bits(tmp_path: Path, format: str, key_type: str) -> None:
+    snapshot = saved(tmp_path / "s", key_type=key_type)
+    path = tmp_path / "new" / f"x.{format}"
+    seen: list[int] = []
+    assert export_snapshot(snapshot, path, format, seen.append) == sum(seen) == 30
+    assert os.listdir(path.parent) == [path.name]
+    columns, about = read(path)
+    assert about == snapshot.description
+    rows = whole(snapshot)
+    assert set(columns) == {"table", "key", "embedding", "sum", "updates", "step"}
+    same(columns["key"], rows["key"].astype(key_type))
+    same(columns["embedding"], rows["values"][:, :3].copy())
+    same(columns["sum"], rows["values"][:, 3:].copy())
+    for name in ("table", "updates", "step"):
+        same(columns[name], rows[name].copy())
+
+
+@pytest.mark.parametrize("format", FILES)
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("format")
+def test_the_snapshot_of_a_trained_embedding(tmp_path: Path, store: str, format: str) -> None:
+    with make(options(store, tmp_path), "rowwise", tables=2) as embedding:
+        for step in range(3):
+            train(embedding, torch.arange(-20, 40) * (step + 1), torch.arange(60) % 2)
+        embedding.save_snapshot("s")
+        rows = {
+            (int(t), int(k)): r
+            for tables, keys, rs in embedding.chunks()
+            for t, k, r in zip(tables, keys, rs, strict=True)
+        }
+        path = tmp_path / f"x.{format}"
+        export_snapshot(Snapshot.open(tmp_path / "rows" / "snapshots" / "s"), path, format)
+    columns, about = read(path)
+    assert about["optimizer"] == "rowwise_adagrad"
+    assert columns["sum"].shape == (len(rows), 1)
+    assert len(columns["key"]) == len(rows)
+    for table, key, row in zip(columns["table"], columns["key"], columns["embedding"], strict=True):
+        assert rows[int(table), int(key)].tolist() == row.tolist()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_part_of_a_snapshot(tmp_path: Path, format: str) -> None:
+    snapshot = saved(tmp_path / "s")
+    rows = whole(snapshot)
+    path = tmp_path / f"x.{format}"
+    seen: list[int] = []
+    count = export_snapshot(snapshot, path, format, seen.append, tables=[0, 2], state=False)
+    kept = rows[rows["table"] != 1]
+    assert (count, sum(seen)) == (len(kept), len(rows))
+    assert 0 < len(kept) < len(rows)
+    if format == "snapshot":
+        found = Snapshot.open(path)
+        about, part = found.description, whole(found)
+        same(part["values"].copy(), kept["values"][:, :3].copy())
+        same(part["key"].copy(), kept["key"].copy())
+    else:
+        columns, about = read(path)
+        assert set(columns) == {"table", "key", "embedding", "updates", "step"}
+        same(columns["embedding"], kept["values"][:, :3].copy())
+        same(columns["table"], kept["table"].copy())
+    assert about == {
+        **snapshot.description,
+        "width": 3,
+        "optimizer": None,
+        "states": [],
+        "state_widths": [],
+        "initial": [],
+        "hyper": [],
+        "step": 0,
+    }
+
+
+@pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
+def test_every_kind_of_snapshot_exports_as_a_full_one(tmp_path: Path, kind: str) -> None:
+    with make(options("ssd", tmp_path), "adam") as embedding:
+        train(embedding, torch.arange(200), torch.arange(200) % 3)
+        embedding.save_snapshot("first")
+        train(embedding, torch.arange(50))
+        embedding.delete(torch.arange(5), 0)
+        embedding.save_snapshot("s", kind=kind)
+        count = embedding.size()
+    snapshot = Snapshot.open(tmp_path / "rows" / "snapshots" / "s")
+    assert export_snapshot(snapshot, tmp_path / "open", "snapshot") == count == 228
+    found = Snapshot.open(tmp_path / "open")
+    assert (found.kind, found.description) == ("full", snapshot.description)
+    assert whole(found).tobytes() == whole(snapshot).tobytes()
+
+
+def test_without_state_rows_are_as_a_lookup_sees_them(tmp_path: Path) -> None:
+    with make(options("host", tmp_path), "catch-up", tables=1) as embedding:
+        for step in range(6):
+            train(embedding, torch.arange(step, 9))
+        embedding.save_snapshot("s")
+        wanted: Tensor = embedding.get(torch.arange(9))
+    snapshot = Snapshot.open(tmp_path / "rows" / "snapshots" / "s")
+    export_snapshot(snapshot, tmp_path / "x.npz", "npz", state=False)
+    columns, _ = read(tmp_path / "x.npz")
+    order = np.argsort(columns["key"])
+    assert columns["embedding"][order].tolist() == wanted.tolist()
+    rows = whole(snapshot)
+    assert rows["values"][np.argsort(rows["key"]), :5].tolist() != wanted.tolist()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_empty_table(tmp_path: Path, format: str) -> None:
+    snapshot = saved(tmp_path / "s", counts={})
+    path = tmp_path / f"x.{format}"
+    assert export_snapshot(snapshot, path, format) == 0
+    if format != "snapshot":
+        columns, _ = read(path)
+        assert {name: column.shape[0] for name, column in columns.items()} == dict.fromkeys(columns, 0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_existing_target_stays(tmp_path: Path, format: str) -> None:
+    snapshot = saved(tmp_path / "s")
+    path = tmp_path / "x"
+    path.write_text("mine")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for target in (path, tmp_path / "dangling", tmp_path):
+        with pytest.raises(SnapshotError, match="exists: choose another"):
+            export_snapshot(snapshot, target, format)
+    assert path.read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "s", "x"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_damaged_snapshot_leaves_nothing(tmp_path: Path, format: str) -> None:
+    snapshot = saved(tmp_path / "s")
+    flip_bit(tmp_path / "s" / "bucket-63.npy", 8 * 270)  # in the values of the first row
+    with pytest.raises(SnapshotError, match=r"bucket-63\.npy.*checksum"):
+        export_snapshot(snapshot, tmp_path / "out" / "x", format)
+    assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("format", FILES)
+def test_a_failing_disk_is_named(tmp_path: Path, format: str) -> None:
+    snapshot = saved(tmp_path / "s")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SnapshotError, match=r"was not exported to .*File exists"):
+        export_snapshot(snapshot, tmp_path / "file" / "x", format)
+
+
+def test_what_a_killed_export_left_is_replaced(tmp_path: Path) -> None:
+    snapshot = saved(tmp_path / "s")
+    (tmp_path / ".tmp-x.npz").write_text("half")
+    export_snapshot(snapshot, tmp_path / "x.npz", "npz")
+    assert sorted(os.listdir(tmp_path)) == ["s", "x.npz"]
+
+
+def test_what_others_have_beside_an_export_stays(tmp_path: Path) -> None:
+    snapshot = saved(tmp_path / "s")
+    (tmp_path / ".tmp-other").mkdir()
+    export_snapshot(snapshot, tmp_path / "x", "snapshot")
+    assert sorted(os.listdir(tmp_path)) == [".tmp-other", "s", "x"]
+
+
+def test_row_groups_are_bounded_and_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow.parquet
+
+    from tierbed.snapshots.exchange import parquet
+
+    monkeypatch.setattr(parquet, "_GROUP_ROWS", 25)
+    snapshot = saved(tmp_path / "s", counts=dict.fromkeys(range(20), 5))
+    export_snapshot(snapshot, tmp_path / "x.parquet", "parquet")
+    metadata = pyarrow.parquet.read_metadata(tmp_path / "x.parquet")
+    assert [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)] == [25] * 4
+
+
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+def test_a_chunk_is_in_memory_at_a_time(tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def growing() -> Any:
+        rows = make_buckets(64, {0: 500})[0]
+        rows["table"] = 0
+        for keys in least_keys(0, 50_000).reshape(100, 500):
+            rows["key"] = keys
+            yield 0, rows.copy()
+
+    write_snapshot(tmp_path / "s", description(64, step=LAST_STEP), growing())
+    snapshot = Snapshot.open(tmp_path / "s")
+    monkeypatch.setattr(Snapshot, "chunks", partialmethod(Snapshot.chunks, 500))
+    tracemalloc.start()
+    try:
+        export_snapshot(snapshot, tmp_path / "x", format)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "x").stat().st_size > 13e6
+    assert peak < 4e6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"format": "csv"}, r"format='csv': give one of 'parquet', 'npz'"),
+        ({"format": "npz", "tables": [3]}, r"tables=\[3\]: give a list of table ids from 0 to 2"),
+        ({"format": "npz", "tables": 1}, r"tables=1: give a list"),
+        ({"format": "snapshot", "tables": [True]}, r"tables=\[True\]: give a list"),
+        ({"format": "npz", "path": 7}, "path=7: give a path"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    snapshot = saved(tmp_path / "s")
+    with pytest.raises(InputError, match=message):
+        export_snapshot(snapshot, **{"path": tmp_path / "x"} | arguments)
+
+
+@pytest.mark.parametrize("state", ["key", "embedding", "values"])
+def test_a_state_with_the_name_of_a_column(tmp_path: Path, state: str) -> None:
+    snapshot = saved(tmp_path / "s", optimizer="foreign", states=[state])
+    with pytest.raises(SnapshotError, match=f"state '{state}' has the name of another column: use state=False"):
+        export_snapshot(snapshot, tmp_path / "x", "npz")
+    assert export_snapshot(snapshot, tmp_path / "x", "npz", state=False) == 30
+
+
+def test_without_pyarrow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = saved(tmp_path / "s")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(OptionError, match=r"pip install 'tierbed\[parquet\]'"):
+        export_snapshot(snapshot, tmp_path / "x", "parquet")
+    assert os.listdir(tmp_path) == ["s"]

@@ -1,0 +1,182 @@
+"""Rows that no table has, under right checksums: no load takes them, and `verify` says of each what a load would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.embeddings import make, options, train
+from support.forged import (
+    CRC32C,
+    KINDS,
+    blocks_of,
+    change,
+    copied,
+    is_sound,
+    refused,
+    save_each_kind,
+    with_right_checksums,
+    write_file,
+    write_rows,
+)
+from support.stored import key_in
+from tierbed.engine import MultiTableEmbedding, _core
+from tierbed.engine.row_format import KEY
+from tierbed.snapshots import Snapshot
+
+pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_each_kind(tmp_path_factory.mktemp("sound"))
+
+
+@pytest.fixture(scope="module")
+def of_crc32c(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_each_kind(tmp_path_factory.mktemp("crc32c"), rocksdb_options=CRC32C)
+
+
+@pytest.fixture(params=["device", "ssd"])
+def embedding(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MultiTableEmbedding]:
+    with make(options(request.param, tmp_path), "adagrad", tables=1) as embedding:
+        train(embedding, range(10))
+        yield embedding
+
+
+def at(embedding: MultiTableEmbedding, snapshots: Path) -> Path:
+    """A copy of the snapshots where the embedding finds them."""
+    path = embedding.store_options.persistent_path
+    assert path is not None
+    return copied(snapshots, Path(path))
+
+
+def first_file(folder: Path, kind: str = "bucket") -> str:
+    return min(name for name in Snapshot.open(folder).manifest.files if name.startswith(kind))
+
+
+def a_row_more(folder: Path, **fields: Any) -> None:
+    """A row of another bucket's file once more, in its place by (table, key), as it is but for `fields`."""
+    name, other = sorted(name for name in Snapshot.open(folder).manifest.files if name.startswith("bucket"))[:2]
+    row = np.load(folder / other)[:1]
+    for field, value in fields.items():
+        row[field] = value
+    rows = np.concatenate([np.load(folder / name), row])
+    write_rows(folder, name, rows[np.lexsort((rows["key"], rows["table"]))])
+
+
+def of_both(folder: Path) -> None:
+    row = np.load(folder / first_file(folder))[0]
+    bucket = first_file(folder)[-6:-4]
+    deleted = np.array([(row["table"], row["key"])], KEY)
+    write_rows(folder, f"deleted-{bucket}.npy", deleted)
+
+
+def a_deleted_key_of_another_bucket(folder: Path) -> None:
+    write_rows(folder, "deleted-63.npy", np.array([(0, key_in(1, 0, 5))], KEY))
+
+
+def a_number_of_rows(folder: Path) -> None:
+    change(folder, lambda content: content.update(rows=10**9))
+
+
+def one_row_more_than_there_is(folder: Path) -> None:
+    change(folder, lambda content: content.update(rows=content["rows"] + 1))
+
+
+def swapped_shards(folder: Path) -> None:
+    place = folder / "rocksdb"
+    (place / "shard-0").rename(place / "shard")
+    (place / "shard-1").rename(place / "shard-0")
+    (place / "shard").rename(place / "shard-1")
+
+    def other(name: str) -> str:
+        return name.replace("shard-0", "shard").replace("shard-1", "shard-0").replace("shard/", "shard-1/")
+
+    def edit(content: dict[str, Any]) -> None:
+        files = content["rocksdb"]["files"]
+        content["rocksdb"]["files"] = {other(name): entry for name, entry in files.items()}
+
+    change(folder, edit)
+
+
+CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "a key in two buckets": ("full", a_row_more, "it has rows of another bucket"),
+    "a key in two buckets of an incremental one": ("incremental", a_row_more, "it has rows of another bucket"),
+    "a table that there is not": ("full", lambda f: a_row_more(f, table=9), "rows of tables that there are not"),
+    "a row never written": ("incremental", lambda f: a_row_more(f, updates=0), "another bucket|never written"),
+    "written and deleted": ("incremental", of_both, "it has keys of rows that bucket-.. has|it has keys of rows"),
+    "deleted elsewhere": ("incremental", a_deleted_key_of_another_bucket, "it has rows of another bucket"),
+    "rows that an incremental one has not": ("incremental", a_number_of_rows, "rows instead of 1000000000"),
+    "rows that a checkpoint has not": ("checkpoint", a_number_of_rows, "rows instead of 1000000000"),
+    "one row too few": ("incremental", one_row_more_than_there_is, "rows instead of"),
+    "swapped shards": ("checkpoint", swapped_shards, "a shard has rows of another"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.rotated("embedding")
+def test_forged_rows_are_refused_by_load_and_unsound_to_verify(
+    embedding: MultiTableEmbedding, sound: Path, case: str
+) -> None:
+    kind, forge, problem = CASES[case]
+    snapshots = at(embedding, sound)
+    assert all(is_sound(snapshots, name) for name in KINDS)
+    forge(snapshots / kind)
+    refused(embedding, snapshots, kind, problem)
+    if kind == "full":
+        refused(embedding, snapshots, "incremental", problem)
+        assert not is_sound(snapshots, "incremental")
+    train(embedding, range(20))
+    embedding.save_snapshot("after")
+    assert is_sound(snapshots, "after")
+
+
+def test_keys_that_are_no_int32_are_refused(tmp_path: Path) -> None:
+    with make(options("device", tmp_path), "adagrad", tables=1, key_type=torch.int32) as embedding:
+        train(embedding, range(-100, 100))
+        embedding.save_snapshot("full")
+        snapshots = tmp_path / "rows" / "snapshots"
+        assert is_sound(snapshots, "full")
+        name = first_file(snapshots / "full")
+        rows = np.load(snapshots / "full" / name)
+        rows["key"][0] = key_in(int(name[-6:-4]), 0, 5)
+        write_rows(snapshots / "full", name, np.sort(rows, order=["table", "key"]))
+        refused(embedding, snapshots, "full", "keys that are no int32")
+
+
+def test_forged_blocks_of_rocksdb_end_no_process_and_what_loads_is_what_was_verified(
+    of_crc32c: Path, tmp_path: Path
+) -> None:
+    """A byte of a block changes, under right checksums: RocksDB ends its process at two of them, by an assertion."""
+    with make(options("device", tmp_path), "adagrad", tables=1) as embedding:
+        train(embedding, range(10))
+        snapshots = at(embedding, of_crc32c)
+        held = Snapshot.open(snapshots / "checkpoint").manifest.rocksdb
+        assert held is not None
+        name = min(name for name in held.files if name.endswith(".sst"))
+        whole = (snapshots / "checkpoint" / "rocksdb" / name).read_bytes()
+        blocks = blocks_of(whole)
+        assert with_right_checksums(whole, blocks) == whole
+        rows, filters, index, *_ = blocks
+        for place, sound in {
+            rows[0] + 1: False,
+            rows[1] - 4: False,
+            filters[0]: True,
+            index[0] + 1: False,
+        }.items():
+            data = bytearray(whole)
+            data[place] ^= 0xFF
+            write_file(snapshots / "checkpoint", name, with_right_checksums(bytes(data), blocks))
+            if sound:
+                assert is_sound(snapshots, "checkpoint")
+                embedding.load_snapshot("checkpoint")
+            else:
+                refused(embedding, snapshots, "checkpoint", "is damaged")
+        write_file(snapshots / "checkpoint", name, whole)
+        assert is_sound(snapshots, "checkpoint")

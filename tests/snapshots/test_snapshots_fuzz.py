@@ -1,0 +1,277 @@
+"""Snapshots that nobody wrote: any bytes are read or refused, at a cost that follows their size."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import shutil
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from support.embeddings import contents, make, options, train
+from support.forked import in_process
+from tierbed.engine import SnapshotError, TierbedError
+from tierbed.engine.store.durable import MAX_SEALED, seal, unseal
+from tierbed.snapshots import Manifest, Snapshot, list_snapshots
+from tierbed.snapshots.files.format import HEADER_BYTES, npy_header
+
+MANIFEST = "manifest.msgpack"
+MB = 1 << 20
+KINDS = ["full", "incremental", "checkpoint"]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store folder with a snapshot of each kind, by that name."""
+    path = tmp_path_factory.mktemp("sound")
+    with make(options("ssd", path), "adagrad", tables=1) as embedding:
+        for number, kind in enumerate(KINDS):
+            train(embedding, range(50 * number, 50 * number + 100))
+            embedding.delete(range(3))
+            embedding.save_snapshot(kind, kind)
+    return path / "rows" / "snapshots"
+
+
+def sealed(payload: bytes) -> bytes:
+    """As `seal`, of a payload that may be no msgpack."""
+    return bytes(msgpack.packb([payload, zlib.crc32(payload)]))
+
+
+@contextlib.contextmanager
+def allocating_less_than(limit: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
+
+
+def decode(data: bytes) -> Manifest | None:
+    with allocating_less_than(MB + 64 * len(data)), contextlib.suppress(ValueError):
+        return Manifest.decode(data)
+    return None
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\xdd\xff\xff\xff\xff")  # an array of 2**32 - 1
+@example(b"\xdf\xff\xff\xff\xff")  # a map
+@example(b"\xc6\xff\xff\xff\xff")  # bytes
+@example(b"\xc9\xff\xff\xff\xff\x01")  # an extension type
+@example(b"\x91" * 3000)  # arrays in arrays
+@example(b"\x92\xc4\x01\x00\xcf\xff\xff\xff\xff\xff\xff\xff\xff")
+def test_bytes_are_no_manifest_bare_or_sealed(data: bytes) -> None:
+    assert decode(data) is None
+    assert decode(sealed(data)) is None
+
+
+@settings(max_examples=300)
+@given(
+    kind=st.sampled_from(KINDS), edits=st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(max_size=6)), max_size=3)
+)
+@example(kind="full", edits=[])
+def test_a_manifest_that_is_changed_and_sealed_again_is_refused_or_says_as_much_as_it_reads(
+    sound: Path, kind: str, edits: list[tuple[int, bytes]]
+) -> None:
+    payload = bytearray(msgpack.unpackb((sound / kind / MANIFEST).read_bytes())[0])
+    for place, new in edits:
+        place %= len(payload)
+        payload[place : place + len(new)] = new
+    manifest = decode(sealed(bytes(payload)))
+    assert manifest is not None or edits
+    if manifest is not None:
+        assert Manifest.decode(manifest.encode()) == manifest
+
+
+def tampered(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """A manifest with a change, sealed again."""
+    content = unseal((folder / MANIFEST).read_bytes())
+    change(content)
+    (folder / MANIFEST).write_bytes(seal(content))
+
+
+def copied(sound: Path, to: Path) -> Path:
+    """The snapshots of `sound`, at `to`."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(sound, to, symlinks=True)
+    return to
+
+
+@settings(max_examples=100)
+@given(
+    kind=st.sampled_from(KINDS),
+    file=st.integers(0, 1 << 20),
+    edits=st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(max_size=6)), max_size=3),
+    size=st.none() | st.integers(0, 1 << 13),
+)
+def test_a_file_of_any_content_is_read_or_refused(
+    sound: Path, kind: str, file: int, edits: list[tuple[int, bytes]], size: int | None
+) -> None:
+    """The bytes of a file change, the manifest, where it is not that one, stays."""
+    folder = copied(sound, sound.with_name("damaged")) / kind
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    path = files[file % len(files)]
+    before = path.read_bytes()
+    data = bytearray(before)
+    for place, new in edits:
+        place %= len(data)
+        data[place : place + len(new)] = new
+    after = bytes(data)[:size]
+    path.unlink()  # a link of the store's own file
+    path.write_bytes(after)
+    with allocating_less_than(4 * MB):
+        if after == before:
+            Snapshot.open(folder).verify()
+            return
+        with pytest.raises(SnapshotError, match=path.name):
+            Snapshot.open(folder).verify()
+
+
+CLAIMED = 1 << 40  # rows, 44 TB of them
+
+
+def claim_rows(folder: Path, kind: str) -> None:
+    """It claims rows that are not there, in the manifest and in each header."""
+    itemsize = Snapshot.open(folder).manifest.width * 4 + 20
+
+    def change(content: dict[str, Any]) -> None:
+        content["rows"] = CLAIMED
+        for name, file in content["files"].items():
+            if name.startswith("bucket"):
+                file |= {"rows": CLAIMED, "bytes": HEADER_BYTES + CLAIMED * itemsize}
+        if kind == "full":
+            content["rows"] = CLAIMED * len(content["files"])
+
+    tampered(folder, change)
+    manifest = Snapshot.open(folder).manifest
+    for name in manifest.files:
+        if name.startswith("bucket"):
+            with (folder / name).open("r+b") as file:
+                file.write(npy_header(np.dtype(f"V{itemsize}"), CLAIMED)[:HEADER_BYTES])
+
+
+def load_claims(path: Path, store: str, snapshots: Path) -> None:
+    """In 1 GiB more than there is now."""
+    with make(options(store, path), "adagrad", tables=1) as embedding:
+        train(embedding, range(10))
+        before = contents(embedding).tobytes()
+        snapshots.rename(path / "rows" / "snapshots")
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 1024 * MB, used + 1024 * MB))
+        for kind in KINDS:
+            with pytest.raises(SnapshotError):
+                Snapshot.open(path / "rows" / "snapshots" / kind).verify()
+            with pytest.raises(TierbedError):
+                embedding.load_snapshot(kind)
+            assert contents(embedding).tobytes() == before
+
+
+@pytest.mark.parametrize("store", ["device", "ssd_host"])
+def test_rows_that_are_claimed_and_not_there_are_not_allocated(sound: Path, tmp_path: Path, store: str) -> None:
+    folder = copied(sound, tmp_path / "hostile")
+    for kind in KINDS[:2]:
+        claim_rows(folder / kind, kind)
+    shutil.rmtree(folder / "checkpoint" / "rocksdb")
+    in_process(load_claims, tmp_path, store, folder)
+
+
+def rewrite(folder: Path, edit: Callable[[NDArray[np.void]], NDArray[np.void]], move: bool) -> None:
+    """Other rows in the first file of a full snapshot, or the file of another bucket; all checksums are right."""
+    manifest = Snapshot.open(folder).manifest
+    name = next(iter(manifest.files))
+    rows = edit(np.load(folder / name))
+    (folder / name).unlink()
+    header = npy_header(rows.dtype, len(rows))
+    target = "bucket-63.npy" if move and "bucket-63.npy" not in manifest.files else name
+    (folder / target).write_bytes(header + rows.tobytes())
+
+    def change(content: dict[str, Any]) -> None:
+        del content["files"][name]
+        entry = {"rows": len(rows), "bytes": len(header) + rows.nbytes, "crc32": zlib.crc32(rows.tobytes())}
+        content["files"][target] = entry
+        content["rows"] = sum(file["rows"] for file in content["files"].values())
+
+    tampered(folder, change)
+
+
+def _with(field: str, value: Any) -> Callable[[NDArray[np.void]], NDArray[np.void]]:
+    def edit(rows: NDArray[np.void]) -> NDArray[np.void]:
+        rows = rows.copy()
+        rows[field][-1] = value
+        return rows
+
+    return edit
+
+
+EDITS: dict[str, Callable[[NDArray[np.void]], NDArray[np.void]]] = {
+    "as it was": lambda rows: rows,
+    "backwards": lambda rows: rows[::-1].copy(),
+    "a row twice": lambda rows: np.concatenate([rows, rows[-1:]]),
+    "a table that there is not": _with("table", 2**32 - 1),
+    "a key of another bucket": _with("key", 2**64 - 1),
+    "never written": _with("updates", 0),
+    "of the last step": _with("step", 2**32 - 1),
+    "written without end": _with("updates", 2**32 - 1),
+    "not a number": _with("values", np.nan),
+}
+
+
+def load_edited(path: Path, store: str, snapshots: Path, sound: bool) -> None:
+    """It comes whole and right, or not at all; the embedding works on."""
+    with make(options(store, path), "adagrad", tables=1) as embedding:
+        train(embedding, range(10))
+        snapshots.rename(path / "rows" / "snapshots")
+        before = contents(embedding).tobytes()
+        try:
+            embedding.load_snapshot("full")
+        except TierbedError:
+            assert not sound
+            assert contents(embedding).tobytes() == before
+        else:
+            rows = contents(embedding)
+            assert len(np.unique(rows[["table", "key"]])) == len(rows) == embedding.size()
+        train(embedding, range(20))
+        embedding.delete(range(5))
+        after = contents(embedding).tobytes()
+        embedding.save_snapshot("after")
+    Snapshot.open(path / "rows" / "snapshots" / "after").verify()
+    with make(options(store, path, open="error"), "adagrad", tables=1) as embedding:
+        assert contents(embedding).tobytes() == after
+
+
+@pytest.mark.parametrize("store", ["device", "cached_host", "ssd_host"])
+@pytest.mark.parametrize("move", [False, True], ids=["in place", "moved"])
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.pairs
+def test_rows_that_no_table_has_do_no_harm(sound: Path, tmp_path: Path, edit: str, move: bool, store: str) -> None:
+    folder = copied(sound, tmp_path / "hostile")
+    for other in KINDS[1:]:
+        shutil.rmtree(folder / other)
+    rewrite(folder / "full", EDITS[edit], move)
+    in_process(load_edited, tmp_path, store, folder, edit == "as it was" and not move)
+
+
+def test_what_is_no_snapshot_is_listed_as_damaged_or_not_at_all(sound: Path, tmp_path: Path) -> None:
+    folder = copied(sound, tmp_path / "snapshots")
+    (folder / "file").write_bytes(b"x")
+    (folder / "empty").mkdir()
+    (folder / ".tmp-x").mkdir()
+    (folder / "huge").mkdir()
+    with (folder / "huge" / MANIFEST).open("wb") as file:
+        file.truncate(MAX_SEALED + 1)
+    (folder / "\udc80\n").mkdir()
+    with allocating_less_than(MB):
+        listing = list_snapshots(folder)
+    assert [s.name for s in listing.snapshots] == KINDS
+    assert set(listing.damaged) == {"empty", "huge", "\udc80\n"}

@@ -1,0 +1,221 @@
+"""Snapshots that hold what changed since another: chains of them read as the whole table, or refused."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.places import DOCS
+from support.stored import Chunk, description, flip_bit, key_in
+from tierbed.engine.errors import SnapshotError
+from tierbed.engine.row_format import KEY, row_dtype
+from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
+from tierbed.snapshots.files.aligned import aligned, among, sort_keys
+from tierbed.snapshots.files.reader import LONGEST_CHAIN
+from tierbed.snapshots.files.soundness import chains_of, verify_all
+
+Row = tuple[int, int, int]  # bucket, table, key; in the order of snapshots
+Table = dict[Row, float]
+
+
+def row(bucket: int, table: int, number: int) -> Row:
+    return bucket, table, key_in(bucket, table, number)
+
+
+rows = st.builds(row, st.sampled_from([0, 1, 63]), st.integers(0, 2), st.sampled_from([0, 1, 255, 256, 2**58 - 1]))
+tables = st.dictionaries(rows, st.floats(0, 9, width=32))
+
+
+def chunks_of(table: Table, size: int) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    for bucket in sorted({row[0] for row in table}):
+        held = sorted(row for row in table if row[0] == bucket)
+        for begin in range(0, len(held), size):
+            part = held[begin : begin + size]
+            array = np.zeros(len(part), row_dtype(2))
+            array["table"], array["key"] = [row[1] for row in part], [row[2] for row in part]
+            array["values"][:, 0] = [table[row] for row in part]
+            array["updates"] = 1
+            chunks.append((bucket, array))
+    return chunks
+
+
+def changes_of(before: Table, after: Table, size: int) -> list[tuple[int, Any, Any]]:
+    written = chunks_of({row: value for row, value in after.items() if before.get(row) != value}, size)
+    gone = chunks_of({row: 0.0 for row in before if row not in after}, size)
+    none, no_keys = np.empty(0, row_dtype(2)), np.empty(0, KEY)
+    both = [(b, r, no_keys) for b, r in written]
+    both += [(b, none, np.array([(row["table"], row["key"]) for row in r], KEY)) for b, r in gone]
+    return sorted(both, key=lambda change: change[0])
+
+
+def table_of(snapshot: Snapshot, max_rows: int = 65536) -> Table:
+    table: Table = {}
+    last = (-1, 0, 0)
+    for bucket, part in snapshot.chunks(max_rows):
+        for row in part:
+            place = (bucket, int(row["table"]), int(row["key"]))
+            assert place > last
+            last = place
+            table[place] = float(row["values"][0])
+    return table
+
+
+def save_chain(folder: Path, versions: list[Table], size: int = 3) -> Snapshot:
+    """Snapshot s0 in full, and s1.. over the one before."""
+    write_snapshot(folder / "s0", description(2), chunks_of(versions[0], size))
+    for number, (before, after) in enumerate(itertools.pairwise(versions), 1):
+        parent = Snapshot.open(folder / f"s{number - 1}")
+        changes = changes_of(before, after, size)
+        write_incremental(folder / f"s{number}", parent, description(2), len(after), changes)
+    return Snapshot.open(folder / f"s{len(versions) - 1}")
+
+
+@given(versions=st.lists(tables, min_size=1, max_size=4), size=st.integers(1, 4), max_rows=st.integers(1, 4))
+def test_a_chain_reads_as_the_table_it_ends_with(
+    tmp_path_factory: pytest.TempPathFactory, versions: list[Table], size: int, max_rows: int
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "chain"
+    shutil.rmtree(folder, ignore_errors=True)
+    snapshot = save_chain(folder, versions, size)
+    snapshot.verify()
+    assert table_of(snapshot, max_rows) == versions[-1]
+    assert snapshot.manifest.rows == len(versions[-1])
+    whole = write_snapshot(folder / "whole", snapshot.description, snapshot.chunks())
+    assert whole.rows == len(versions[-1])
+    assert table_of(Snapshot.open(folder / "whole")) == versions[-1]
+
+
+def test_the_longest_chain_is_read_and_a_longer_one_refused(tmp_path: Path) -> None:
+    versions: list[Table] = [{row(0, 0, 0): float(number)} for number in range(LONGEST_CHAIN + 1)]
+    longer = save_chain(tmp_path, versions)
+    parent = longer.parent
+    assert parent is not None
+    assert table_of(parent) == versions[-2]
+    for read in (longer.verify, longer.chunks):
+        with pytest.raises(SnapshotError, match=rf"'s100' goes over {LONGEST_CHAIN} others, which are too many"):
+            read()
+
+
+@given(left=tables, right=tables, sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)))
+def test_aligned_pieces_cover_one_range_of_both(left: Table, right: Table, sizes: tuple[int, int]) -> None:
+    last: tuple[int, bytes] = (-1, b"")
+    seen: list[list[Row]] = [[], []]
+    for bucket, *parts in aligned(iter(chunks_of(left, sizes[0])), iter(chunks_of(right, sizes[1]))):
+        keys = [key for part in parts if part is not None for key in sort_keys(part).tolist()]
+        assert keys
+        assert (bucket, min(keys)) > last
+        last = (bucket, max(keys))
+        for side, part in zip(seen, parts, strict=True):
+            side += [] if part is None else [(bucket, int(row["table"]), int(row["key"])) for row in part]
+    assert seen == [sorted(left), sorted(right)]
+
+
+@given(keys=st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1))), others=st.data())
+def test_keys_as_bytes_are_in_the_order_of_table_and_key(keys: list[tuple[int, int]], others: st.DataObject) -> None:
+    array = np.array(keys, KEY)
+    assert [keys[i] for i in np.argsort(sort_keys(array), kind="stable")] == sorted(keys)
+    some = sorted(others.draw(st.lists(st.sampled_from(keys)) if keys else st.just([])))
+    assert among(sort_keys(array), sort_keys(np.array(some, KEY))).tolist() == [key in some for key in keys]
+
+
+def version(step: int) -> Table:
+    numbers = [(bucket, number) for bucket in (0, 5) for number in range(10) if (bucket + number) % (step + 1) == 0]
+    return {row(bucket, 0, number): float(step) for bucket, number in numbers}
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    save_chain(tmp_path, [version(0), version(1), version(2)])
+    return tmp_path
+
+
+def test_files_of_an_incremental_snapshot_are_numpys(chain: Path) -> None:
+    manifest = Snapshot.open(chain / "s1").manifest
+    assert manifest.kind == "incremental"
+    assert manifest.deleted > 0
+    deleted = np.load(chain / "s1" / "deleted-00.npy", allow_pickle=False)
+    assert deleted.dtype == KEY
+    assert [(0, int(k["table"]), int(k["key"])) for k in deleted] == sorted(
+        row for row in version(0) if row[0] == 0 and row not in version(1)
+    )
+
+
+def test_every_file_of_the_chain_is_verified(chain: Path) -> None:
+    files = list(chain.rglob("*.npy"))
+    assert len({file.parent for file in files}) == 3
+    for file in files:
+        before = file.read_bytes()
+        for bit in (0, 8 * 200, 8 * len(before) - 1):
+            flip_bit(file, bit)
+            with pytest.raises(SnapshotError, match=f"{file.parent.name}/{file.name}"):
+                Snapshot.open(chain / "s2").verify()
+            with pytest.raises(SnapshotError, match=f"{file.parent.name}/{file.name}"):
+                list(Snapshot.open(chain / "s2").chunks())
+            file.write_bytes(before)
+    Snapshot.open(chain / "s2").verify()
+
+
+@pytest.mark.parametrize("wrong", ["s0", "s1", "s2"])
+def test_the_snapshot_of_a_chain_that_is_wrong_is_named_and_damage_after_it_is_found_as_well(
+    chain: Path, wrong: str
+) -> None:
+    def damaged() -> dict[str, str]:
+        found = verify_all(*chains_of(list_snapshots(chain).snapshots), progress=lambda rows: None)
+        return {name: str(error) for name, error in found.items()}
+
+    assert damaged() == {}
+    flip_bit(next((chain / wrong).glob("*.npy")), 8 * 260)
+    found = damaged()
+    assert list(found) == [name for name in ("s0", "s1", "s2") if name >= wrong]
+    assert "its checksum does not match" in found.pop(wrong)
+    assert set(found.values()) <= {f"it goes over {wrong!r}, which is damaged"}
+    if wrong != "s2":
+        flip_bit(next((chain / "s2").glob("*.npy")), 8 * 260)
+        assert "its checksum does not match" in damaged()["s2"]
+
+
+def test_a_parent_that_is_gone_or_another_is_named(chain: Path) -> None:
+    (chain / "s1").rename(chain / "elsewhere")
+    with pytest.raises(SnapshotError, match=r"'s2' goes over another: there is no snapshot 's1'.*put 's1' back"):
+        list(Snapshot.open(chain / "s2").chunks())
+    write_snapshot(chain / "s1", description(2), chunks_of(version(1), 3))
+    with pytest.raises(SnapshotError, match=r"'s2' goes over a 's1' that another snapshot has taken the place of"):
+        Snapshot.open(chain / "s2").verify()
+    shutil.rmtree(chain / "s1")
+    (chain / "elsewhere").rename(chain / "s1")
+    assert table_of(Snapshot.open(chain / "s2")) == version(2)
+
+
+def test_another_width_needs_a_full_snapshot(chain: Path) -> None:
+    with pytest.raises(SnapshotError, match=r'another width.*kind="full"'):
+        write_incremental(chain / "s3", Snapshot.open(chain / "s2"), description(4), 0, [])
+    assert not (chain / "s3").exists()
+
+
+def test_changes_out_of_order_leave_nothing(chain: Path) -> None:
+    changes = changes_of({}, version(0), 3)
+    with pytest.raises(SnapshotError, match="ascend"):
+        write_incremental(chain / "s3", Snapshot.open(chain / "s2"), description(2), 20, changes[::-1])
+    assert sorted(path.name for path in chain.iterdir()) == ["s0", "s1", "s2"]
+
+
+def test_the_reader_of_the_docs_reads_a_chain(chain: Path) -> None:
+    page = (DOCS / "snapshots.md").read_text()
+    script = page[page.index("```python\n") + 10 :]
+    names: dict[str, Any] = {}
+    exec(script[: script.index("```")], names)
+    assert len(script[: script.index("```")].strip().splitlines()) <= 24
+    for step in range(3):
+        found = {key: float(values[0]) for key, values in names["read"](chain / f"s{step}").items()}
+        assert found == {row[1:]: value for row, value in version(step).items()}
+    flip_bit(chain / "s1" / "deleted-00.npy", 8 * 260)
+    with pytest.raises(AssertionError, match=r"deleted-00.npy is damaged"):
+        names["read"](chain / "s2")

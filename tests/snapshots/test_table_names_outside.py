@@ -1,0 +1,218 @@
+"""The command line, snapshots, exports and imports take the names of tables and show them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.embeddings import DIM, contents
+from support.shell import Cli
+from support.table_names import filled, firsts, opened
+from tierbed.engine import InputError, SnapshotError, TierbedError, make_normal_initializer, make_table_options
+from tierbed.engine.store.durable import seal, unseal
+from tierbed.snapshots import Snapshot, list_snapshots
+from tierbed.snapshots.exchange import (
+    description_for,
+    export_snapshot,
+    import_snapshot,
+    make_persistent_table_writer,
+)
+
+NAMES = ("user", None, "item")
+MANIFEST = "manifest.msgpack"
+
+
+@pytest.fixture
+def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Of a store that was closed with the snapshots "bare", whose tables have no names, and "named"."""
+    with filled(tmp_path, None, None, None) as embedding:
+        embedding.save_snapshot("bare")
+    with opened(tmp_path, *NAMES) as embedding:
+        embedding.put([7, 8], torch.full((2, DIM), 5.0), "item")
+        embedding.save_snapshot("named", "incremental")
+    return Cli(tmp_path / "rows", capsys)
+
+
+def snapshot(path: Path, name: str) -> Snapshot:
+    return Snapshot.open(path / "rows" / "snapshots" / name)
+
+
+def test_the_shell_takes_names(cli: Cli, tmp_path: Path) -> None:
+    assert cli.json("store get", "8", "--table", "item") == cli.json("store get", "8", "--table", "2")
+    assert cli.json("store get", "8", "--table", "item", "--snapshot", "named")["embedding"] == [5.0] * DIM
+    assert cli.json("load", "named", "--table", "item", "--table", "1")["rows"] == 3
+    with opened(tmp_path, *NAMES) as embedding:
+        assert firsts(embedding) == {1: 2.0, 2: 5.0}
+    exported = tmp_path / "item.npz"
+    assert cli.json("export", "named", str(exported), "--table", "item")["rows"] == 2
+    np.save(tmp_path / "dense.npy", np.ones((4, DIM), np.float32))
+    cli.json("import", "dense", str(tmp_path / "dense.npy"), "--table-ids", "user")
+    assert [row["table"] for _, rows in snapshot(tmp_path, "dense").chunks() for row in rows] == [0] * 4
+
+
+def test_the_shell_tells_the_names_that_there_are(cli: Cli, tmp_path: Path) -> None:
+    for command in (["store get", "8"], ["load", "named"], ["export", "named", str(tmp_path / "x.npz")]):
+        for wrong in ("users", "3", "-1", "9" * 5000, ""):
+            code, _, error = cli.run(*command, "--table", wrong)
+            assert code == 2
+            assert "0 to 2, or by name 'user', 'item'" in " ".join(error.replace("│", " ").split())
+    np.save(tmp_path / "dense.npy", np.ones((4, DIM), np.float32))
+    error = cli.fails("import", "x", str(tmp_path / "dense.npy"), "--table-ids", "users")
+    assert "holds users; give table ids from 0 to 2, or by name 'user', 'item'" in error
+    assert "no row of table item, key 3" in cli.json("store get", "3", "--table", "item", code=4)["error"]
+
+
+def test_the_shell_shows_names_and_keeps_ids_in_its_documents(cli: Cli) -> None:
+    row = cli.json("store get", "8", "--table", "item")
+    assert (row["table"], row["table_name"]) == (2, "item")
+    assert "table_name" not in cli.json("store get", "7", "--table", "1")
+    assert "table_name  item" in cli.says("store get", "8", "--table", "item")
+    told = cli.json("inspect", "named", "--rows", "9")
+    assert told["rows_by_table"] == {"0": 1, "1": 1, "2": 2}
+    assert told["description"]["table_names"] == list(NAMES)
+    assert {(row["table"], row.get("table_name")) for row in told["first_rows"]} == set(enumerate(NAMES))
+    assert "user: 1, 1: 1, item: 2" in cli.says("inspect", "named")
+    assert "table_names" not in cli.json("inspect", "bare")["description"]
+
+
+def test_a_plot_has_the_names_at_its_axis(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, shown in (("named", True), ("bare", False)):
+        cli.says("inspect", name, "--plot", str(tmp_path / f"{name}.svg"))
+        assert ("<!-- item -->" in (tmp_path / f"{name}.svg").read_text()) == shown
+
+
+def test_a_difference_names_tables_and_keeps_ids(cli: Cli) -> None:
+    found = json.loads(cli.run("diff", "bare", "named", "--json")[1])
+    assert found["by_table"] == {"added": {"2": 1}, "changed": {"2": 1}, "gone": {}}
+    assert found["table_names"] == list(NAMES)
+    assert {(row["table"], row["table_name"]) for row in found["rows"]} == {(2, "item")}
+    assert found["fields"]["table_names"] == [None, list(NAMES)]
+    lines = cli.run("diff", "bare", "named")[1].splitlines()
+    assert lines[1].split() == ["item", "1", "1", "0"]
+    assert [line.split()[1] for line in lines if line.startswith(("added ", "changed "))] == ["item"] * 2
+
+
+def test_snapshots_of_other_tables_are_not_compared(cli: Cli, tmp_path: Path) -> None:
+    for number, names in enumerate((("item", None, "user"), ("users", None, "item"), (None, "user", "item"))):
+        other = {**snapshot(tmp_path, "named").description, "table_names": list(names)}
+        import_snapshot(tmp_path / "rows", f"other-{number}", snapshot(tmp_path, "named").folder, description=other)
+        error = cli.json("diff", "named", f"other-{number}", code=2)["error"]
+        assert "['user', '1', 'item']" in error
+        code, found, _ = cli.run("diff", "bare", f"other-{number}", "--json")
+        assert (code, json.loads(found)["table_names"]) == (1, list(names))
+
+
+def test_merged_and_exported_snapshots_keep_the_names(cli: Cli, tmp_path: Path) -> None:
+    cli.json("merge", "named", "merged")
+    assert snapshot(tmp_path, "merged").description == snapshot(tmp_path, "named").description
+    for format in ("parquet", "npz", "safetensors", "snapshot"):
+        path = tmp_path / f"x.{format}"
+        export_snapshot(snapshot(tmp_path, "named"), path, format, tables=["item", 0])
+        import_snapshot(tmp_path / "rows", format, path)
+        assert snapshot(tmp_path, format).description == snapshot(tmp_path, "named").description
+        rows = np.concatenate([rows for _, rows in snapshot(tmp_path, format).chunks()])
+        assert sorted(rows["table"].tolist()) == [0, 2, 2]
+    cli.json("load", "bare")
+    cli.json("save", "shell")  # what the rows were loaded from had no names
+    assert "table_names" not in snapshot(tmp_path, "shell").description
+    cli.json("load", "named")
+    cli.json("save", "again")
+    assert snapshot(tmp_path, "again").description["table_names"] == list(NAMES)
+
+
+def test_parquet_has_the_name_beside_the_number(cli: Cli, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    for name, names in (("named", {0: "user", 1: None, 2: "item"}), ("bare", {})):
+        export_snapshot(snapshot(tmp_path, name), tmp_path / f"{name}.parquet", "parquet")
+        table = pyarrow.parquet.read_table(tmp_path / f"{name}.parquet")
+        assert ("table_name" in table.column_names) == bool(names)
+        if names:
+            pairs = zip(table["table"].to_pylist(), table["table_name"].to_pylist(), strict=True)
+            assert set(pairs) == set(names.items())
+
+
+def test_an_export_refuses_an_unknown_name(cli: Cli, tmp_path: Path) -> None:
+    for wrong in (["users"], ["0"], [3], "user", [None]):
+        with pytest.raises(InputError, match=r"tables=.* from 0 to 2, or by name 'user', 'item'"):
+            export_snapshot(snapshot(tmp_path, "named"), tmp_path / "x.npz", "npz", tables=wrong)  # type: ignore[arg-type]
+
+
+def test_rows_are_written_and_imported_to_a_table_by_name(tmp_path: Path) -> None:
+    normal = make_normal_initializer()
+    about = description_for("rows", DIM, tables=[make_table_options(normal, name) for name in NAMES])
+    values = np.arange(2 * DIM, dtype=np.float32).reshape(2, DIM)
+    keys = np.array([7, 8])
+    with make_persistent_table_writer(
+        tmp_path / "rows", "written", torch.int64, torch.float32, DIM, description=about
+    ) as writer:
+        writer.write(keys, values, "item")
+        writer.write(keys, -values, 0)
+        with pytest.raises(InputError, match=r"table holds users; give table ids from 0 to 2, or by name"):
+            writer.write(keys, values, "users")
+    import_snapshot(tmp_path / "rows", "imported", values, keys=keys, table_ids="item", description=about)
+    with opened(tmp_path, *NAMES) as embedding:
+        for name in ("written", "imported"):
+            embedding.load_snapshot(name)
+            assert np.array_equal(embedding.get(keys, "item"), values)
+        assert embedding.size() == 2
+
+
+def test_tables_are_renamed_and_moved_by_an_import(cli: Cli, tmp_path: Path) -> None:
+    source = snapshot(tmp_path, "named")
+    renamed = {**source.description, "table_names": ["member", "place", "item"]}
+    with opened(tmp_path, *NAMES) as embedding:
+        before = contents(embedding)
+    import_snapshot(tmp_path / "rows", "renamed", source.folder, description=renamed)
+    cli.json("load", "renamed")
+    with opened(tmp_path, "member", "place", "item") as embedding:
+        assert contents(embedding).tobytes() == before.tobytes()
+
+
+WRONG: dict[str, Any] = {
+    "no list": "abc",
+    "map": {"a": 1},
+    "nothing": None,
+    "too few": ["user", None],
+    "too many": ["user", None, "item", "x"],
+    "twice": ["user", None, "user"],
+    "number": ["user", None, 3],
+    "bytes": ["user", None, b"item"],
+    "empty": ["user", None, ""],
+    "digits": ["user", None, "0"],
+    "escape": ["user", None, "\x1b[2J"],
+    "long": ["user", None, "x" * 201],
+}
+
+
+@pytest.mark.parametrize("names", WRONG.values(), ids=WRONG)
+def test_forged_names_are_damage(cli: Cli, tmp_path: Path, names: Any) -> None:
+    folder = snapshot(tmp_path, "bare").folder
+    content = unseal((folder / MANIFEST).read_bytes())
+    content["description"]["table_names"] = names
+    (folder / MANIFEST).write_bytes(seal(content))
+    with pytest.raises(SnapshotError, match=r"table_names.*a name of its own, or none, for each of its tables"):
+        Snapshot.open(folder)
+    assert list(list_snapshots(folder.parent).damaged) == ["bare"]
+    assert "bare" in cli.json("verify", code=1)["damaged"]
+    mark = tmp_path / "rows" / "MARK"
+    mark.write_bytes(seal({**unseal(mark.read_bytes()), "table_names": names}))
+    with opened(tmp_path, *NAMES) as embedding, pytest.raises(TierbedError, match="table_names"):
+        embedding.size()
+
+
+def test_an_export_with_forged_names_is_refused(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    export_snapshot(snapshot(tmp_path, "named"), path, "npz")
+    with np.load(path) as file:
+        columns = {name: file[name] for name in file.files}
+    about = {**json.loads(str(columns["tierbed"])), "table_names": ["user", None, "user"]}
+    np.savez(path, **{**columns, "tierbed": np.array(json.dumps(about))})
+    with pytest.raises(InputError, match="table_names"):
+        import_snapshot(tmp_path / "rows", "x", path)

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.stored import description
+from tierbed.engine.errors import StoreError
+from tierbed.engine.store.durable import seal, unseal
+from tierbed.engine.store.folder import StoreFolder
+
+MARK = description() | {"live": "rows"}
+
+
+def test_folder_is_created_with_its_parents(tmp_path: Path) -> None:
+    with StoreFolder(tmp_path / "a" / "b" / "users") as store:
+        assert store.path.is_dir()
+        assert (store.live, store.snapshots) == (store.path / "live", store.path / "snapshots")
+        assert not store.live.exists()
+
+
+def test_second_holder_in_the_same_process_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+    with (
+        StoreFolder(tmp_path),
+        pytest.raises(StoreError, match=f"{tmp_path.name}.*in use by process {os.getpid()}, this one, where a StoreF"),
+    ):
+        StoreFolder(tmp_path)
+    StoreFolder(tmp_path).release()
+
+
+def test_refused_holder_does_not_disturb_the_first(tmp_path: Path) -> None:
+    with StoreFolder(tmp_path):
+        for _ in range(3):
+            with pytest.raises(StoreError, match=str(os.getpid())):
+                StoreFolder(tmp_path)
+
+
+def test_lock_of_a_killed_process_is_free_and_its_preparations_are_removed(tmp_path: Path) -> None:
+    hold = (
+        "import sys, time; from pathlib import Path; from tierbed.engine.store.folder import StoreFolder\n"
+        "store = StoreFolder(Path(sys.argv[1])); store.incoming.mkdir(); (store.incoming / 'x').touch()\n"
+        "print('held', flush=True); time.sleep(600)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        with pytest.raises(StoreError, match=f"in use by process {child.pid}"):
+            StoreFolder(tmp_path)
+        assert (tmp_path / "incoming" / "x").exists()
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+    with StoreFolder(tmp_path) as store:
+        assert not store.incoming.exists()
+
+
+def test_release_twice_does_not_free_the_next_holder(tmp_path: Path) -> None:
+    first = StoreFolder(tmp_path)
+    first.release()
+    with StoreFolder(tmp_path):
+        first.release()
+        with pytest.raises(StoreError):
+            StoreFolder(tmp_path)
+
+
+def test_path_or_parent_that_is_a_file_is_refused_and_kept(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for path in (file, file / "users"):
+        with pytest.raises(StoreError, match=r"cannot open store folder.*persistent_path must be a folder"):
+            StoreFolder(path)
+    assert file.read_text() == "mine"
+
+
+def test_unwritable_path_is_a_store_error() -> None:
+    with pytest.raises(StoreError, match="can write"):
+        StoreFolder(Path("/proc/tierbed"))
+
+
+def test_failed_preparation_frees_the_lock(tmp_path: Path) -> None:
+    (tmp_path / "incoming").write_text("not a folder")
+    with pytest.raises(StoreError, match="cannot prepare"):
+        StoreFolder(tmp_path)
+    (tmp_path / "incoming").unlink()
+    StoreFolder(tmp_path).release()
+
+
+def test_mark_is_read_back_until_it_is_cleared(tmp_path: Path) -> None:
+    with StoreFolder(tmp_path) as store:
+        assert store.read_mark() is None
+        store.clear_mark()
+        store.set_mark(MARK)
+        store.set_mark(MARK | {"step": 13})
+    with StoreFolder(tmp_path) as store:
+        assert store.read_mark() == MARK | {"step": 13}
+        store.clear_mark()
+        assert store.read_mark() is None
+
+
+def test_damaged_or_truncated_mark_is_no_mark(tmp_path: Path) -> None:
+    with StoreFolder(tmp_path) as store:
+        store.set_mark(MARK)
+        file = tmp_path / "MARK"
+        whole = file.read_bytes()
+        for length in range(len(whole)):
+            file.write_bytes(whole[:length])
+            assert store.read_mark() is None
+        for content in (whole + b"\0", whole[:40] + bytes([whole[40] ^ 1]) + whole[41:], seal(["a list"])):
+            file.write_bytes(content)
+            assert store.read_mark() is None
+
+
+def test_mark_that_cannot_be_stored_leaves_the_old_one(tmp_path: Path) -> None:
+    with StoreFolder(tmp_path) as store:
+        store.set_mark(MARK)
+        for value in (object(), 2**64, {1: 2}):
+            with pytest.raises(StoreError, match="cannot hold the description"):
+                store.set_mark(MARK | {"seed": value})
+        assert store.read_mark() == MARK
+
+
+def test_live_rows_and_their_mark_are_replaced_together_and_discarded_together(tmp_path: Path) -> None:
+    with StoreFolder(tmp_path) as store:
+        for step, content in enumerate(("old", "new", "newer")):
+            store.incoming.mkdir()
+            (store.incoming / content).touch()
+            store.replace_live(store.incoming, MARK | {"step": step})
+            assert [file.name for file in store.live.iterdir()] == [content]
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["LOCK", "MARK", store.live.name]
+            assert store.read_mark() == MARK | {"step": step}
+        store.discard_live()
+        store.discard_live()
+        assert not store.live.exists()
+        assert store.read_mark() is None
+
+
+def test_live_rows_are_replaced_together_with_what_they_go_back_to(tmp_path: Path) -> None:
+    with StoreFolder(tmp_path) as store:
+        for base, expected in (("one", "one"), (None, "one"), ("two", "two")):
+            store.incoming.mkdir()
+            (store.snapshots / expected).mkdir(parents=True, exist_ok=True)
+            store.replace_live(store.incoming, MARK, base)
+            assert (store.base, store.read_mark()) == (expected, MARK)
+
+
+def test_no_bit_of_a_sealed_record_can_flip_unnoticed() -> None:
+    for value in ({}, MARK, {"long": "x" * 300}, {"longer": "x" * 70000}):
+        whole = bytearray(seal(value))
+        assert unseal(bytes(whole)) == value
+        for position in range(0, 8 * len(whole), 1 if len(whole) < 1000 else 997):
+            whole[position // 8] ^= 1 << position % 8
+            with pytest.raises(ValueError, match=r"."):
+                unseal(bytes(whole))
+            whole[position // 8] ^= 1 << position % 8
+
+
+def _head(data: bytes) -> st.SearchStrategy[bytes]:
+    return st.binary(max_size=40).map(lambda tail: data + tail)
+
+
+@given(
+    st.binary(max_size=60)
+    | _head(b"\x92\xc6\xff\xff\xff\xff")
+    | _head(b"\xdd\xff\xff\xff\xff" * 2000)
+    | _head(b"\x91" * 3000)
+)
+def test_foreign_bytes_are_a_value_error_and_never_a_crash(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        unseal(data)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_was_removed_under_its_holder_is_not_written(tmp_path: Path, replaced: bool) -> None:
+    path = tmp_path / "users"
+    with StoreFolder(path) as store:
+        store.live.mkdir()
+        store.set_mark(MARK)
+        shutil.rmtree(path)
+        other = StoreFolder(path) if replaced else None
+        acts = [
+            lambda: store.set_mark(MARK),
+            store.clear_mark,
+            store.discard_live,
+            lambda: store.expect_base("s"),
+            lambda: store.replace_live(store.incoming, MARK),
+        ]
+        for act in acts:
+            with pytest.raises(StoreError, match="users' was " + ("replaced by another" if replaced else "removed")):
+                act()
+    if other is None:
+        assert not path.exists()
+    else:
+        assert (path / "LOCK").read_text().split() == [str(os.getpid())]
+        assert os.listdir(path) == ["LOCK"]
+        other.release()

@@ -1,0 +1,222 @@
+"""The full table while its index grows and rows leave: none lost, none twice, no line moved, lines used again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from support.rows import SPECIAL_KEYS, Table
+from tierbed.engine import _core
+from tierbed.engine.row_format import BUCKETS, row_dtype
+
+pytestmark = pytest.mark.op
+
+SLOT_BYTES = 16
+OLD_INDEX = BUCKETS * 1024 * SLOT_BYTES  # of `growing`
+
+
+class Checked:
+    """A full table of one column, and what it must hold of rows 0 .. n - 1. Every call is checked."""
+
+    def __init__(self, n: int) -> None:
+        rng = np.random.default_rng(0)
+        keys = np.concatenate([np.array(SPECIAL_KEYS, np.uint64), rng.integers(0, 2**64, 2 * n, np.uint64)])
+        self.keys = keys[np.sort(np.unique(keys, return_index=True)[1])][: n // 2].repeat(2)
+        self.tables = np.tile(np.array([0, 1], np.uint32), n // 2)
+        self.layout = Table([1], tables=2)
+        self.store = _core.FullTable(self.layout.layout)
+        self.empty_bytes = self.store.bytes
+        self.lines = np.zeros(n, np.uint64)
+        self.values = np.zeros(n, np.float32)
+        self.updates, self.steps = np.zeros(n, np.uint32), np.zeros(n, np.uint32)
+        self.step = 0
+        self.most = 0  # rows that were there at once
+
+    def find(self, rows: NDArray[np.int64]) -> _core.Batch:
+        """Also checks that those which were ever put are where they were."""
+        batch = self.layout.batch(self.keys[rows], self.tables[rows])
+        assert self.store.find(batch) == (self.lines[rows] == 0).sum()
+        np.testing.assert_array_equal(batch.lines[batch.inverse], self.lines[rows])
+        return batch
+
+    def put(self, rows: NDArray[np.int64]) -> None:
+        """A step: find, insert what is missing, give every row another value."""
+        batch = self.find(rows)
+        self.store.insert_missing(batch, self.layout.layout)
+        self.lines[rows] = batch.lines[batch.inverse]
+        self._count(rows)
+        _core.assign(batch, self.layout.layout, self.values[rows, None], self.step)
+        self._check_size()
+
+    def write(self, rows: NDArray[np.int64]) -> None:
+        """From other lines, as a cache writes rows down."""
+        memory, lines = self.layout.lines(len(rows))
+        self._count(rows)
+        memory[:, :4] = self.values[rows, None].view(np.uint8)
+        memory[:, 4:12] = np.stack([self.updates[rows], self.steps[rows]], axis=1).view(np.uint8)
+        self.store.write(self.tables[rows], self.keys[rows], lines)
+        batch = self.layout.batch(self.keys[rows], self.tables[rows])
+        assert self.store.find(batch) == 0
+        places = batch.lines[batch.inverse]
+        known = self.lines[rows] != 0
+        np.testing.assert_array_equal(places[known], self.lines[rows][known])
+        self.lines[rows] = places
+        self._check_size()
+
+    def erase(self, rows: NDArray[np.int64]) -> None:
+        self.store.erase(self.tables[rows], self.keys[rows])
+        self.lines[rows] = self.updates[rows] = 0
+        self._check_size()
+
+    def read(self, rows: NDArray[np.int64]) -> None:
+        memory, lines = self.layout.lines(len(rows))
+        found = self.store.read(self.tables[rows], self.keys[rows], lines)
+        np.testing.assert_array_equal(found, self.updates[rows] > 0)
+        np.testing.assert_array_equal(memory[:, :4].view(np.float32)[found, 0], self.values[rows][found])
+        records = np.stack([self.updates[rows], self.steps[rows]], axis=1)
+        np.testing.assert_array_equal(memory[:, 4:12].view(np.uint32)[found], records[found])
+
+    def scan(self) -> None:
+        scanned = []
+        for bucket in range(BUCKETS):
+            scanned.append(self.store.scan(bucket).view(row_dtype(1)))
+        held = np.flatnonzero(self.updates)
+        expected = np.zeros(len(held), row_dtype(1))
+        expected["table"], expected["key"] = self.tables[held], self.keys[held]
+        expected["values"][:, 0], expected["updates"], expected["step"] = (
+            self.values[held],
+            self.updates[held],
+            self.steps[held],
+        )
+        found = np.concatenate(scanned)
+        found, expected = (rows[np.lexsort((rows["key"], rows["table"]))] for rows in (found, expected))
+        assert found.tobytes() == expected.tobytes()
+
+    def _count(self, rows: NDArray[np.int64]) -> None:
+        self.step += 1
+        self.values[rows] = rows + self.step / 1024
+        self.updates[rows] += 1
+        self.steps[rows] = self.step
+
+    def _check_size(self) -> None:
+        known = self.lines[self.lines != 0]
+        assert self.store.rows == len(known) == len(np.unique(known))
+        line = self.layout.layout.line_bytes
+        self.most = max(self.most, len(known))
+        least = self.most * (line + SLOT_BYTES)
+        assert least <= self.store.bytes <= self.empty_bytes + 8 * least + 2**20
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+operations = st.tuples(
+    st.sampled_from(["put", "write", "erase", "find", "read", "scan"]),
+    st.integers(0, 2999),
+    st.sampled_from([1, 2, 30, 700, 2500]),
+)
+
+
+@given(st.lists(operations, max_size=30))
+def test_any_order_of_calls_keeps_every_row(calls: list[tuple[str, int, int]]) -> None:
+    checked = Checked(3000)
+    for name, begin, count in calls:
+        rows = np.arange(begin, begin + count) % 3000
+        if name == "scan":
+            checked.scan()
+        else:
+            getattr(checked, name)(rows)
+    checked.find(np.arange(3000))
+    checked.scan()
+
+
+def test_rows_that_come_one_by_one(threads: int) -> None:
+    checked = Checked(1600)
+    for row in range(len(checked)):
+        (checked.write if row % 3 else checked.put)(np.array([row]))
+        if row % 100 == 0:
+            checked.find(np.arange(len(checked)))
+            checked.scan()
+    checked.read(np.arange(len(checked)))
+
+
+def growing() -> Checked:
+    """49,000 of 120,000 rows, in an index that is half way from 1024 to 2048 slots a bucket."""
+    checked = Checked(120_000)
+    checked.put(np.arange(40_000))
+    checked.find(np.arange(10))
+    before = checked.store.bytes
+    checked.put(np.arange(40_000, 49_000))
+    assert checked.store.bytes - before >= 2 * OLD_INDEX  # the larger one, and the old one stays
+    return checked
+
+
+def test_calls_in_the_middle_of_a_growth(threads: int) -> None:
+    """Reads and scans look into both indexes; finds and inserts go on with it, to the end."""
+    checked = growing()
+    before = checked.store.bytes
+    checked.read(np.arange(120_000))
+    checked.scan()
+    checked.write(np.arange(48_990, 49_010))
+    checked.scan()
+    assert checked.store.bytes == before
+    for _ in range(4):
+        checked.find(np.arange(0, 120_000, 7))
+        checked.put(np.arange(48_995, 49_015))
+    assert checked.store.bytes == before - OLD_INDEX
+    checked.read(np.arange(120_000))
+    checked.scan()
+
+
+def test_insertions_alone_go_on_with_a_growth(threads: int) -> None:
+    checked = growing()
+    before = checked.store.bytes
+    checked.write(np.arange(49_000, 58_500))
+    assert checked.store.bytes == before - OLD_INDEX
+    checked.read(np.arange(120_000))
+
+
+def test_a_growth_that_begins_before_the_last_one_ended(threads: int) -> None:
+    checked = growing()
+    checked.write(np.arange(30_000, 120_000))
+    checked.read(np.arange(120_000))
+    checked.scan()
+    checked.find(np.arange(120_000))
+    checked.scan()
+
+
+def test_rows_leave_and_come_in_the_middle_of_a_growth(threads: int) -> None:
+    """They are in both indexes, or in the old one alone, whose rows change no places."""
+    checked = growing()
+    checked.erase(np.arange(0, 49_000, 3))
+    checked.find(np.arange(0, 49_000, 5))
+    checked.scan()
+    checked.write(np.arange(0, 30_000, 6))
+    checked.erase(np.arange(1, 49_000, 3))
+    checked.put(np.arange(20_000, 49_010))
+    checked.read(np.arange(120_000))
+    checked.scan()
+    for begin in range(0, 49_000, 1000):  # to the end of it
+        checked.find(np.arange(begin, begin + 1000))
+        checked.erase(np.arange(begin, begin + 1000, 2))
+    checked.read(np.arange(120_000))
+    checked.scan()
+
+
+def test_lines_are_used_again(threads: int) -> None:
+    """Any number of rows may come and go: the table stays as large as the most that were there at once."""
+    checked = Checked(60_000)
+    checked.put(np.arange(2000))
+    checked.erase(np.arange(2000))
+    before = checked.store.bytes
+    for begin in range(0, 60_000, 1000):
+        checked.put(np.arange(begin, begin + 1000))
+        checked.read(np.arange(begin, begin + 1000))
+        checked.erase(np.arange(begin, begin + 1000))
+        assert checked.store.rows == 0
+    assert (
+        checked.store.bytes <= before + 64 * 3 * 16 * checked.layout.layout.line_bytes
+    )  # buckets are not equally full

@@ -1,0 +1,256 @@
+"""What RocksDB is opened with: options by name reach it, wrong ones and those that would break a promise do not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.embeddings import DIM, attach, contents, make, options, train
+from support.rows import Table
+from tierbed.engine import ClosedError, OptionError, StoreError, make_cached_ssd_store_options, rocksdb_info
+from tierbed.engine.spec.options import store_options_from_dict
+from tierbed.engine.store.rocksdb import RocksDB
+
+
+def in_file(folder: Path) -> dict[str, str]:
+    """The options that RocksDB itself wrote down of the first shard."""
+    file = max((folder / "shard-0").glob("OPTIONS-*"))
+    lines = [line.split("=", 1) for line in file.read_text().splitlines() if "=" in line and not line.startswith("#")]
+    return {name.strip(): value.strip() for name, value in lines}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {
+            "write_buffer_size": 1 << 20,
+            "level0_stop_writes_trigger": 40,
+            "block_based_table_factory": {"block_size": 8192},
+        },
+        " write_buffer_size=1m;level0_stop_writes_trigger=40;block_based_table_factory={block_size=8192;} ",
+    ],
+)
+def test_options_by_name_reach_rocksdb_and_the_others_stay(tmp_path: Path, given: Any) -> None:
+    made = make_cached_ssd_store_options(1, tmp_path, rocksdb_options=given, shards=2)
+    assert isinstance(made.rocksdb_options, str)
+    assert store_options_from_dict(made.as_dict()) == made
+    assert hash(made) == hash(store_options_from_dict(dict(made)))
+    with make(made, "sgd") as embedding:
+        train(embedding, [1, 2, 3])
+        live = tmp_path / "rows" / "live"
+        assert len(list(live.glob("shard-*"))) == 2
+        kept = in_file(live)
+        assert kept["write_buffer_size"] == str(1 << 20)
+        assert kept["level0_stop_writes_trigger"] == "40"
+        assert kept["block_size"] == "8192"
+        assert kept["min_write_buffer_number_to_merge"] == "8"
+        assert kept["filter_policy"].startswith("bloomfilter:10")
+
+
+def test_the_disks_block_is_the_files_block(tmp_path: Path) -> None:
+    RocksDB(tmp_path, DIM, block_bytes=16384).close()
+    assert in_file(tmp_path)["block_size"] == "16384"
+
+
+@pytest.mark.parametrize(
+    ("mode", "cache_mb", "cached"), [("buffered", 32, False), ("direct", 2, True), ("direct", 0, False)]
+)
+def test_blocks_are_cached_once(tmp_path: Path, mode: str, cache_mb: int, cached: bool) -> None:
+    try:
+        tier = RocksDB(tmp_path, DIM, read_mode=mode, cache_mb=cache_mb)
+    except OptionError:
+        pytest.skip("this filesystem has no direct reads")
+    table = Table([DIM])
+    tables, keys = np.zeros(200_000, np.uint32), np.arange(200_000, dtype=np.uint64)
+    _memory, lines = table.lines(200_000)
+    tier.write(tables, keys, lines)
+    tier.flush()
+    for first in range(0, 200_000, 10_000):
+        piece = slice(first, first + 10_000)
+        assert tier.read(tables[piece], keys[piece], lines[piece]).all()
+    taken = tier.metrics()["ssd"]["block_cache_bytes"]
+    tier.close()
+    assert in_file(tmp_path)["no_block_cache"] == str(not cached).lower()
+    assert (cache_mb << 19 < taken <= cache_mb << 20) if cached else taken == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"write_buffer_sizes": 3}, r"write_buffer_sizes='3': .* no option of this name.*mean write_buffer_size\?"),
+        (
+            {"block_size": 8192},
+            r"block_size='8192': it is a field .*; give block_based_table_factory=\{'block_size': 8192\}$",
+        ),
+        ({"block_sizes": 4096}, r"no option of this name.*mean block_size in block_based_table_factory\?"),
+        ({"max_background_jobs": "many"}, r"max_background_jobs='many': RocksDB cannot read .*give a whole number"),
+        ({"use_fsync": "yes"}, r"use_fsync='yes': RocksDB cannot read this value; give true or false"),
+        ({"compression": "lz4"}, r"compression='lz4': RocksDB cannot read .*give one of kNoCompression, "),
+        ({"max_background_jobs": 0}, r"max_background_jobs='0': .*give a number >= 1"),
+        ({"write_buffer_size": "1K"}, r"write_buffer_size='1K': .*give 64K or more"),
+        ({"block_based_table_factory": {"block_size": 0}}, r"block_size=0: .*give a number of bytes > 0"),
+        ({"block_based_table_factory": {"block_size": "big"}}, r"block_size='big': .*give a whole number"),
+        ({"write_buffer_size": "much"}, r"write_buffer_size='much': RocksDB cannot read this value"),
+        ({"compaction_style": "kNone"}, r"compaction_style='kNone': RocksDB cannot read"),
+        ({"block_based_table_factory": {"block_sizes": 3}}, r"no field named block_sizes.*did you mean block_size\?"),
+        ({"comparator": "x"}, r"comparator='x': rows are stored in the order.*leave it out"),
+        ({"merge_operator": "put"}, r"merge_operator='put'.*leave it out"),
+        ({"create_if_missing": True}, r"create_if_missing='true': tierbed decides.*leave it out"),
+        ({"db_paths": "/a"}, r"db_paths='/a'.*leave it out"),
+        ({"wal_dir": "/a"}, r"wal_dir='/a': .*no write-ahead log"),
+        ({"WAL_ttl_seconds": 3}, r"WAL_ttl_seconds='3': .*no write-ahead log"),
+        ({"max_total_wal_size": 3}, r"max_total_wal_size='3': .*no write-ahead log"),
+        ({"allow_mmap_reads": True}, r"allow_mmap_reads='true': give read_mode="),
+        ({"paranoid_checks": False}, r"paranoid_checks='false': damage of a file would go unseen"),
+        ({"inplace_update_support": True}, r"inplace_update_support.*rows of two steps"),
+        ({"compaction_style": "kCompactionStyleFIFO"}, r"compaction_style='kCompactionStyleFIFO': it would drop rows"),
+        (
+            {"compaction_style": "kCompactionStyleNone"},
+            r"kCompactionStyleNone': .*for ever; give kCompactionStyleLevel",
+        ),
+        ({"write_buffer_size": -1}, r"write_buffer_size='-1': .*give a whole number"),
+        ({"write_buffer_size": "64 MB"}, r"write_buffer_size='64 MB': .*such as 4096 or 64M"),
+        ({"write_buffer_size": "12xyz"}, r"write_buffer_size='12xyz': .*give a whole number"),
+        ({"write_buffer_size": 1e17}, r"write_buffer_size='1e\+17': .*give a whole number"),
+        ({"write_buffer_size": "99999999999T"}, r"write_buffer_size='99999999999T': .*give"),
+        ({"max_open_files": 2.9}, r"max_open_files='2.9': .*give a whole number"),
+        ({"max_write_buffer_number": -5}, r"max_write_buffer_number='-5': it cannot be negative; give a number >= 0"),
+        ({"max_bytes_for_level_multiplier": "8x"}, r"max_bytes_for_level_multiplier='8x': give a number >= 0"),
+        ({"max_bytes_for_level_multiplier_additional": "1:2x"}, r"additional='1:2x': give whole numbers with a colon"),
+        ({"compression_opts": "4:5:6:7"}, r"compression_opts='4:5:6:7': give {name=value"),
+        ({"block_based_table_factory": {"block_size": -1}}, r"block_size='-1': .*give a whole number"),
+        ({"write_buffer_size": "1m;num_levels=3"}, r"write_buffer_size='1m;num_levels=3': give one option a name"),
+        ({"write_buffer_size=1;ttl": 3}, r"write_buffer_size=1;ttl=3: give one option a name"),
+        (" ttl=3; num_levels=2;ttl =4", r"ttl='4': it is given twice; give it once"),
+        ("block_based_table_factory={block_size=1k;block_size=2k}", r"block_size='2k': it is given twice"),
+        ({"two_write_queues": True}, r"two_write_queues='true': .*no write-ahead log.*leave it out"),
+        ({"enable_blob_files": True}, r"enable_blob_files='true': the bounds of disk use.*leave it out"),
+        ({"allow_mmap_writes": True}, r"allow_mmap_writes='true': a full disk would end the process; leave it out"),
+        ({"max_background_flushes": 4}, r"max_background_flushes='4': give max_background_jobs instead"),
+        ({"num_levels": 3}, r"num_levels='3': the folder would not open with another number; leave it out"),
+        ({"block_based_table_factory": {"index_type": "kHashSearch"}}, r"kHashSearch needs a prefix of keys"),
+        ({"block_based_table_factory": {"checksum": "kNoChecksum"}}, r"kNoChecksum: damage of a file"),
+        ({"block_based_table_factory": {"no_block_cache": True}}, r"give rocksdb_cache_mb instead"),
+        ({"write_buffer_size": [1]}, r"write_buffer_size=\[1\]: give a name and a str, int, float, bool or dict"),
+        ({3: 4}, r"3=4: give a name"),
+        ("write_buffer_size", r"'write_buffer_size': .*give name=value;"),
+        (3, r"rocksdb_options=3: give a dict of RocksDB options or RocksDB's options string"),
+    ],
+)
+def test_options_that_rocksdb_or_a_promise_refuses_are_named(tmp_path: Path, given: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message) as error:
+        make_cached_ssd_store_options(1, tmp_path, rocksdb_options=given)
+    assert "rocksdb_options" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"shards": 0}, "shards=0: give a whole number from 1 to 64"),
+        ({"shards": 65}, "shards=65"),
+        ({"shards": True}, "shards=True"),
+        ({"read_mode": "fast"}, "read_mode='fast': give one of 'buffered', 'mmap', 'direct'"),
+        ({"async_io": 1}, "async_io=1: give True or False"),
+        ({"rocksdb_cache_mb": -1, "read_mode": "direct"}, "rocksdb_cache_mb=-1: give a number of MiB >= 0"),
+        ({"rocksdb_cache_mb": 8}, "rocksdb_cache_mb=8: with read_mode='buffered' .* give read_mode='direct'"),
+    ],
+)
+def test_a_wrong_setting_of_the_tier_is_named(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make_cached_ssd_store_options(1, tmp_path, **wrong)
+
+
+def test_rows_do_not_depend_on_how_rocksdb_runs(tmp_path: Path) -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"shards": 1},
+        {"shards": 64, "rocksdb_options": {"max_open_files": 100}},
+        {"shards": 7, "read_mode": "mmap"},
+        {"read_mode": "direct", "physical_block_size": 512},
+        {"async_io": False, "rocksdb_options": {"compaction_style": "kCompactionStyleUniversal"}},
+        {"rocksdb_options": {"write_buffer_size": 65536, "max_open_files": -1, "compression": "kZSTD"}},
+    ]
+    seen = set()
+    for number, setting in enumerate(settings):
+        with make(options("ssd", tmp_path, **setting), "adam", name=f"rows{number}") as embedding:
+            for step in range(6):
+                train(embedding, torch.arange(step * 50, step * 50 + 200))
+                embedding._table().stack.bottom.flush()
+            seen.add(contents(embedding).tobytes())
+    assert len(seen) == 1
+
+
+def test_a_folder_keeps_its_number_of_shards_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with make(options("ssd", tmp_path, shards=2), "sgd") as embedding:
+        train(embedding, range(100))
+    with make(options("ssd", tmp_path, shards=5, open="error"), "sgd") as embedding:
+        assert embedding.size() == len(contents(embedding)) == 100
+        assert len(list((tmp_path / "rows" / "live").glob("shard-*"))) == 2
+    assert re.search(r"shards=5: .*live was made with shards=2 and keeps them", caplog.text)
+
+
+@pytest.mark.parametrize("given", [{}, {"shards": 2}])
+def test_shards_that_are_not_given_or_as_they_are_bring_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: dict[str, int]
+) -> None:
+    with make(options("ssd", tmp_path, shards=2), "sgd") as embedding:
+        train(embedding, range(100))
+    with make(options("ssd", tmp_path, open="error", **given), "sgd") as embedding:
+        assert embedding.size() == 100
+    assert "shards" not in caplog.text
+
+
+def test_rows_made_with_other_options_move_to_a_wider_row(tmp_path: Path) -> None:
+    given = {
+        "compaction_style": "kCompactionStyleLevel",
+        "level0_file_num_compaction_trigger": 2,
+        "prefix_extractor": "fixed:1",
+        "block_based_table_factory": {"index_type": "kHashSearch", "format_version": 4},
+    }
+    with make(options("ssd", tmp_path, rocksdb_options=given)) as embedding:
+        for _ in range(3):
+            embedding.put(range(500), torch.ones(500, DIM), table_ids=0)
+            embedding._table().flush()
+        embedding.compact()
+        attach(embedding, "adam")
+        train(embedding, range(500))
+        assert embedding.size() == len(contents(embedding)) == 500
+
+
+def test_compaction_gives_the_space_of_replaced_rows_back(tmp_path: Path) -> None:
+    with make(options("ssd", tmp_path, rocksdb_options={"disable_auto_compactions": True}), "sgd") as embedding:
+        for _ in range(5):
+            train(embedding, range(2000))
+            embedding._table().flush()
+        before, rows = embedding.metrics()["ssd"]["sst_bytes"], contents(embedding)
+        embedding.compact()
+        assert embedding.metrics()["ssd"]["sst_bytes"] < before / 3
+        assert contents(embedding).tobytes() == rows.tobytes()
+    with make(options("host"), "sgd") as embedding, pytest.raises(StoreError, match="a host_mem store has no files"):
+        embedding.compact()
+
+
+def test_what_rocksdb_can_do_and_takes_is_told(tmp_path: Path) -> None:
+    assert rocksdb_info()["version"].count(".") == 2
+    tier = RocksDB(
+        tmp_path, DIM, new_shards=3, options="write_buffer_size=1m;max_write_buffer_number=5;max_background_jobs=8"
+    )
+    info = tier.info()
+    tier.close()
+    assert info["memtable_bytes_max"] == 3 * 5 << 20
+    assert (info["flush_threads"], info["compaction_threads"]) == (2, 6)
+    assert info["async_io"] == rocksdb_info()["async_io"]
+
+
+def test_compact_says_first_that_the_embedding_was_closed() -> None:
+    embedding = make(options("host"), "sgd")
+    with pytest.raises(StoreError, match="host_mem store has no files to merge"):
+        embedding.compact()
+    embedding.close()
+    with pytest.raises(ClosedError):
+        embedding.compact()

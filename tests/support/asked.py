@@ -1,0 +1,93 @@
+"""Trainers in processes of their own, which a test asks for snapshots, lets end, and kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.forked import CONTEXT
+from support.killed import embedding_at, ids_of, step, steps
+from tierbed.engine import MultiTableEmbedding
+
+STORE = "rows"  # the folder of the embedding in the path of a trainer
+
+
+class Training:
+    """A process that calls `way(embedding, pipe, *more)` after a first step, then closes the embedding."""
+
+    def __init__(self, way: Callable[..., Any], path: Path, store: str = "device", *more: Any) -> None:
+        self.store = path / STORE
+        self._pipe, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_run, args=(theirs, way, path, store, more), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self.says() == "ready"
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def says(self) -> Any:
+        """What the process sends next."""
+        return self._pipe.recv()
+
+    def end(self) -> Any:
+        """Let it go on to its end; returns what `way` did."""
+        self._pipe.send("go on")
+        result = self.says()
+        self._process.join()
+        assert self._process.exitcode == 0
+        return result
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self._process.join()
+        assert self._process.exitcode == -signal.SIGKILL
+
+
+def _run(pipe: Connection, way: Callable[..., Any], path: Path, store: str, more: tuple[Any, ...]) -> None:
+    embedding = embedding_at(path, store)
+    steps(embedding, 1)
+    pipe.send("ready")
+    result = way(embedding, pipe, *more)
+    embedding.close()
+    pipe.send(result)
+
+
+def trains(embedding: MultiTableEmbedding, pipe: Connection, ahead: int = 0) -> int:
+    """Until it is told to go on; returns the number of steps. It announces so many ahead."""
+    number = embedding.metrics()["table"]["step"]
+    for hinted in range(ahead):
+        embedding.prefetch(ids_of(number + hinted + 1), 0)
+    while not pipe.poll(0.002):  # else rows_after has too much to do
+        number = step(embedding)
+        if ahead:
+            embedding.prefetch(ids_of(number + ahead), 0)
+    return number
+
+
+def waits(embedding: MultiTableEmbedding, pipe: Connection) -> None:
+    """Until it is told to go on."""
+    pipe.poll(None)
+
+
+def fills(embedding: MultiTableEmbedding, pipe: Connection) -> int:
+    """Puts so many rows that they take a while to save, then trains."""
+    embedding.put(torch.arange(1000, 400_000), torch.ones(399_000, embedding.dim), 0)
+    pipe.send("filled")
+    return trains(embedding, pipe)
+
+
+def forks(embedding: MultiTableEmbedding, pipe: Connection) -> None:
+    """Has a child that outlives it by a while, then waits."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(600)
+        pipe.close()
+        signal.pause()
+    pipe.send(child)
+    waits(embedding, pipe)

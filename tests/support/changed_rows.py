@@ -1,0 +1,110 @@
+"""Calls that change rows, and a check of the changes that a table notes beside all its rows before and after."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from support.embeddings import contents, make, train
+from tierbed.engine import CapacityError, MultiTableEmbedding
+from tierbed.engine.ops import naive
+from tierbed.engine.row_format import KEY, Change, row_dtype
+from tierbed.engine.table import changes
+
+Row = tuple[int, int]  # table, key as 64 bits without sign
+FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
+some_rows = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), min_size=1, max_size=25)
+calls = st.lists(st.tuples(st.sampled_from(["train", "put", "delete"]), some_rows), max_size=8)
+
+
+def in_order(names: Iterable[Row]) -> list[tuple[int, int, int]]:
+    return sorted((naive.hash_row(table, key) >> 58, table, key) for table, key in set(names))
+
+
+def by_name(rows: Iterable[Any]) -> dict[Row, bytes]:
+    return {(int(row["table"]), int(row["key"])): row.tobytes() for row in rows}
+
+
+def applied(before: dict[Row, bytes], found: Iterable[Change]) -> tuple[dict[Row, bytes], set[Row]]:
+    """The rows after the changes, whose order is checked, and the names of all that they name."""
+    after, names, last = dict(before), set(), (-1, -1, -1)
+    for bucket, rows, gone in found:
+        assert gone.dtype == KEY
+        here = {(int(t), int(k)) for t, k in zip(gone["table"], gone["key"], strict=True)}
+        assert not here & by_name(rows).keys()
+        for part in (rows, gone):
+            tables, keys = part["table"].tolist(), part["key"].tolist()
+            assert list(zip(tables, keys, strict=True)) == sorted(set(zip(tables, keys, strict=True)))
+        ordered = in_order([*here, *by_name(rows)])
+        assert {b for b, _, _ in ordered} <= {bucket}
+        if ordered:
+            assert last < ordered[0]
+            last = ordered[-1]
+        names |= here | by_name(rows).keys()
+        for name in here:
+            after.pop(name, None)
+        after.update(by_name(rows))
+    return after, names
+
+
+def call(embedding: MultiTableEmbedding, kind: str, rows: list[Row]) -> None:
+    ids, tables = torch.tensor([key for _, key in rows]), torch.tensor([table for table, _ in rows])
+    if kind == "delete":
+        embedding.delete(ids, tables)
+    elif kind == "put":
+        embedding.put(ids, torch.rand(len(rows), embedding.dim), tables)
+    else:
+        train(embedding, ids, tables)
+
+
+@contextlib.contextmanager
+def in_small_chunks(rows: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(changes, "CHUNK_BYTES", rows * row_dtype(10).itemsize)
+        yield
+
+
+Calls = list[tuple[str, list[Row]]]
+
+
+def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int, place: Any = "cpu") -> None:
+    """Rows change, are saved, and change again, in a table with these store options; chunks are of so many rows."""
+    with make(how, "adagrad").to(place) as embedding, in_small_chunks(chunk):
+        table = embedding._table()
+
+        def go(steps: Calls) -> set[Row]:
+            """The rows that may have changed."""
+            there = by_name(contents(embedding)).keys()
+            for kind, rows in steps:
+                with contextlib.suppress(CapacityError):
+                    call(embedding, kind, rows)
+            left = there - by_name(contents(embedding)).keys()
+            return {row for _, rows in steps for row in rows} | left
+
+        go(before)
+        table.watch.track_changes(FIRST)
+        held = by_name(contents(embedding))
+        touched = go(during)
+        assert table.watch.changed(SECOND) is None
+        failing = table.watch.changed(FIRST)
+        assert failing is not None
+        next(failing, None)  # the save fails here: nothing is forgotten
+        touched |= go(after)
+        found = table.watch.changed(FIRST)
+        assert found is not None
+        now, names = applied(held, found)
+        assert now == by_name(contents(embedding))
+        assert names <= touched
+        table.watch.changes_saved(SECOND)
+        touched = go(during)
+        assert table.watch.changed(FIRST) is None
+        found = table.watch.changed(SECOND)
+        assert found is not None
+        now, names = applied(now, found)
+        assert now == by_name(contents(embedding))
+        assert names <= touched

@@ -1,0 +1,127 @@
+"""What the tests of the CUDA path share: the devices that they run on, and tables there beside those of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from support.cells import rotated
+from support.cuda_emulation import EmulatedDevice
+from support.rows import Table
+from tierbed.engine.ops.cuda import step
+from tierbed.engine.ops.cuda.batch import Batch, Segment
+from tierbed.engine.ops.cuda.device import Device, cuda_device
+from tierbed.engine.ops.cuda.layout import InitialValues, Layout
+from tierbed.engine.processors.choose import PROCESSORS
+from tierbed.engine.processors.cuda import on_device
+from tierbed.engine.store.cuda.table import FullTable
+
+NO_GPU = "no NVIDIA GPU" if not torch.cuda.is_available() else ""
+EMULATED = [
+    pytest.param(EmulatedDevice, id="emulated"),
+    pytest.param(lambda: EmulatedDevice(seed=1), id="shuffled1"),
+    pytest.param(lambda: EmulatedDevice(seed=2), id="shuffled2"),
+]
+# left out where there is none: one test that needs a GPU says so for all
+GPU = [] if NO_GPU else [pytest.param(lambda: cuda_device(0), id="gpu", marks=pytest.mark.gpu)]
+
+_each = pytest.mark.parametrize("device", [*EMULATED, *GPU], indirect=True)
+on_one_device = pytest.mark.parametrize("device", [*EMULATED[1:2], *GPU], indirect=True)  # for long runs
+
+
+def on_devices(test: Callable[..., None]) -> Callable[..., None]:
+    """The test runs on the GPU and in emulation, there in one order of threads for each of its other parameters."""
+    return rotated("device")(_each(test))
+
+
+HostSegment = tuple[Sequence[int], Sequence[int] | None, int | Sequence[int] | None]
+
+
+def tensor(device: Device, values: object, dtype: type[np.generic]) -> torch.Tensor:
+    """On the device; unsigned numbers as signed ones of the same bits."""
+    array = np.ascontiguousarray(values, dtype)
+    return torch.from_numpy(array.view(f"i{array.itemsize}") if array.dtype.kind == "u" else array).to(
+        device.torch_device
+    )
+
+
+def array(values: torch.Tensor, dtype: type[np.generic]) -> NDArray[np.generic]:
+    """On the host, of the same bits."""
+    return values.cpu().numpy().view(dtype)
+
+
+@contextmanager
+def tables_on(device: Device) -> Iterator[torch.device]:
+    """Embeddings on the device of torch that this yields open their tables on `device`."""
+    with pytest.MonkeyPatch.context() as patch:
+        kind = device.torch_device.type
+        patch.setitem(PROCESSORS, kind, lambda _, options: on_device(device, options))
+        yield device.torch_device
+
+
+class DeviceTable:
+    """The device's side of a `rows.Table`."""
+
+    def __init__(self, device: Device, table: Table, capacity: int | None = None) -> None:
+        self.device, self.table = device, table
+        initial = InitialValues(
+            table.states, table.state_widths, table.seed, table.columns, table.kinds, table.parameters, table.quantiles
+        )
+        self.layout = Layout(device, initial)
+        self.faults = tensor(device, [0], np.uint32)
+        self.written = tensor(device, [0] * table.tables, np.int64)
+        self.numbers = step.new_numbers(device.torch_device)
+        self.store = FullTable(self.layout, capacity)
+
+    def batch(self, segments: Sequence[HostSegment], padding: int | None = None) -> Batch:
+        return Batch(self.device, self.segments(segments), self.table.tables, padding, self.faults)
+
+    def segments(self, segments: Sequence[HostSegment]) -> list[Segment]:
+        return [
+            (
+                tensor(self.device, keys, np.uint64),
+                None if tables is None else tensor(self.device, tables, np.int64),
+                bags if bags is None or isinstance(bags, int) else tensor(self.device, bags, np.int64),
+            )
+            for keys, tables, bags in segments
+        ]
+
+    def pinned(self, segments: Sequence[HostSegment], padding: int | None = None) -> Batch:
+        batch = self.batch(segments, padding)
+        self.store.insert_missing(batch, self.store.find(batch))
+        return batch
+
+    def identities(self, batch: Batch) -> list[tuple[int, int]]:
+        """(table, key) of each row."""
+        tables = array(batch.tables[: batch.unique], np.uint32).tolist()
+        return list(zip(tables, array(batch.keys, np.uint64).tolist(), strict=True))
+
+    def read(self, lines: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
+        """Floats [n, width] and (updates, last step) [n, 2] of lines, copied to the host."""
+        bytes_ = self.layout.line_bytes
+        memory = torch.zeros(len(lines) * bytes_, dtype=torch.uint8, device=self.device.torch_device)
+        to = memory.data_ptr() + bytes_ * torch.arange(len(lines), dtype=torch.int64, device=lines.device)
+        step.copy_lines(self.layout, lines, to)
+        rows = memory.cpu().numpy().reshape(len(lines), bytes_)
+        floats = np.ascontiguousarray(rows[:, : 4 * self.layout.width]).view(np.float32)
+        return floats, np.ascontiguousarray(rows[:, 4 * self.layout.width :][:, :8]).view(np.uint32)
+
+    def contents(self, batch: Batch) -> dict[tuple[int, int], tuple[bytes, bytes]]:
+        """Each row of a batch by its identity: the bytes of its floats and record."""
+        floats, records = self.read(batch.lines[: batch.unique])
+        return {
+            row: (values.tobytes(), record.tobytes())
+            for row, values, record in zip(self.identities(batch), floats, records, strict=True)
+        }
+
+
+def contents_on_host(table: Table, batch: object) -> dict[tuple[int, int], tuple[bytes, bytes]]:
+    """The same of a batch of `_core`."""
+    rows = zip(batch.tables.tolist(), batch.keys.tolist(), strict=True)  # type: ignore[attr-defined]
+    values, records = table.values(batch.lines), table.records(batch.lines)  # type: ignore[attr-defined]
+    return {row: (v.tobytes(), r.tobytes()) for row, v, r in zip(rows, values, records, strict=True)}

@@ -1,0 +1,148 @@
+"""Snapshots that nobody saved: what the tests of them share."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from support.embeddings import contents, make, options, train
+from tierbed.cli import main
+from tierbed.engine import MultiTableEmbedding, SnapshotError, _core
+from tierbed.engine.store.durable import seal, unseal
+from tierbed.snapshots.files.format import npy_header
+
+MANIFEST = "manifest.msgpack"
+KINDS = ["full", "incremental", "checkpoint"]
+CRC32C = {"block_based_table_factory": {"checksum": "kCRC32c"}}  # of blocks, which `with_right_checksums` knows
+TRAILER_BYTES = 5  # behind a block: its compression, and its checksum
+
+
+def save_each_kind(path: Path, **more: Any) -> Path:
+    """A folder of snapshots: one of each kind, by that name."""
+    with make(options("ssd", path, **more), "adagrad", tables=1) as embedding:
+        for number, kind in enumerate(KINDS):
+            train(embedding, range(50 * number, 50 * number + 100))
+            embedding.delete(range(3 * number, 3 * number + 3))
+            embedding.save_snapshot(kind, kind)
+    return path / "rows" / "snapshots"
+
+
+def copied(snapshots: Path, path: Path) -> Path:
+    """The snapshots in the store folder of the embedding that has `path`, which is open: it would go back to one."""
+    folder = path / "rows" / "snapshots"
+    shutil.copytree(snapshots, folder)
+    return folder
+
+
+def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """A manifest with a change, sealed again."""
+    content = unseal((folder / MANIFEST).read_bytes())
+    edit(content)
+    (folder / MANIFEST).write_bytes(seal(content))
+
+
+def write_rows(folder: Path, name: str, rows: NDArray[np.void]) -> None:
+    """Other rows in a file of a snapshot; checksums and counts are right."""
+    header = npy_header(rows.dtype, len(rows))
+    (folder / name).write_bytes(header + rows.tobytes())
+
+    def edit(content: dict[str, Any]) -> None:
+        files = content["files"]
+        was = files.get(name, {"rows": 0})["rows"]
+        files[name] = {"rows": len(rows), "bytes": len(header) + rows.nbytes, "crc32": zlib.crc32(rows.tobytes())}
+        count = "deleted" if name.startswith("deleted") else "rows"
+        content[count] += len(rows) - was
+
+    change(folder, edit)
+
+
+def write_file(folder: Path, name: str, data: bytes) -> None:
+    """Other content of a file of RocksDB in a checkpoint, under the checksum that the manifest has of it."""
+    path = folder / "rocksdb" / name
+    path.unlink()
+    path.write_bytes(data)
+    checksum = _core.Crc32c()
+    checksum.update(np.frombuffer(data, np.uint8))
+    entry = {"bytes": len(data), "crc32c": checksum.finish()}
+    change(folder, lambda content: content["rocksdb"]["files"].update({name: entry}))
+
+
+def blocks_of(data: bytes) -> list[tuple[int, int]]:
+    """Where blocks of a file of `CRC32C` begin and end, their trailers behind: where checksums are right."""
+    found, begin, crc = [], 0, 0xFFFFFFFF
+    for place, byte in enumerate(data):
+        if place < begin:
+            continue
+        crc = _crc32c(crc, byte)
+        if data[place + 1 : place + TRAILER_BYTES] == _masked(crc):
+            found.append((begin, place))
+            begin, crc = place + TRAILER_BYTES, 0xFFFFFFFF
+    return found
+
+
+def with_right_checksums(data: bytes, blocks: list[tuple[int, int]]) -> bytes:
+    """The file with the checksum of each block as it is now."""
+    result = bytearray(data)
+    for begin, end in blocks:
+        crc = 0xFFFFFFFF
+        for byte in data[begin : end + 1]:
+            crc = _crc32c(crc, byte)
+        result[end + 1 : end + TRAILER_BYTES] = _masked(crc)
+    return bytes(result)
+
+
+def _crc32c(crc: int, byte: int) -> int:
+    crc ^= byte
+    for _ in range(8):
+        crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc
+
+
+def _masked(crc: int) -> bytes:
+    crc ^= 0xFFFFFFFF
+    return ((((crc >> 15) | (crc << 17)) + 0xA282EAD8) % 2**32).to_bytes(4, "little")
+
+
+def command(*words: Any) -> tuple[int, Any]:
+    """The exit code of `tierbed snapshot ... --json`, and the document, which is JSON as its standard has it."""
+    out, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            main(["snapshot", *map(str, words), "--json"])
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return code, json.loads(out.getvalue(), parse_constant=_no_json)
+
+
+def _no_json(name: str) -> NoReturn:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def is_sound(snapshots: Path, name: str) -> bool:
+    """What `verify` says of a snapshot."""
+    code, said = command("verify", snapshots.parent, name)
+    if "error" in said:
+        assert code == 1
+        return False
+    assert code == (0 if said["sound"] == [name] else 1)
+    return code == 0
+
+
+def refused(embedding: MultiTableEmbedding, snapshots: Path, name: str, match: str) -> None:
+    """By `verify` and by a load, which leaves the rows as they were."""
+    before = contents(embedding).tobytes()
+    assert not is_sound(snapshots, name)
+    with pytest.raises(SnapshotError, match=match) as error:
+        embedding.load_snapshot(name)
+    assert str(snapshots) in str(error.value)
+    assert contents(embedding).tobytes() == before

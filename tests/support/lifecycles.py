@@ -1,0 +1,148 @@
+"""The row lifecycle as plain Python: which rows a table holds after steps, puts and deletes, by (table, key)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from support.embeddings import contents
+from tierbed.engine import MultiTableEmbedding
+from tierbed.engine.ops import naive
+
+Row = tuple[int, int]  # table, key as 64 bits without sign
+
+
+class NoRoomError(Exception):
+    """A batch does not fit."""
+
+
+class Written(NamedTuple):
+    updates: int
+    step: int
+
+
+class Model:
+    def __init__(
+        self,
+        eviction: str = "none",
+        capacity: int | None = None,
+        admission: float | None = None,
+        ttl_steps: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.eviction, self.capacity, self.admission, self.ttl_steps = eviction, capacity, admission, ttl_steps
+        self.seed = seed % 2**64
+        self.rows: dict[Row, Written] = {}
+        self.seen: Counter[Row] = Counter()
+        self.step = 0
+        self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
+
+    def train(self, batch: Iterable[Row]) -> set[Row]:
+        """Returns the rows that were kept out."""
+        batch, step = set(batch), self.step + 1
+        refused = {row for row in batch if row not in self.rows and not self._keeps(row, step)}
+        self._make_room(batch, batch - refused, step)
+        self.step = step
+        self.seen.update(refused)
+        self.counts["refused"] += len(refused)
+        self._write(batch - refused)
+        if self.ttl_steps is not None and self.eviction != "ttl" and step % max(1, self.ttl_steps // 16) == 0:
+            self._leave([row for row in self.rows if self._expired(row, step)], "expired")
+        return refused
+
+    def put(self, batch: Iterable[Row]) -> None:
+        batch = set(batch)
+        self._make_room(batch, batch, self.step)
+        self._write(batch)
+
+    def delete(self, batch: Iterable[Row]) -> int:
+        there = set(batch) & set(self.rows)
+        self._leave(there, "deleted")
+        return len(there)
+
+    def _keeps(self, row: Row, step: int) -> bool:
+        if self.admission is None:
+            return True
+        if isinstance(self.admission, int):
+            return self.seen[row] + 1 >= self.admission
+        hash_ = naive.hash_row(*row)
+        draw = naive.hash_row(row[0], hash_ ^ naive.hash_row(step, self.seed))
+        return (draw >> 11) * 2.0**-53 < self.admission
+
+    def _make_room(self, batch: set[Row], kept: set[Row], step: int) -> None:
+        new = kept - set(self.rows)
+        if self.capacity is None or not new:
+            return
+        excess = len(self.rows) + len(new) - self.capacity
+        if excess <= 0:
+            return
+        free = sorted((row for row in self.rows if row not in batch and self._may_go(row, step)), key=self._rank(step))
+        if len(free) < excess:
+            raise NoRoomError
+        self._leave(free[: max(excess, self.capacity // 64)], "evicted")
+
+    def _may_go(self, row: Row, step: int) -> bool:
+        return self.eviction != "none" and (self.eviction != "ttl" or self._expired(row, step))
+
+    def _expired(self, row: Row, step: int) -> bool:
+        assert self.ttl_steps is not None
+        return step - self.rows[row].step > self.ttl_steps
+
+    def _rank(self, step: int) -> Any:
+        def rank(row: Row) -> tuple[float, int, int, int]:
+            written = self.rows[row]
+            first = {
+                "lru": written.step,
+                "lfu": written.updates,
+                "ttl": written.step,
+                "distance_lfu": written.updates / (step - written.step + 1.0) ** 2,
+            }[self.eviction]
+            second = written.step if self.eviction == "lfu" else 0
+            return first, second, row[0], naive.hash_row(*row)
+
+        return rank
+
+    def _leave(self, rows: Iterable[Row], cause: str) -> None:
+        for row in rows:
+            del self.rows[row]
+            self.counts[cause] += 1
+
+    def _write(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            before = self.rows.get(row, Written(0, 0))
+            self.rows[row] = Written(before.updates + 1, self.step)
+
+
+def written(embedding: MultiTableEmbedding) -> dict[Row, Written]:
+    """What the tiers hold."""
+    return {
+        (int(row["table"]), int(row["key"])): Written(int(row["updates"]), int(row["step"]))
+        for row in contents(embedding)
+    }
+
+
+def unsigned(keys: Iterable[int]) -> list[int]:
+    return [int(key) % 2**64 for key in np.asarray(keys).tolist()]
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "lru": {"eviction": "lru", "capacity": 150},
+    "lfu": {"eviction": "lfu", "capacity": 150, "ttl_steps": 4},
+    "ttl": {"eviction": "ttl", "capacity": 150, "ttl_steps": 1},
+    "distance_lfu": {"eviction": "distance_lfu", "capacity": 150},
+    "sweeps": {"ttl_steps": 2},
+    "sights": {"admission": 2, "eviction": "lru", "capacity": 100},
+    "chance": {"admission": 0.5, "ttl_steps": 20, "capacity": 400},
+}
+
+
+def batches(count: int = 12, size: int = 60) -> Iterator[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        ids = (torch.rand(size, generator=random) ** 2 * 200).to(torch.int64)
+        yield ids, torch.randint(0, 3, (size,), generator=random)

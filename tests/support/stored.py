@@ -1,0 +1,128 @@
+"""What the tests of snapshots and folders share: descriptions and rows as a tier scans them."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from support.places import environment
+from tierbed.engine import _core
+from tierbed.engine.row_format import LAST_STEP, row_dtype
+from tierbed.snapshots import Manifest, write_snapshot
+
+Chunk = tuple[int, NDArray[np.void]]
+
+UNIFORM = {"type": "uniform", "low": -0.1, "high": 0.1}
+
+
+def description(width: int = 6, **changes: Any) -> dict[str, Any]:
+    """Of an Adagrad table whose columns take half of the width, or of one without state where it is odd."""
+    states = ["sum"] if width % 2 == 0 else []
+    return {
+        "name": "users",
+        "key_type": "int64",
+        "dtype": "float32",
+        "columns": [width // (1 + len(states))],
+        "width": width,
+        "optimizer": "adagrad" if states else "sgd",
+        "states": states,
+        "state_widths": [width // 2] * len(states),
+        "hyper": [0.1, 0.0, 0.0, 1e-10, 0.0, 0.0] if states else [0.1, 0.0, 0.0, 0.0, 0.0],
+        "initial": [0.0] * len(states),
+        "seed": 7,
+        "tables": [UNIFORM, {"type": "constant", "value": 0.0}, UNIFORM],
+        "padding_idx": None,
+        "step": 12,
+    } | changes
+
+
+def key_in(bucket: int, table: int, number: int) -> int:
+    """The key of a table whose hash begins with the bucket and ends with a number below 2**58: each another."""
+    x = bucket << 58 | number
+    for shift, factor in ((31, 0x319642B2D24D8EC3), (27, 0x96DE1B173F119089), (30, 1)):
+        x = (x ^ x >> shift ^ x >> 2 * shift) * factor % 2**64
+    return x ^ (table + 1) * 0x9E3779B97F4A7C15 % 2**64
+
+
+def least_keys(bucket: int, count: int, table: int = 0) -> NDArray[np.uint64]:
+    """The least keys of a bucket, ascending: [count]."""
+    keys = np.arange(70 * count + 10_000, dtype=np.uint64)
+    found: NDArray[np.uint64] = keys[_core.buckets(np.full(len(keys), table, np.uint32), keys) == bucket][:count]
+    assert len(found) == count
+    return found
+
+
+def make_rows(width: int, count: int, seed: int = 0, bucket: int | None = None) -> NDArray[np.void]:
+    """Rows in order of (table, key), of one bucket or of all, with NaN, infinities and subnormals among them.
+
+    Those of all buckets have the extreme keys.
+    """
+    random = np.random.default_rng(seed)
+    rows = np.zeros(count, row_dtype(width))
+    rows["table"] = random.integers(0, 3, count)
+    rows["key"] = np.unique(random.integers(0, 2**64, 2 * count + 2, np.uint64))[:count]
+    rows["key"][:2] = [0, 2**64 - 1][:count]
+    if bucket is not None:
+        rows["key"] = [key_in(bucket, int(row["table"]), int(row["key"]) >> 6) for row in rows]
+    rows["values"] = random.integers(0, 2**32, (count, width), np.uint32).view(np.float32)
+    rows["updates"] = 1 + random.integers(0, 9, count)
+    rows["step"] = random.integers(0, LAST_STEP, count, np.uint32)
+    return rows[np.lexsort((rows["key"], rows["table"]))]
+
+
+def make_buckets(width: int, counts: dict[int, int]) -> dict[int, NDArray[np.void]]:
+    """Rows by bucket, buckets ascending."""
+    return {bucket: make_rows(width, count, bucket, bucket) for bucket, count in sorted(counts.items())}
+
+
+def chunked(buckets: dict[int, NDArray[np.void]], size: int = 7) -> Iterator[Chunk]:
+    """The rows as a tier would scan them, `size` at a time."""
+    for bucket, rows in buckets.items():
+        for begin in range(0, len(rows), size):
+            yield bucket, rows[begin : begin + size]
+
+
+def joined(chunks: Iterable[Chunk]) -> dict[int, bytes]:
+    """The bytes of each bucket's rows."""
+    result: dict[int, bytes] = {}
+    for bucket, rows in chunks:
+        result[bucket] = result.get(bucket, b"") + rows.tobytes()
+    return result
+
+
+def save(folder: Path, counts: dict[int, int] | None = None, width: int = 6, **changes: Any) -> Manifest:
+    """Write a small snapshot."""
+    buckets = make_buckets(width, {0: 20, 5: 1, 63: 9} if counts is None else counts)
+    return write_snapshot(folder, description(width, **changes), chunked(buckets))
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    """Damage a file."""
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def files(path: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of the last change of every file under a folder."""
+    found = {}
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # RocksDB removes files in the background
+            stat = file.stat()
+            found[str(file)] = stat.st_size, stat.st_mtime_ns
+    return found
+
+
+def run_python(script: str, *arguments: Path) -> str:
+    """What a script prints in a process of its own; it sees the helpers of the tests."""
+    command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

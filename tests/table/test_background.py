@@ -1,0 +1,193 @@
+"""Saving rows in the background changes no training, and training no save."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.embeddings import STORES, contents, make, options, train
+from support.images import change, changed, small_chunks, table_of
+from support.saves import Writer, no_thread_is_left, until, waits_of
+from tierbed.engine import ClosedError, StoreError
+from tierbed.engine.row_format import Chunks
+
+__all__ = ["no_thread_is_left", "small_chunks"]
+pytestmark = pytest.mark.usefixtures("small_chunks")
+stores = pytest.mark.parametrize("store", STORES)
+
+
+@stores
+@pytest.mark.parametrize("kept_bytes", [1, 40_000, 1 << 28])
+@pytest.mark.rotated("kept_bytes")
+def test_training_goes_on_while_a_thread_saves(tmp_path: Path, store: str, kept_bytes: int) -> None:
+    with make(options(store, tmp_path / "one"), "adagrad") as embedding:
+        for number in range(4):
+            change(embedding, number)
+        expected, writer = contents(embedding).tobytes(), Writer(allowed=50)
+        save = table_of(embedding).watch.save_in_background("'one'", writer, kept_bytes)
+        threading.Timer(0.05, writer.let_go).start()
+        for number in range(4, 12):
+            change(embedding, number)
+        assert save.wait()
+        assert save.done
+        assert writer.rows == expected
+        for number in range(12, 14):
+            change(embedding, number)
+        rows = contents(embedding).tobytes()
+    assert rows == changed(options(store, tmp_path / "other"), range(14))
+
+
+@stores
+def test_an_error_of_the_writer_ends_the_save_alone(
+    tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(options(store, tmp_path / "one"), "adagrad") as embedding:
+        for number in range(3):
+            change(embedding, number)
+        going = threading.Event()
+
+        def write(chunks: Chunks) -> None:
+            next(chunks)
+            going.wait()
+            raise OSError("no room")
+
+        save = table_of(embedding).watch.save_in_background("snapshot 'one'", write, kept_bytes=1)
+        if store in ("device", "host", "cached_host"):
+            train(embedding, [1, 2, 3])
+            stepping = threading.Thread(target=change, args=(embedding, 3))
+            stepping.start()
+            until(lambda: waits_of(embedding) == 1)
+            going.set()
+            stepping.join()
+        going.set()
+        with pytest.raises(OSError, match="no room"):
+            save.wait()
+        assert save.done
+        assert "snapshot 'one' was not saved: no room" in caplog.text
+        assert table_of(embedding).watch.finish_saving() is None  # it was told
+        again = Writer()
+        again.let_go()
+        expected = contents(embedding).tobytes()
+        assert table_of(embedding).watch.save_in_background("snapshot 'two'", again).wait()
+        assert again.rows == expected
+
+
+def test_an_error_that_nobody_waited_for_is_told_in_the_end(tmp_path: Path) -> None:
+    with make(options("device"), "adagrad") as embedding:
+        change(embedding, 0)
+
+        def write(chunks: Chunks) -> None:
+            raise OSError("no room")
+
+        save = table_of(embedding).watch.save_in_background("snapshot 'one'", write)
+        error = table_of(embedding).watch.finish_saving()
+        assert isinstance(error, OSError)
+        assert save.done
+        assert table_of(embedding).watch.finish_saving() is None
+
+
+def test_the_thread_that_saves_does_not_wait_for_itself() -> None:
+    """Garbage may be collected in it, and close the table."""
+    with make(options("device"), "adagrad") as embedding:
+        change(embedding, 0)
+        expected, writer = contents(embedding).tobytes(), Writer(allowed=1 << 20)
+
+        def write(chunks: Chunks) -> None:
+            assert table_of(embedding).watch.finish_saving() is None
+            writer(chunks)
+
+        table_of(embedding).watch.save_in_background("snapshot 'one'", write).wait()
+        assert writer.rows == expected
+
+
+@stores
+def test_a_table_that_closes_ends_the_save(tmp_path: Path, store: str) -> None:
+    embedding = make(options(store, tmp_path), "adagrad")
+    change(embedding, 0)
+    table, writer = table_of(embedding), Writer(allowed=3)
+    save = table.watch.save_in_background("snapshot 'one'", writer, kept_bytes=1)
+    writer.began.wait()
+    table.close()
+    writer.let_go()
+    with pytest.raises(ClosedError, match="before all of them were saved"):
+        save.wait()
+    with contextlib.suppress(ClosedError):
+        embedding.close()
+
+
+@stores
+def test_a_close_beside_a_reader(tmp_path: Path, store: str) -> None:
+    """It meets the reader at any place."""
+    for delay in np.linspace(0, 0.02, 8):
+        embedding = make(options(store, tmp_path, open="fresh"), "adagrad")
+        train(embedding, range(2000))
+        table, writer = table_of(embedding), Writer(allowed=1 << 20)
+        save = table.watch.save_in_background("snapshot 'one'", writer)
+        time.sleep(delay)
+        table.close()
+        with contextlib.suppress(ClosedError):
+            save.wait()
+        with contextlib.suppress(ClosedError):
+            embedding.close()
+
+
+def test_there_is_one_save_at_a_time() -> None:
+    with make(options("device"), "adagrad") as embedding:
+        change(embedding, 0)
+        table, writer = table_of(embedding), Writer()
+        table.watch.track_changes("1" * 32)
+        save = table.watch.save_in_background("snapshot 'one'", writer)
+        assert not save.done
+        assert not save.wait(0)
+        for other in (
+            table.watch.image,
+            table.watch.check_not_saving,
+            lambda: table.watch.changed("1" * 32),
+            lambda: table.watch.save_in_background("snapshot 'two'", writer),
+        ):
+            with pytest.raises(StoreError, match=r"snapshot 'one' is still being saved .*wait\(\)"):
+                other()
+        writer.let_go()
+        save.wait()
+        table.watch.check_not_saving()
+        table.watch.image().close()
+
+
+@stores
+def test_changes_during_a_save_are_not_in_it(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        table, writer = table_of(embedding), Writer()
+        table.watch.track_changes("1" * 32)
+        train(embedding, [1, 2])
+        save = table.watch.save_in_background("snapshot 'one'", writer)
+        train(embedding, [2, 3])
+        writer.let_go()
+        save.wait()
+
+        def names(since: str) -> list[int]:
+            found = table.watch.changed(since)
+            assert found is not None
+            return sorted(key for _, rows, _ in found for key in rows["key"].tolist())
+
+        if store == "host":  # it failed to become the one that changes are noted since
+            assert names("1" * 32) == [1, 2, 3]
+        table.watch.changes_saved("2" * 32)
+        assert names("2" * 32) == ([] if store == "host" else [2, 3])
+
+
+def test_the_thread_that_saves_is_nicer_than_those_that_train() -> None:
+    found = []
+
+    def write(chunks: Chunks) -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    with make(options("device"), "adagrad") as embedding:
+        table_of(embedding).watch.save_in_background("snapshot 'one'", write).wait()
+    ours = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert found == [min(19, ours + 10)]

@@ -1,0 +1,190 @@
+"""Who waits for a save in the background, and who does not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.embeddings import DIM, STORES, contents, make, options, train
+from support.forked import in_process
+from support.images import change, in_memory, small_chunks, table_of
+from support.saves import Writer, no_thread_is_left, until, waits_of
+from support.warm import run_script
+from tierbed.engine import MultiTableEmbedding, StoreError
+from tierbed.engine.table import background
+
+__all__ = ["no_thread_is_left", "small_chunks"]
+pytestmark = pytest.mark.usefixtures("small_chunks")
+stores = pytest.mark.parametrize("store", STORES)
+
+
+CALLS: dict[str, Callable[[MultiTableEmbedding], object]] = {
+    "step": lambda embedding: train(embedding, range(50)),
+    "put": lambda embedding: embedding.put([1, 2], torch.ones(2, DIM), 0),
+    "delete": lambda embedding: embedding.delete([1, 2], 0),
+}
+
+
+@in_memory
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.rotated("call")
+def test_a_call_waits_where_too_much_is_kept(
+    tmp_path: Path, store: str, call: Callable[[MultiTableEmbedding], object]
+) -> None:
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        change(embedding, 0)
+        expected, writer = contents(embedding).tobytes(), Writer()
+        save = table_of(embedding).watch.save_in_background("'one'", writer, kept_bytes=1)
+        train(embedding, range(50))  # nothing was kept yet
+        rows = contents(embedding).tobytes()
+        waiting = threading.Thread(target=call, args=(embedding,))
+        waiting.start()
+        until(lambda: waits_of(embedding) == 1)
+        assert embedding.get([1], 0).shape == (1, DIM)  # who only reads does not wait
+        assert contents(embedding).tobytes() == rows
+        writer.let_go()
+        waiting.join()
+        assert save.wait()
+        assert writer.rows == expected
+        assert contents(embedding).tobytes() != rows
+
+
+@pytest.mark.parametrize("waits", ["wait", "finish"])
+def test_a_save_does_not_rest_while_somebody_waits(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
+    monkeypatch.setattr(background, "REST", 1e9)
+    with make(options("device"), "adagrad") as embedding:
+        change(embedding, 0)
+        save = table_of(embedding).watch.save_in_background("snapshot 'one'", writer := Writer(allowed=1 << 20))
+        getattr(save, waits)()
+        assert writer.rows == contents(embedding).tobytes()
+
+
+def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
+    script = (
+        "import threading; from support.embeddings import make, options, train\n"
+        "from tierbed.engine.table import background\n"
+        "background.REST = 1e9\n"
+        "def write(chunks):\n"
+        "    threading.main_thread().join()\n"
+        "    print(sum(len(rows) for _, rows in chunks))\n"
+        "embedding = make(options('device'), 'sgd'); train(embedding, range(999))\n"
+        "embedding._table().watch.save_in_background('it', write)\n"
+    )
+    assert run_script(script).stdout == "999\n"
+
+
+def test_a_save_that_ended_holds_nobody_up() -> None:
+    with make(options("device"), "adagrad") as embedding:
+        table, writer = table_of(embedding), Writer(allowed=1 << 20)
+        table.watch.save_in_background("snapshot 'one'", writer).wait()
+        with table.lock:
+            other = threading.Thread(target=table.watch.finish_saving)
+            other.start()
+            other.join()
+
+
+@stores
+@pytest.mark.parametrize("waits", ["wait", "finish"])
+@pytest.mark.rotated("waits")
+def test_a_wait_holding_the_lock_lets_the_save_go_on(tmp_path: Path, store: str, waits: str) -> None:
+    """As in the handler of a signal that came in a step."""
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        change(embedding, 0)
+        table, writer = table_of(embedding), Writer()
+        with table.lock, table.lock:
+            save = table.watch.save_in_background("snapshot 'one'", writer)
+            writer.let_go()
+            getattr(save, waits)()
+        assert writer.rows == contents(embedding).tobytes()
+
+
+def test_a_wait_for_some_time_does_not_wait_for_the_lock() -> None:
+    with make(options("device"), "adagrad") as embedding:
+        change(embedding, 0)
+        table, writer = table_of(embedding), Writer()
+        save = table.watch.save_in_background("snapshot 'one'", writer)
+        waits = threading.Thread(target=save.wait, args=(0.01,))
+        with table.lock:  # as a long step holds it
+            waits.start()
+            waits.join()
+        writer.let_go()
+
+
+@contextlib.contextmanager
+def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
+    """Ctrl-C comes as soon as the condition holds."""
+
+    def interrupt() -> None:
+        until(condition)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        thread.join()
+
+
+def test_ctrl_c_while_waiting_ends_the_wait_alone() -> None:
+    with make(options("device"), "adagrad") as embedding:
+        change(embedding, 0)
+        expected, writer = contents(embedding).tobytes(), Writer()
+        save = table_of(embedding).watch.save_in_background("snapshot 'one'", writer)
+        with interrupted_when(save._hurry.is_set):
+            save.wait()
+        assert not save.done
+        change(embedding, 1)
+        writer.let_go()
+        assert save.wait()
+        assert writer.rows == expected
+
+
+@in_memory
+def test_ctrl_c_while_a_step_waits_leaves_the_rows(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        change(embedding, 0)
+        expected, writer = contents(embedding).tobytes(), Writer()
+        save = table_of(embedding).watch.save_in_background("snapshot 'one'", writer, kept_bytes=1)
+        train(embedding, range(20))
+        rows = contents(embedding).tobytes()
+        with interrupted_when(lambda: waits_of(embedding) > 0):
+            train(embedding, range(30))
+        assert contents(embedding).tobytes() == rows
+        writer.let_go()
+        assert save.wait()
+        assert writer.rows == expected
+        train(embedding, range(30))
+        assert table_of(embedding).step == 3
+
+
+def _wait_in_a_child(path: Path) -> str:
+    with make(options("device", path), "adagrad") as embedding:
+        change(embedding, 0)
+        writer = Writer()
+        save = table_of(embedding).watch.save_in_background("snapshot 'one'", writer)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                save.wait()
+            except StoreError as error:
+                os.write(writing, str(error).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        writer.let_go()
+        save.wait()
+        return os.read(reading, 1000).decode().replace(str(os.getpid()), "ours")
+
+
+def test_a_forked_child_does_not_wait(tmp_path: Path) -> None:
+    said = in_process(_wait_in_a_child, tmp_path)
+    assert said == "snapshot 'one' is being saved by process ours; wait for it there"

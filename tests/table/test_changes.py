@@ -1,0 +1,215 @@
+"""Which rows changed: noted while they change, and found by joining two scans. Both beside plain dicts of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from support.changed_rows import FIRST, SECOND, Calls, Row, by_name, calls, check_noted, in_order, in_small_chunks
+from support.embeddings import STORES, make, options, train
+from support.rows import Table, any_key
+from support.stored import chunked
+from tierbed.engine import StoreError, _core
+from tierbed.engine.row_format import KEY, row_dtype
+from tierbed.snapshots.files.difference import changes_between, difference
+
+Rows = NDArray[np.void]
+
+
+stores = pytest.mark.parametrize("store", STORES)
+some_names = st.lists(st.tuples(st.integers(0, 3), any_key), max_size=60)
+
+
+def arrays(names: Iterable[Row]) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+    listed = list(names)
+    return np.array([t for t, _ in listed], np.uint32), np.array([key for _, key in listed], np.uint64)
+
+
+def noted(rows: _core.ChangedRows) -> list[tuple[int, int, int]]:
+    return [
+        (bucket, table, key)
+        for bucket in range(64)
+        for table, key in zip(*(part.tolist() for part in rows.rows(bucket)), strict=True)
+    ]
+
+
+@given(st.lists(st.tuples(some_names, st.booleans()), max_size=6), some_names)
+def test_a_set_of_names_beside_one_of_python(parts: list[tuple[list[Row], bool]], others: list[Row]) -> None:
+    table = Table([2], tables=4)
+    rows, other, expected = _core.ChangedRows(), _core.ChangedRows(room=1000), set()
+    for names, as_batch in parts:
+        tables, keys = arrays(names)
+        if as_batch:
+            rows.note(table.batch(keys, tables))
+        else:
+            rows.note_rows(tables, keys)
+        expected |= set(names)
+        assert rows.size == len(expected)
+    other.note_rows(*arrays(others))
+    rows.merge(other)
+    assert noted(rows) == in_order(expected | set(others))
+    assert noted(other) == in_order(others)
+
+
+def test_a_set_of_names_grows() -> None:
+    rows, table, random = _core.ChangedRows(), Table([2]), np.random.default_rng(0)
+    expected: NDArray[np.uint64] = np.zeros(0, np.uint64)
+    for _ in range(30):
+        keys = random.integers(0, 40_000, 3000, np.uint64)
+        rows.note(table.batch(keys, np.zeros(3000, np.uint32)))
+        expected = np.union1d(expected, keys)
+        assert rows.size == len(expected)
+    assert noted(rows) == in_order((0, key) for key in expected.tolist())
+    assert 16 * rows.size < rows.bytes < 128 * rows.size
+
+
+def test_a_set_of_names_refuses_what_is_no_list_of_rows() -> None:
+    rows = _core.ChangedRows()
+    with pytest.raises(ValueError, match="differ in length"):
+        rows.note_rows(np.zeros(2, np.uint32), np.zeros(3, np.uint64))
+    with pytest.raises(ValueError, match="no such bucket"):
+        rows.rows(64)
+
+
+small_rows = st.dictionaries(st.tuples(st.integers(0, 2), st.integers(0, 9)), st.integers(0, 2), max_size=25)
+both = st.tuples(st.dictionaries(st.integers(0, 4), small_rows), st.dictionaries(st.integers(0, 4), small_rows))
+
+
+def made(buckets: dict[int, dict[Row, int]]) -> dict[int, Rows]:
+    """Rows of width 1 by bucket, each with a value of its own."""
+    result = {}
+    for bucket, rows in sorted(buckets.items()):
+        result[bucket] = np.zeros(len(rows), row_dtype(1))
+        for row, ((table, key), value) in zip(result[bucket], sorted(rows.items()), strict=True):
+            row["table"], row["key"], row["values"], row["updates"] = table, key, value - 0.0, 1
+    return result
+
+
+@given(both, st.integers(1, 9), st.integers(1, 9))
+def test_the_difference_of_two_scans(
+    buckets: tuple[dict[int, dict[Row, int]], dict[int, dict[Row, int]]], size: int, other_size: int
+) -> None:
+    before, after = made(buckets[0]), made(buckets[1])
+    new: set[tuple[int, Row]] = set()
+    changed: set[tuple[int, Row]] = set()
+    gone: set[tuple[int, Row]] = set()
+    last = 0
+    for found in difference(chunked(before, size), chunked(after, other_size)):
+        assert last <= found.bucket
+        last = found.bucket
+        here, there = by_name(after.get(last, ())), by_name(before.get(last, ()))
+        assert by_name(found.rows).items() <= here.items()
+        assert by_name(found.gone).items() <= there.items()
+        new |= {(last, name) for name in by_name(found.rows[found.new])}
+        changed |= {(last, name) for name in by_name(found.rows[~found.new])}
+        gone |= {(last, name) for name in by_name(found.gone)}
+    was = {(bucket, name): row for bucket in before for name, row in by_name(before[bucket]).items()}
+    now = {(bucket, name): row for bucket in after for name, row in by_name(after[bucket]).items()}
+    assert new == now.keys() - was.keys()
+    assert gone == was.keys() - now.keys()
+    assert changed == {name for name in now.keys() & was.keys() if now[name] != was[name]}
+
+
+@given(both, st.integers(1, 9), st.integers(1, 9))
+def test_changes_make_the_later_rows_of_the_earlier_ones(
+    buckets: tuple[dict[int, dict[Row, int]], dict[int, dict[Row, int]]], size: int, other_size: int
+) -> None:
+    before, after = made(buckets[0]), made(buckets[1])
+    found: dict[int, tuple[list[Row], list[Row]]] = {}
+    for bucket, rows, keys in changes_between(chunked(before, size), chunked(after, other_size)):
+        assert keys.dtype == KEY
+        changed, gone = found.setdefault(bucket, ([], []))
+        changed += list(by_name(rows))
+        gone += list(zip(keys["table"].tolist(), keys["key"].tolist(), strict=True))
+    assert list(found) == sorted(found)
+    for bucket in before | after:
+        was, now = by_name(before.get(bucket, ())), by_name(after.get(bucket, ()))
+        changed, gone = found.get(bucket, ([], []))
+        assert changed == sorted(name for name in now if was.get(name) != now[name])
+        assert gone == sorted(was.keys() - now.keys())
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "evicts": {"eviction": "lru", "capacity": 60},
+    "expires": {"ttl_steps": 2, "admission": 2},
+}
+
+
+@stores
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@settings(max_examples=15)
+@given(before=calls, during=calls, after=calls, chunk=st.integers(1, 9))
+@pytest.mark.rotated("policy")
+def test_noted_changes_make_the_rows_of_now_of_those_before(
+    tmp_path_factory: pytest.TempPathFactory,
+    store: str,
+    policy: dict[str, Any],
+    before: Calls,
+    during: Calls,
+    after: Calls,
+    chunk: int,
+) -> None:
+    check_noted(options(store, tmp_path_factory.mktemp("store"), **policy), before, during, after, chunk)
+
+
+@stores
+def test_only_what_was_written_is_noted(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path, admission=2), "sgd") as embedding:
+        table = embedding._table()
+        train(embedding, range(50))
+        train(embedding, range(50))
+        table.watch.track_changes(FIRST)
+        embedding.get(np.arange(50), 0)
+        train(embedding, range(40, 60))  # ten of them are seen for the first time, and refused
+        found = table.watch.changed(FIRST)
+        assert found is not None
+        rows, gone = zip(*((rows, gone) for _, rows, gone in found), strict=True)
+        assert sorted(np.concatenate(rows)["key"].tolist()) == list(range(40, 50))
+        assert not sum(map(len, gone))
+
+
+def test_chunks_of_changes_are_bounded() -> None:
+    with make(options("device"), "sgd") as embedding, in_small_chunks(4):
+        table = embedding._table()
+        table.watch.track_changes(FIRST)
+        train(embedding, range(2000))
+        found = table.watch.changed(FIRST)
+        assert found is not None
+        sizes = [len(rows) for _, rows, _ in found]
+        assert sum(sizes) == 2000
+        assert max(sizes) == 4 * row_dtype(10).itemsize // row_dtype(5).itemsize
+
+
+def test_what_is_tracked_begins_anew() -> None:
+    with make(options("device"), "sgd") as embedding:
+        table = embedding._table()
+        assert table.watch.changed(FIRST) is None
+        table.watch.track_changes(FIRST)
+        train(embedding, range(9))
+        table.watch.track_changes(SECOND)
+        train(embedding, [4])
+        assert table.watch.changed(FIRST) is None
+        found = table.watch.changed(SECOND)
+        assert found is not None
+        assert [rows["key"].tolist() for _, rows, _ in found] == [[4]]
+
+
+def test_changes_of_a_closed_table_are_not_read() -> None:
+    embedding = make(options("device"), "sgd")
+    table = embedding._table()
+    table.watch.track_changes(FIRST)
+    train(embedding, range(9))
+    found = table.watch.changed(FIRST)
+    assert found is not None
+    next(found)
+    embedding.close()
+    with pytest.raises(StoreError, match="was closed"):
+        next(found)

@@ -1,0 +1,125 @@
+"""One training run, a graph with an MLP, has the same bits on every stack, whatever is cached, by any threads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.embeddings import DIM, ONE_SET_MB, OPTIMIZERS, STORES, contents, make, options
+from support.graphs import graph_of
+from tierbed.graph import Graph
+
+STEPS, BATCH, FIELDS = 8, 24, 3
+CACHED = ["cached_host", "ssd", "ssd_host"]
+
+
+def id_batches() -> Tensor:
+    """[STEPS, BATCH, FIELDS]: a few hot ids and a tail, so that caches hit, evict and overflow."""
+    generator = torch.Generator().manual_seed(11)
+    return (torch.rand(STEPS, BATCH, FIELDS, generator=generator) ** 4 * 300).to(torch.int64)
+
+
+def run(store_options: Any, optimizer: str, ahead: int = 0) -> tuple[list[bytes], bytes]:
+    """The loss of each step, and all that the table holds in the end. So many steps `ahead` are announced."""
+    torch.manual_seed(3)
+    embedding = make(store_options, name=f"{store_options.store}-{optimizer}")
+    net = nn.Sequential(nn.Flatten(), nn.Linear(FIELDS * DIM, 16), nn.ReLU(), nn.Linear(16, 1))
+    kind, settings = OPTIMIZERS[optimizer]
+    optimizers = [kind(embedding.parameters(), **settings), torch.optim.Adam(net.parameters(), lr=0.01)]  # type: ignore[arg-type]
+
+    def build(graph: Graph, ids: Tensor) -> Tensor:
+        loss = (graph.net(graph.rows(ids)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    graph = graph_of(build, *optimizers, rows=embedding, net=net)
+    batches, losses = id_batches(), []
+    with embedding:
+        for ids in batches[:ahead]:
+            embedding.prefetch(ids)
+        for step, ids in enumerate(batches):
+            losses.append(graph(ids).numpy().tobytes())
+            for coming in batches[step + ahead : step + ahead + 1] if ahead else ():
+                embedding.prefetch(coming)
+        assert embedding.metrics()["table"]["prefetch_hits"] == (STEPS if ahead else 0)
+        return losses, contents(embedding).tobytes()
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[[str], tuple[list[bytes], bytes]]:
+    known: dict[str, Any] = {}
+
+    def in_memory(optimizer: str) -> tuple[list[bytes], bytes]:
+        if optimizer not in known:
+            known[optimizer] = run(options("device"), optimizer)
+        return known[optimizer]
+
+    return in_memory
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise"])
+@pytest.mark.parametrize("store", ["cached_host", "ssd_host"])
+def test_losses_rows_and_state_do_not_depend_on_the_store(
+    tmp_path: Path, store: str, optimizer: str, expected: Any
+) -> None:
+    assert run(options(store, tmp_path), optimizer) == expected(optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("store", STORES[1:])
+def test_losses_rows_and_state_of_every_optimizer_do_not_depend_on_the_store(
+    tmp_path: Path, store: str, optimizer: str, expected: Any
+) -> None:
+    assert run(options(store, tmp_path), optimizer, ahead=2) == expected(optimizer)
+
+
+def cached_run(
+    path: Path, store: str, sets: int, policy: str, threads: int, ahead: int, set_threads: Callable[[int], None]
+) -> tuple[list[bytes], bytes]:
+    set_threads(threads)
+    return run(options(store, path, sets * ONE_SET_MB, cache_policy=policy), "adam", ahead)
+
+
+# every pair of values meets
+@pytest.mark.parametrize(
+    ("store", "sets", "policy", "threads", "ahead"),
+    [
+        ("cached_host", 1, "lru", 1, 1),
+        ("cached_host", 3, "lfu", 2, 4),
+        ("cached_host", 1000, "lru", 16, 0),
+        ("ssd", 1, "lfu", 16, 4),
+        ("ssd", 3, "lru", 1, 0),
+        ("ssd", 1000, "lfu", 2, 1),
+        ("ssd_host", 1, "lru", 2, 0),
+        ("ssd_host", 3, "lfu", 16, 1),
+        ("ssd_host", 1000, "lfu", 1, 4),
+    ],
+)
+def test_losses_rows_and_state_do_not_depend_on_the_cache_on_threads_and_on_hints(
+    tmp_path: Path,
+    store: str,
+    sets: int,
+    policy: str,
+    threads: int,
+    ahead: int,
+    expected: Any,
+    native_threads: Callable[[int], None],
+) -> None:
+    assert cached_run(tmp_path, store, sets, policy, threads, ahead, native_threads) == expected("adam")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", CACHED)
+def test_no_combination_of_cache_threads_and_hints_changes_a_run(
+    tmp_path: Path, store: str, expected: Any, native_threads: Callable[[int], None]
+) -> None:
+    for how in itertools.product([1, 3, 1000], ["lru", "lfu"], [1, 2, 16], [0, 1, 4]):
+        path = tmp_path / "-".join(map(str, how))
+        assert cached_run(path, store, *how, native_threads) == expected("adam"), how
