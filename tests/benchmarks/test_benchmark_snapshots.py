@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.places import BENCHMARKS
-from support.warm import run_script
+from support.scripts import run_script
 
 sys.path.insert(0, str(BENCHMARKS))
 import snapshot_steps

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.places import BENCHMARKS
-from support.warm import run_script
+from support.scripts import run_script
 
 sys.path.insert(0, str(BENCHMARKS))
 import tier_stores

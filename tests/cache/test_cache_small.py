@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from support.embeddings import ONE_SET_MB, make, options, train
+from support.embeddings import make, train
 from support.killed import remarks
+from support.stores import ONE_SET_MB, options
 
 STORES = ["cached_host", "ssd"]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.scripts import run_python
 from support.shell import Cli
-from support.stored import chunked, description, joined, make_buckets, make_rows, run_python, save
+from support.small_snapshots import chunked, description, joined, make_buckets, make_rows, save
 from tierbed.cli import main
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot

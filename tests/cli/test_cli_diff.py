@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from support.shell import Cli
-from support.stored import chunked, description, make_buckets, save
+from support.small_snapshots import chunked, description, make_buckets, save
 from tierbed.snapshots import write_snapshot
 
 COUNTS = {0: 20, 5: 1, 63: 9}

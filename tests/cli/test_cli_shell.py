@@ -16,8 +16,9 @@ import pytest
 from rich.console import Console
 
 from support.places import DOCS
+from support.scripts import run_python
 from support.shell import Cli
-from support.stored import run_python, save
+from support.small_snapshots import save
 from tierbed.cli import app, main, output
 from tierbed.cli.watch import changes, look
 from tierbed.engine.store.folder import StoreFolder

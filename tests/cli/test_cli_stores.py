@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from support.embeddings import DIM, STORES, attach, contents, make, options, train
+from support.embeddings import DIM, attach, contents, make, train
 from support.shell import Cli
+from support.stores import STORES, options
 from tierbed.engine import _core
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot

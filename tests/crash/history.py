@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from support.embeddings import options, train
-from support.lifecycles import Model, Row, Written
+from support.embeddings import train
+from support.lifecycle_model import Model, Row, Written
+from support.stores import options
 from tierbed import engine
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.row_format import row_dtype

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from support.embeddings import ONE_SET_MB, STORES
+from support.stores import ONE_SET_MB, STORES
 
 from .history import LIVES
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.embeddings import STORES, contents
+from support.embeddings import contents
+from support.stores import STORES
 
 from .history import LIVES, History, in_order
 from .plan import draw_round

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from support.cuda_tables import on_devices, on_one_device, tables_on
 from support.device_steps import VARIANTS, started
-from support.embeddings import DIM, OPTIMIZERS, contents
+from support.embeddings import DIM, contents
+from support.optimizers import OPTIMIZERS
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.snapshots.files.reader import Snapshot

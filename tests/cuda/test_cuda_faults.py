@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from support.cuda_emulation import EmulatedDevice
 from support.cuda_tables import on_devices, tables_on
-from support.embeddings import DIM, contents, make, options, train
+from support.embeddings import DIM, contents, make, train
+from support.stores import options
 from tierbed.engine import CapacityError, InputError, MultiTableEmbedding, OptionError, StoreError
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.spec.inputs import Lookup

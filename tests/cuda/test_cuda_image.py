@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from support.changed_rows import Calls, calls, check_noted
 from support.cuda_tables import on_one_device, tables_on
-from support.embeddings import DIM, contents, make, options, train
+from support.embeddings import DIM, contents, make, train
 from support.images import check_image, joined, small_chunks, table_of
+from support.stores import options
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.row_format import Chunks, row_dtype
 from tierbed.engine.spec.inputs import Lookup

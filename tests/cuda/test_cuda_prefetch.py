@@ -16,7 +16,8 @@ from torch import Tensor
 from support.cuda_emulation.ordering import OrderedDevice
 from support.cuda_tables import on_one_device, tables_on
 from support.device_steps import started
-from support.embeddings import STORES, contents, make, options, train
+from support.embeddings import contents, make, train
+from support.stores import STORES, options
 from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.spec.inputs import Lookup

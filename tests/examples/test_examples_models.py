@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from support.places import EXAMPLES
-from support.warm import run_script
+from support.scripts import run_script
 from tierbed.engine import MultiTableMultiColumnEmbedding, make_device_mem_store_options
 
 sys.path.insert(0, str(EXAMPLES))

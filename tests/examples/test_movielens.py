@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from support import warm
+from support import scripts
 from support.places import EXAMPLES
 from tierbed.engine import make_device_mem_store_options
 
@@ -130,7 +130,7 @@ def test_training_equals_plain_pytorch(log: Log, tmp_path: Path) -> None:
 
 def run_script(*arguments: str) -> list[str]:
     data = ["--data", str(DATA)] if DATA else []
-    done = warm.run_script(Path(movielens.__file__), *data, *arguments)
+    done = scripts.run_script(Path(movielens.__file__), *data, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 

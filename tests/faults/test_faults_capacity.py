@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.embeddings import STORES, contents, make, options, train
+from support.embeddings import contents, make, train
+from support.stores import STORES, options
 from tierbed.engine import CapacityError, MultiTableEmbedding
 
 CAPACITY = 192

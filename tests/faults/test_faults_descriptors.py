@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from support.embeddings import STORES, contents, make, options, train
+from support.embeddings import contents, make, train
 from support.forked import in_process
 from support.limits import descriptors
+from support.stores import STORES, options
 from tierbed.cli import main
 from tierbed.engine import SnapshotError, StoreError
 from tierbed.engine.store.folder import StoreFolder

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from support.embeddings import DIM, STORES, contents, make, options, train
+from support.embeddings import DIM, contents, make, train
 from support.forked import Disk, disk_path, in_process
+from support.stores import STORES, options
 from support.twins import ON_DISK, SMALL, Twins
 from tierbed.engine import SnapshotError, StoreError
 

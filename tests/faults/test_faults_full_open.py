@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from support.embeddings import STORES, contents, make, options, train
+from support.embeddings import contents, make, train
 from support.forked import Disk, disk_path, in_process
 from support.shell import command
+from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding, StoreError
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.store.status import holder

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.failing_io import FailingIo, failing_io
-from support.stored import run_python
+from support.scripts import run_python
 from support.twins import Twins
 from tierbed.engine import StoreError
 

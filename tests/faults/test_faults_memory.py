@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from support.embeddings import contents, make, options, train
+from support.background_saves import until
+from support.embeddings import contents, make, train
 from support.forked import in_process
 from support.images import table_of
-from support.saves import until
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding, StoreError
 from tierbed.engine.threads import Thread, wait_for
 

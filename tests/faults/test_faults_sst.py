@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
 from support.forked import in_process
-from support.stored import flip_bit
+from support.small_snapshots import flip_bit
+from support.stores import options
 from support.twins import ON_DISK
 from tierbed.cli import main
 from tierbed.engine import StoreError, TierbedError

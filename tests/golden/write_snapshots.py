@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
+from support.stores import options
 from support.table_names import opened
 from tierbed.snapshots.files.format import FORMAT
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from support.embeddings import contents, make, options
+from support.embeddings import contents, make
 from support.graphs import FEW as OWN
 from support.graphs import compiled_steps, graph_of
+from support.stores import options
 from tierbed.engine import CapacityError, MultiTableEmbedding
 from tierbed.graph import Graph
 

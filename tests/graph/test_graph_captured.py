@@ -12,7 +12,9 @@ from torch import Tensor
 
 from support.captured import RECORDED, Model, Pair, batches, bits
 from support.cuda_tables import on_one_device
-from support.embeddings import DIM, OPTIMIZERS, contents, make, options
+from support.embeddings import DIM, contents, make
+from support.optimizers import OPTIMIZERS
+from support.stores import options
 from tierbed.engine import CapacityError
 from tierbed.graph import Graph
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from support.captured import Model, Pair, batches
 from support.cuda_tables import on_one_device
-from support.embeddings import make, options
+from support.embeddings import make
+from support.stores import options
 from tierbed.engine import GraphError, OptionError
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.graph import Graph

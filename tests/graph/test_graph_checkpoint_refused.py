@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from support.checkpoints import IDS, Rating, files, rating, state, steps
-from support.embeddings import DIM, make, options
+from support.embeddings import DIM, make
+from support.stores import options
 from tierbed.engine import GraphError, InputError, MultiTableEmbedding, SnapshotError
 from tierbed.graph import Graph
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from support.embeddings import make, options
+from support.embeddings import make
 from support.graphs import embedding, graph_of
+from support.stores import options
 from tierbed.engine.errors import GraphError, OptimizerError
 from tierbed.graph import Graph
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from support.checkpoints import IDS, rating, steps
-from support.embeddings import STORES, make, options
+from support.embeddings import make
+from support.stores import STORES, options
 from tierbed.engine import InputError, MultiTableEmbedding, SnapshotError
 from tierbed.graph import Graph
 

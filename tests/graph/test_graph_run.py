@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from support.embeddings import STORES, contents, make, options
+from support.embeddings import contents, make
 from support.forked import in_process
 from support.graph_runs import IDS, LABELS, STEPS, Rating, rating
 from support.graphs import embedding, graph_of, mlp
+from support.stores import STORES, options
 from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
 
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.embeddings import contents, make, options
+from support.embeddings import contents, make
 from support.forked import in_process
 from support.graph_runs import IDS, LABELS, STEPS, rating
+from support.stores import options
 from tierbed.graph import Graph
 
 

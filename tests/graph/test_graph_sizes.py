@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from support.embeddings import contents, make, options
+from support.embeddings import contents, make
 from support.graphs import Train, assert_same_state, batches, compiled_steps, eager_step, mlp
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding
 from tierbed.graph import Graph
 from tierbed.graph.trace.sizes import OWN, TRIES

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-from support.embeddings import STORES, contents, make, options
+from support.embeddings import contents, make
 from support.graphs import dense_copy, embedding, graph_of, id_batches
+from support.stores import STORES, options
 from tierbed.engine import CapacityError, GraphError, MultiTableEmbedding, OptimizerError
 from tierbed.engine.spec.inputs import Lookup
 from tierbed.graph import Graph

@@ -17,7 +17,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from support.embeddings import contents, options
+from support.embeddings import contents
+from support.stores import options
 from tierbed import engine
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad

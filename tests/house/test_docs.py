@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.places import DOCS
-from support.warm import run_script
+from support.scripts import run_script
 
 ENDS = """
 import os

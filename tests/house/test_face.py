@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from support.embeddings import make, options, train
+from support.embeddings import make, train
 from support.places import ROOT
+from support.stores import options
 
 FACES = {
     "tierbed": ROOT / "face" / "tierbed",

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from support.places import ROOT
-from support.warm import run_script
+from support.scripts import run_script
 from tierbed.cli import app
 
 README = (ROOT / "README.md").read_text()

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from support.embeddings import make, options, train
-from support.lifecycles import Model, written
+from support.embeddings import make, train
+from support.lifecycle_model import Model, written
+from support.stores import options
 from tierbed.engine import _core
 
 

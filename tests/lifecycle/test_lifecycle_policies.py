@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.embeddings import TABLES, held, make, options, train
-from support.lifecycles import Model, NoRoomError, Row, unsigned, written
+from support.embeddings import TABLES, held, make, train
+from support.lifecycle_model import Model, NoRoomError, Row, unsigned, written
 from support.rows import SPECIAL_KEYS
+from support.stores import options
 from tierbed.engine import CapacityError, MultiTableEmbedding
 
 KEYS = [*SPECIAL_KEYS, *range(20, 40)]

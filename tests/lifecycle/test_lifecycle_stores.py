@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.embeddings import STORES, contents, make, options, train
-from support.lifecycles import POLICIES, Model, NoRoomError, batches, written
+from support.embeddings import contents, make, train
+from support.lifecycle_model import POLICIES, Model, NoRoomError, batches, written
+from support.stores import STORES, options
 from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError
 from tierbed.engine.spec.inputs import Lookup
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from support.embeddings import DIM, STORES, TABLES, attach, contents, make, options, train
+from support.embeddings import DIM, TABLES, attach, contents, make, train
+from support.stores import STORES, options
 from tierbed import engine
 from tierbed.engine import (
     InputError,

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from support.embeddings import OPTIMIZERS, STORES, contents, make, options
+from support.embeddings import contents, make
 from support.graphs import dense_copy, embedding, graph_of, id_batches, mlp, train
+from support.optimizers import OPTIMIZERS
+from support.stores import STORES, options
 from tierbed.engine import EagerOptimizer, MultiTableEmbedding
 from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad
 

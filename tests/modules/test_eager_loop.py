@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.embeddings import make, options
+from support.embeddings import make
 from support.graphs import dense_copy, embedding, graph_of, id_batches
+from support.stores import options
 from tierbed.engine import (
     CapacityError,
     ClosedError,

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from support.embeddings import make, options
+from support.embeddings import make
+from support.stores import options
 from tierbed.engine import EagerOptimizer
 from tierbed.engine.errors import OptimizerError
 

@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.embeddings import DIM, OPTIMIZERS, STORES, TABLES, attach, contents, held, make, options, train
+from support.embeddings import DIM, TABLES, attach, contents, held, make, train
+from support.optimizers import OPTIMIZERS
 from support.rows import INITIALIZERS, SPECIAL_KEYS, same_bits
+from support.stores import STORES, options
 from tierbed import engine
 from tierbed.engine import (
     ClosedError,

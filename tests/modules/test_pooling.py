@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from support.embeddings import DIM, STORES, contents, make, options
+from support.embeddings import DIM, contents, make
+from support.stores import STORES, options
 from tierbed import engine
 from tierbed.engine import GraphError, InputError, MultiTableEmbedding, OptionError
 from tierbed.engine.ops import lookup as ops

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from support.embeddings import DIM, STORES, make, options
+from support.embeddings import DIM, make
 from support.graphs import embedding, graph_of
+from support.stores import STORES, options
 from tierbed.engine import EagerOptimizer, GraphError, InputError, MultiTableEmbedding
 from tierbed.engine.ops import naive
 

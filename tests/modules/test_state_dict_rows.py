@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from support.checkpoints import IDS, rating, steps
-from support.embeddings import attach, make, options, train
+from support.embeddings import attach, make, train
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding
 
 

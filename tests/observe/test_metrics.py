@@ -16,9 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from support.embeddings import STORES, attach, make, options, train
+from support.embeddings import attach, make, train
 from support.forked import in_process
 from support.places import DOCS
+from support.stores import STORES, options
 from tierbed.engine import (
     ClosedError,
     InputError,

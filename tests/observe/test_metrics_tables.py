@@ -17,9 +17,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.embeddings import STORES, TABLES, contents, make, options, train
+from support.embeddings import TABLES, contents, make, train
 from support.forked import CONTEXT
-from support.lifecycles import Model, Row
+from support.lifecycle_model import Model, Row
+from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding, _core, make_table_options
 from tierbed.engine.store.durable import read_record, seal, unseal
 from tierbed.engine.store.table_counts import FIELD

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from support.embeddings import DIM, attach, make, options, train
+from support.embeddings import DIM, attach, make, train
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding, plan
 from tierbed.engine.observe.plan import Plan
 

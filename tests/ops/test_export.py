@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from support.graphs import DIM, embedding, graph_of
-from support.warm import run_script
+from support.scripts import run_script
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.errors import ClosedError, GraphError
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from support.checkpoints import rating
-from support.embeddings import make, options
+from support.embeddings import make
+from support.stores import options
 from tierbed.engine import GraphError
 from tierbed.engine.ops import lookup as ops
 from tierbed.engine.ops.rows import Rows

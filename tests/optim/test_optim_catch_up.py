@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.embeddings import DIM, STORES, contents, make, options
+from support.embeddings import DIM, contents, make
+from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.embeddings import make, options, train
+from support.embeddings import make, train
+from support.stores import options
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.ops import naive
 from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad

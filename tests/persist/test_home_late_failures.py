@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
+from support.stores import options
 from tierbed.engine import StoreError
 from tierbed.engine.store.durable import made_aside
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from support.embeddings import STORES
 from support.killed import Trainer, embedding_at, holds, remarks, steps
-from support.stored import flip_bit
+from support.small_snapshots import flip_bit
+from support.stores import STORES
 from tierbed.engine import SnapshotError, StoreError
 from tierbed.engine.store import rocksdb
 from tierbed.snapshots import list_snapshots

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from support.embeddings import DIM, OPTIMIZERS, STORES, attach, contents, held, make, options, train
+from support.embeddings import DIM, attach, contents, held, make, train
 from support.killed import embedding_at, holds, remarks, steps
-from support.stored import flip_bit
+from support.optimizers import OPTIMIZERS
+from support.small_snapshots import flip_bit
+from support.stores import STORES, options
 from tierbed.engine import (
     ClosedError,
     MultiTableEmbedding,

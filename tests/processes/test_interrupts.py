@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from support.embeddings import make, options
+from support.embeddings import make
+from support.stores import options
 from tierbed.engine import EagerOptimizer
 from tierbed.engine.interrupts import uninterrupted
 

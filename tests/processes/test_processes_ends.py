@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support import warm
 from support.killed import Trainer, embedding_at, holds, remarks
-from support.places import environment
+from support.scripts import run_cold, run_script
 
 # how many steps ahead are announced, by store
 AHEAD = {"device": 0, "ssd": 1, "ssd_host": 3}
@@ -121,18 +118,9 @@ if child:
 """
 
 
-def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize("store", AHEAD)
 def test_a_forked_child_ends_without_a_word(tmp_path: Path, store: str) -> None:
-    ended = warm.run_script(FORKED, tmp_path, store)
+    ended = run_script(FORKED, tmp_path, store)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
@@ -140,7 +128,7 @@ def test_a_forked_child_ends_without_a_word(tmp_path: Path, store: str) -> None:
 def test_an_end_that_cannot_close_says_once_what_is_kept(
     tmp_path: Path, store: str, saved: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ended = run_script(FULL, tmp_path, store, saved)
+    ended = run_cold(FULL, tmp_path, store, saved)
     assert ended.returncode == 1
     assert ended.stderr.count("Traceback") == 1
     said = ended.stderr.splitlines()[-1]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from support.data_loaders import load_beside_training
 from support.forked import in_process
-from support.loading import load_beside_training
 
 
 @pytest.mark.parametrize("store", ["host", "cached_host", "ssd", "ssd_host"])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.embeddings import DIM, STORES, attach, contents, make, options, train
+from support.embeddings import DIM, attach, contents, make, train
+from support.stores import STORES, options
 
 STEPS = 60
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from support.asked import STORE, Training
-from support.embeddings import STORES, contents, make, options, train
+from support.embeddings import contents, make, train
 from support.failing_io import failing_io
-from support.stored import run_python
+from support.scripts import run_python
+from support.stores import STORES, options
 from tierbed.cli import main
 from tierbed.engine import MultiTableEmbedding, OptionError, SnapshotError
 from tierbed.engine.store.folder import StoreFolder

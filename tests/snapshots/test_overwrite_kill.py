@@ -15,8 +15,9 @@ import torch
 from crash.power import Disk
 from crash.rounds import build_shim
 
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
 from support.killed import Warm, serve
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, list_snapshots

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.embeddings import make, options, train
-from support.stored import chunked, description, make_buckets, save
+from support.embeddings import make, train
+from support.small_snapshots import chunked, description, make_buckets, save
+from support.stores import options
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.files.soundness import chains_of, verify_all
 from tierbed.snapshots.files.unread import UnreadError

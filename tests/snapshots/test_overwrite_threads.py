@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from support.stored import chunked, description, make_buckets, save
+from support.small_snapshots import chunked, description, make_buckets, save
 from tierbed.snapshots import write_snapshot
 from tierbed.snapshots.files.replacing import check_replaceable
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from support.embeddings import DIM, STORES, contents, make, options, train
+from support.embeddings import DIM, contents, make, train
 from support.rows import any_key
+from support.stores import STORES, options
 from tierbed.engine.errors import ClosedError, InputError, OptionError, SnapshotError, StoreError
 from tierbed.engine.row_format import row_dtype
 from tierbed.engine.spec.initializers import make_constant_initializer

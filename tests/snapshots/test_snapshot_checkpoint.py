@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.embeddings import STORES
 from support.forked import Disk, disk_path, in_process
 from support.killed import remarks
-from support.stored import description, files, flip_bit, joined, make_rows
+from support.small_snapshots import description, files, flip_bit, joined, make_rows
+from support.stores import STORES
 from tierbed.engine import SnapshotError, StoreError, _core
 from tierbed.engine.spec.rocksdb_options import options_text
 from tierbed.engine.store.rocksdb import RocksDB

@@ -20,9 +20,10 @@ import torch
 
 from support.asked import STORE, Training, fills, forks, trains, waits
 from support.cuda_tables import on_devices, tables_on
-from support.embeddings import STORES, contents, make, options, train
+from support.embeddings import contents, make, train
 from support.forked import CONTEXT, in_process
 from support.killed import embedding_at, holds, rows_after, step, steps
+from support.stores import STORES, options
 from tierbed.engine import InputError, MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.spec.inputs import Lookup

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.stored import (
+from support.scripts import run_python
+from support.small_snapshots import (
     Chunk,
     chunked,
     description,
@@ -19,7 +20,6 @@ from support.stored import (
     least_keys,
     make_buckets,
     make_rows,
-    run_python,
     save,
 )
 from tierbed.engine.errors import SnapshotError
@@ -169,7 +169,7 @@ def test_error_while_rows_are_read_passes_through_and_leaves_nothing(tmp_path: P
 def test_full_disk_is_a_snapshot_error_and_leaves_nothing(tmp_path: Path) -> None:
     # the limit on a file's size fails writes as a full disk does
     script = (
-        "import resource, signal, sys; from pathlib import Path; from support.stored import save\n"
+        "import resource, signal, sys; from pathlib import Path; from support.small_snapshots import save\n"
         "from tierbed.snapshots import SnapshotError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
@@ -276,7 +276,7 @@ def test_damaged_latest_is_never_replaced_by_an_older_one(tmp_path: Path) -> Non
 def test_kill_at_any_instant_leaves_whole_snapshots_alone(tmp_path: Path) -> None:
     # one process forks and kills the savers, so that the package is imported once
     script = (
-        "import os, random, signal, sys, time; from pathlib import Path; from support.stored import save\n"
+        "import os, random, signal, sys, time; from pathlib import Path; from support.small_snapshots import save\n"
         "folder, number = Path(sys.argv[1]), 0\n"
         "for round in range(10):\n"
         "    before = set(os.listdir(folder))\n"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
+from support.stores import options
 from tierbed.cli import main
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files.unread import UnreadError

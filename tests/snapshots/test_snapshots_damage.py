@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from support.stored import description, flip_bit, save
+from support.small_snapshots import description, flip_bit, save
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import row_dtype
 from tierbed.engine.store.durable import seal, unseal

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from support.embeddings import STORES, make, options, train
-from support.stored import chunked, description, flip_bit, least_keys, make_buckets
+from support.embeddings import make, train
+from support.small_snapshots import chunked, description, flip_bit, least_keys, make_buckets
+from support.stores import STORES, options
 from tierbed.engine.errors import InputError, OptionError, SnapshotError
 from tierbed.engine.row_format import LAST_STEP
 from tierbed.snapshots import Snapshot, write_snapshot

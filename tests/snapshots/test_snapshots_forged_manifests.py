@@ -14,8 +14,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
 from support.forged import KINDS, change, command, copied, is_sound, save_each_kind
+from support.stores import options
 from tierbed.engine import SnapshotError, StoreError, TierbedError, _core
 from tierbed.engine.row_format import LAST_STEP
 from tierbed.snapshots.files.format import LAST_SEQUENCE

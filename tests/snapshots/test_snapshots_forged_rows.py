@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.embeddings import make, options, train
+from support.embeddings import make, train
 from support.forged import (
     CRC32C,
     KINDS,
@@ -24,7 +24,8 @@ from support.forged import (
     write_file,
     write_rows,
 )
-from support.stored import key_in
+from support.small_snapshots import key_in
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding, _core
 from tierbed.engine.row_format import KEY
 from tierbed.snapshots import Snapshot

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from support.embeddings import STORES, contents, make, options, train
+from support.embeddings import contents, make, train
 from support.forked import Disk, disk_path, in_process
 from support.shell import command
+from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.exchange.export import export_snapshot

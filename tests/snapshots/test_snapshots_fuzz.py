@@ -18,8 +18,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
 from support.forked import in_process
+from support.stores import options
 from tierbed.engine import SnapshotError, TierbedError
 from tierbed.engine.store.durable import MAX_SEALED, seal, unseal
 from tierbed.snapshots import Manifest, Snapshot, list_snapshots

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
 from support.places import GOLDEN
+from support.stores import options
 from support.table_names import opened
 from tierbed.engine import StoreError
 from tierbed.snapshots import Snapshot

@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from support.embeddings import DIM, OPTIMIZERS, STORES, contents, make, options, train
+from support.embeddings import DIM, contents, make, train
 from support.exchange import FILES, VALUES, columns_of, dense, imported, whole, write_columns
-from support.stored import description, run_python
+from support.optimizers import OPTIMIZERS
+from support.scripts import run_python
+from support.small_snapshots import description
+from support.stores import STORES, options
 from tierbed.engine import _core, row_optimizer
 from tierbed.engine.errors import InputError
 from tierbed.engine.row_format import LAST_STEP, row_dtype

@@ -12,9 +12,10 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from support.embeddings import DIM, make, options
+from support.embeddings import DIM, make
 from support.exchange import FILES, VALUES, columns_of, write_columns
-from support.stored import description
+from support.small_snapshots import description
+from support.stores import options
 from tierbed.engine.errors import InputError, OptionError, SnapshotError, StoreError
 from tierbed.engine.spec.initializers import make_constant_initializer
 from tierbed.snapshots import Snapshot

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.places import DOCS
-from support.stored import Chunk, description, flip_bit, key_in
+from support.small_snapshots import Chunk, description, flip_bit, key_in
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import KEY, row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from support.embeddings import DIM, STORES, ask_to_leave, attach, contents, make, options, train
-from support.stored import save
+from support.embeddings import DIM, ask_to_leave, attach, contents, make, train
+from support.small_snapshots import save
+from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.errors import CapacityError, InputError, OptimizerError, OptionError, SnapshotError
 from tierbed.engine.store.folder import StoreFolder

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from support.checkpoints import rating, state, steps
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
 from support.forged import KINDS, copied, is_sound, refused, save_each_kind
 from support.graphs import id_batches
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding, SnapshotError, _core
 from tierbed.snapshots import Snapshot, list_snapshots
 

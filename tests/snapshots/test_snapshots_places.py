@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
 from support.forked import in_process
+from support.stores import options
 from tierbed.cli import main
 from tierbed.engine import MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, list_snapshots

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.embeddings import make, options, train
-from support.stored import description, flip_bit, make_rows
+from support.embeddings import make, train
+from support.small_snapshots import description, flip_bit, make_rows
+from support.stores import options
 from tierbed.engine.errors import OptionError, SnapshotError
 from tierbed.engine.row_format import KEY
 from tierbed.engine.store.folder import StoreFolder

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from support.embeddings import make, options
+from support.embeddings import make
 from support.graphs import Rating, graph_of, mlp
+from support.stores import options
 from tierbed import engine
 from tierbed.engine import plan
 from tierbed.engine.errors import OptionError, TierbedError

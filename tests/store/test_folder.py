@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.stored import description
+from support.small_snapshots import description
 from tierbed.engine.errors import StoreError
 from tierbed.engine.store.durable import seal, unseal
 from tierbed.engine.store.folder import StoreFolder

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.embeddings import DIM, STORES, contents, make, options, train
+from support.embeddings import DIM, contents, make, train
 from support.images import change, check_image, in_memory, joined, small_chunks, table_of
-from support.lifecycles import POLICIES, batches
+from support.lifecycle_model import POLICIES, batches
+from support.stores import STORES, options
 from tierbed.engine import ClosedError, StoreError
 from tierbed.engine.row_format import row_dtype
 from tierbed.engine.spec.inputs import Lookup

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from support.embeddings import DIM, attach, contents, make, options, train
+from support.embeddings import DIM, attach, contents, make, train
 from support.rows import Table
+from support.stores import options
 from tierbed.engine import ClosedError, OptionError, StoreError, make_cached_ssd_store_options, rocksdb_info
 from tierbed.engine.spec.options import store_options_from_dict
 from tierbed.engine.store.rocksdb import RocksDB

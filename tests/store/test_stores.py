@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from support.embeddings import DIM, ONE_SET_MB, OPTIMIZERS, STORES, attach, contents, make, options, train
+from support.embeddings import DIM, attach, contents, make, train
+from support.optimizers import OPTIMIZERS
 from support.rows import same_bits
+from support.stores import ONE_SET_MB, STORES, options
 from tierbed.engine import CapacityError, MultiTableEmbedding, StoreError
 from tierbed.engine._core import WAYS
 from tierbed.engine.ops import naive

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-from support.embeddings import DIM, OPTIMIZERS, contents, make, options
+from support.embeddings import DIM, contents, make
+from support.optimizers import OPTIMIZERS
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding
 from tierbed.graph import Graph
 

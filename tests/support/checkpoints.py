@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from support.embeddings import contents, make, options
+from support.embeddings import contents, make
 from support.graphs import id_batches
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding
 from tierbed.graph import Graph
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.embeddings import DIM, OPTIMIZERS, make, options
+from support.embeddings import DIM, make
+from support.optimizers import OPTIMIZERS
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding
 from tierbed.graph import Graph
 

@@ -1,9 +1,8 @@
-"""What the tests of the engine without a graph share: embeddings on every store, steps, and all that a table holds."""
+"""Embeddings with any store and optimizer, their steps without a graph, and all that a table holds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,43 +10,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from support.optimizers import OPTIMIZERS
 from tierbed import engine
 from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad
 from tierbed.engine.row_format import row_dtype
 from tierbed.engine.spec.inputs import Lookup
 from tierbed.engine.table.table import OpenTable
 
 DIM = 5
-STORES = ["device", "host", "cached_host", "ssd", "ssd_host"]
-ONE_SET_MB = 0.01  # less than two sets of 64 rows, whatever the optimizer
 TABLES = [
     engine.make_uniform_initializer(-0.1, 0.1),
     engine.make_normal_initializer(0.5, 2.0),
     engine.make_constant_initializer(0.25),
 ]
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
-    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
-    "adam": (torch.optim.Adam, {"lr": 0.01}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
-    "rowwise": (RowWiseAdagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
-    "catch-up": (CatchUpAdam, {"lr": 0.01}),
-}
-
-
-def options(store: str, path: Path | None = None, budget_mb: float = ONE_SET_MB, **more: Any) -> Any:
-    """Store options by the short name of a store; budgets hold one set of the cache unless told otherwise."""
-    if store == "device":
-        return engine.make_device_mem_store_options(path, **more)
-    if store == "host":
-        return engine.make_host_mem_store_options(path, **more)
-    if store == "cached_host":
-        return engine.make_cached_host_mem_store_options(budget_mb, path, **more)
-    assert path is not None
-    host = 2 * budget_mb if store == "ssd_host" else 0
-    return engine.make_cached_ssd_store_options(budget_mb, path, host_cache_budget_mb=host, **more)
 
 
 def make(

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
+from support.stores import options
 from tierbed.cli import main
 from tierbed.engine import MultiTableEmbedding, SnapshotError, _core
 from tierbed.engine.store.durable import seal, unseal

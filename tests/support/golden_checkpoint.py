@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from support.embeddings import contents, make, options
+from support.embeddings import contents, make
+from support.stores import options
 from tierbed.graph import Graph
 
 

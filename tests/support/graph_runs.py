@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from support.embeddings import make, options
+from support.embeddings import make
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding
 from tierbed.graph import Graph
 

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
 from support.places import environment
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding
 
 # (signal, exit code). A second Ctrl-C may meet Python at any point of its own end, and torch aborts where a thread

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from support.embeddings import DIM, attach, held, options
+from support.embeddings import DIM, attach, held
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding, make_normal_initializer, make_table_options
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from support.embeddings import contents, make, options, train
+from support.embeddings import contents, make, train
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding, TierbedError
 
 ON_DISK = ["ssd", "ssd_host"]

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.embeddings import STORES, contents, make, options, train
+from support.background_saves import Writer, no_thread_is_left, until, waits_of
+from support.embeddings import contents, make, train
 from support.images import change, changed, small_chunks, table_of
-from support.saves import Writer, no_thread_is_left, until, waits_of
+from support.stores import STORES, options
 from tierbed.engine import ClosedError, StoreError
 from tierbed.engine.row_format import Chunks
 

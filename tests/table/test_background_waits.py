@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.embeddings import DIM, STORES, contents, make, options, train
+from support.background_saves import Writer, no_thread_is_left, until, waits_of
+from support.embeddings import DIM, contents, make, train
 from support.forked import in_process
 from support.images import change, in_memory, small_chunks, table_of
-from support.saves import Writer, no_thread_is_left, until, waits_of
-from support.warm import run_script
+from support.scripts import run_script
+from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding, StoreError
 from tierbed.engine.table import background
 
@@ -68,7 +69,7 @@ def test_a_save_does_not_rest_while_somebody_waits(monkeypatch: pytest.MonkeyPat
 
 def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
     script = (
-        "import threading; from support.embeddings import make, options, train\n"
+        "import threading; from support.embeddings import make, train; from support.stores import options\n"
         "from tierbed.engine.table import background\n"
         "background.REST = 1e9\n"
         "def write(chunks):\n"

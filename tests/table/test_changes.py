@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from support.changed_rows import FIRST, SECOND, Calls, Row, by_name, calls, check_noted, in_order, in_small_chunks
-from support.embeddings import STORES, make, options, train
+from support.embeddings import make, train
 from support.rows import Table, any_key
-from support.stored import chunked
+from support.small_snapshots import chunked
+from support.stores import STORES, options
 from tierbed.engine import StoreError, _core
 from tierbed.engine.row_format import KEY, row_dtype
 from tierbed.snapshots.files.difference import changes_between, difference

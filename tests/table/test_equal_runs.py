@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.embeddings import DIM, ONE_SET_MB, OPTIMIZERS, STORES, contents, make, options
+from support.embeddings import DIM, contents, make
 from support.graphs import graph_of
+from support.optimizers import OPTIMIZERS
+from support.stores import ONE_SET_MB, STORES, options
 from tierbed.graph import Graph
 
 STEPS, BATCH, FIELDS = 8, 24, 3

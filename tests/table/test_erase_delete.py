@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.embeddings import STORES, ask_to_leave, contents, held, make, options, train
+from support.embeddings import ask_to_leave, contents, held, make, train
+from support.stores import STORES, options
 from tierbed.engine import CapacityError, ClosedError, InputError, StoreError
 from tierbed.engine.spec.inputs import Lookup
 

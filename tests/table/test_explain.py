@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from support.embeddings import STORES, attach, contents, make, options, train
+from support.embeddings import attach, contents, make, train
+from support.stores import STORES, options
 from tierbed.engine import InputError, MultiTableEmbedding, _core
 
 every_store = pytest.mark.parametrize(

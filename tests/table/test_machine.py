@@ -1,4 +1,4 @@
-"""Random sequences of all that users do to a table, on every stack, against arrays of rows: see `model.py`."""
+"""Random sequences of all that users do to a table, on every stack, against arrays of rows: see `table_model`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
-from support.embeddings import DIM, ONE_SET_MB, STORES, contents, make, options, train
-from support.model import KEYS, NUMBERS, Full, Model, N, Places, Policy
-from support.stored import files
+from support.embeddings import DIM, contents, make, train
+from support.small_snapshots import files
+from support.stores import ONE_SET_MB, STORES, options
+from support.table_model import KEYS, NUMBERS, Full, Model, N, Places, Policy
 from tierbed.engine import CapacityError
 from tierbed.engine.spec.inputs import Lookup
 

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from support.embeddings import STORES, attach, contents, make, options, train
+from support.embeddings import attach, contents, make, train
 from support.forked import in_process
+from support.stores import STORES, options
 from tierbed.engine import InputError, MultiTableEmbedding, OptimizerError, StoreError
 from tierbed.engine.spec.inputs import Lookup
 from tierbed.engine.table.prefetch import QUEUE, WINDOW, Prefetcher

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.cuda_tables import on_devices, on_one_device, tables_on
-from support.embeddings import DIM, STORES, TABLES, attach, contents, options
+from support.embeddings import DIM, TABLES, attach, contents
+from support.stores import STORES, options
 from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.spec.inputs import Lookup

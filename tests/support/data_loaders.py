@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from support.embeddings import contents, make, options, train
-from support.stored import files
+from support.embeddings import contents, make, train
+from support.small_snapshots import files
+from support.stores import options
 from tierbed.engine import MultiTableEmbedding
 
 BATCH, COUNT = 64, 12

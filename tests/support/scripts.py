@@ -1,7 +1,8 @@
-"""Scripts in interpreters of their own, forked from one that has imported torch and tierbed: seconds less for each.
+"""Scripts in interpreters of their own.
 
-An interpreter ends as any other, with what the script left to its end. What depends on how Python starts, on what is
-imported or on what is preloaded takes `subprocess` instead.
+`run_script` forks its interpreters from one that has imported torch and tierbed: seconds less for each. They end as any
+other, with what the script left to its end. What depends on how Python starts, on what is imported or on what is
+preloaded takes `run_cold` instead.
 """
 
 from __future__ import annotations
@@ -31,10 +32,23 @@ def run_script(script: str | Path, *arguments: object, cwd: Path | None = None, 
     return _server().run(given | {"arguments": list(map(str, arguments)), "warnings": warnings}, cwd or Path.cwd())
 
 
+def run_cold(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A script's text, run by a Python that starts for it and imports what tests do."""
+    command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True)
+
+
+def run_python(script: str, *arguments: Path) -> str:
+    """What a script prints that `run_cold` runs to a good end."""
+    done = run_cold(script, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 class _Server:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from support import warm; warm.serve()"],
+            [sys.executable, "-c", "from support import scripts; scripts.serve()"],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

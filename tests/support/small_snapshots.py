@@ -1,10 +1,8 @@
-"""What the tests of snapshots and folders share: descriptions and rows as a tier scans them."""
+"""Small snapshots without a table: their descriptions, rows as a tier scans them, and damage to their files."""
 
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from support.places import environment
 from tierbed.engine import _core
 from tierbed.engine.row_format import LAST_STEP, row_dtype
 from tierbed.snapshots import Manifest, write_snapshot
@@ -118,11 +115,3 @@ def files(path: Path) -> dict[str, tuple[int, int]]:
             stat = file.stat()
             found[str(file)] = stat.st_size, stat.st_mtime_ns
     return found
-
-
-def run_python(script: str, *arguments: Path) -> str:
-    """What a script prints in a process of its own; it sees the helpers of the tests."""
-    command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout

@@ -1,0 +1,19 @@
+"""Optimizers of rows by a short name, with the settings that tests give them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "rowwise": (RowWiseAdagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    "catch-up": (CatchUpAdam, {"lr": 0.01}),
+}

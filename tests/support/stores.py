@@ -1,0 +1,24 @@
+"""Every store by a short name, and its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tierbed import engine
+
+STORES = ["device", "host", "cached_host", "ssd", "ssd_host"]
+ONE_SET_MB = 0.01  # less than two sets of 64 rows, whatever the optimizer
+
+
+def options(store: str, path: Path | None = None, budget_mb: float = ONE_SET_MB, **more: Any) -> Any:
+    """Store options by the short name of a store; budgets hold one set of the cache unless told otherwise."""
+    if store == "device":
+        return engine.make_device_mem_store_options(path, **more)
+    if store == "host":
+        return engine.make_host_mem_store_options(path, **more)
+    if store == "cached_host":
+        return engine.make_cached_host_mem_store_options(budget_mb, path, **more)
+    assert path is not None
+    host = 2 * budget_mb if store == "ssd_host" else 0
+    return engine.make_cached_ssd_store_options(budget_mb, path, host_cache_budget_mb=host, **more)
