@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from support.cells import pytest_collection_modifyitems
+pytest.register_assert_rewrite("support")  # before anything imports it
+
+from support.cells import pytest_collection_modifyitems  # noqa: E402
 
 __all__ = ["pytest_collection_modifyitems"]
 

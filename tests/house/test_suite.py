@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,9 @@ def test_native_code_that_hangs_ends_the_run_and_shows_where(tmp_path: Path) -> 
     assert "Timeout (0:00:02)!" in done.stderr
     assert "in test_that_hangs" in done.stderr
     assert done.returncode == 1
+
+
+def test_no_test_imports_another() -> None:
+    files = [*TESTS.rglob("*.py")]
+    assert len(files) > 200
+    assert not [file for file in files if re.search(r"^\s*(from|import) test_", file.read_text(), re.M)]
