@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from support.rocksdb_rows import STORED, WIDTH, Rows, keys_from, read_all, write
 from support.rows import any_key
-from tierbed.engine import StoreError
+from tierbed.engine import StoreError, _core
 from tierbed.engine.store import rocksdb
 from tierbed.engine.store.rocksdb import RocksDB
 
@@ -103,7 +103,7 @@ def test_a_folder_of_the_first_format_opens(tmp_path: Path) -> None:
     tier.flush()
     tier.close()
     sst = b"".join(file.read_bytes() for file in tmp_path.rglob("*.sst"))
-    bucket = int(rocksdb._core.buckets(np.zeros(1, np.uint32), np.array([300], np.uint64))[0])
+    bucket = int(_core.buckets(np.zeros(1, np.uint32), np.array([300], np.uint64))[0])
     key = bytes([bucket]) + (0).to_bytes(4, "big") + (300).to_bytes(8, "big")
     assert key[-2:] in sst  # RocksDB leaves out what a key shares with the one before
     tier = RocksDB(tmp_path, WIDTH, rocksdb.SHARDS)

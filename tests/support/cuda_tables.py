@@ -16,9 +16,10 @@ from support.rows import Table
 from tierbed.engine.ops.cuda import step
 from tierbed.engine.ops.cuda.batch import Batch, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
-from tierbed.engine.ops.cuda.layout import InitialValues, Layout
+from tierbed.engine.ops.cuda.layout import Layout
 from tierbed.engine.processors.choose import PROCESSORS
 from tierbed.engine.processors.cuda import on_device
+from tierbed.engine.spec.initializers import InitialValues
 from tierbed.engine.store.cuda.table import FullTable
 
 NO_GPU = "no NVIDIA GPU" if not torch.cuda.is_available() else ""
