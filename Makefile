@@ -34,6 +34,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/layers
+	$(BIN)/python scripts/walk
 
 types: install
 	PYTHON=$(BIN)/python scripts/typecheck

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
@@ -37,7 +38,7 @@ from .state.extra_state import check_state, extra_state, load_extra_state, witho
 from .state.optimizers import OptimizerSet
 from .trace.built import Built
 from .trace.names import path_of
-from .trace.signature import Structure, call_key, modes, without_sizes
+from .trace.signature import Structure, call_key, without_sizes
 from .trace.sizes import Sizes
 from .trace.swap import one_trace
 from .trace.trace import trace
@@ -185,7 +186,8 @@ class Graph(Built):
         Raises GraphError for a `build` that a static graph cannot hold, OptimizerError where backward() reaches a
         parameter without optimizer, and whatever `build`, an op or a store raises; the graph stays usable.
         """
-        refuse_around(self)
+        if DistributedDataParallel._active_ddp_module is not None:
+            refuse_around(self)
         step, tensors = self.__compiled(args, kwargs)
         try:
             return step.run(tensors, self.__forward)
@@ -333,7 +335,6 @@ class Graph(Built):
             spec,
             call_key(leaves, self.build, spec),
             state,
-            modes(),
             self.__optimizers.key(),
             self.__end.key(),
             repr(self.__inductor),

@@ -23,8 +23,9 @@ SWEEPS = 16  # looks for rows past `ttl_steps`, in that many steps
 
 
 class Lifecycle:
-    """The life of the rows of one open table. Where its options ask for none of this, nothing is remembered.
+    """The life of the rows of one open table.
 
+    Where the options ask for none of this, nothing is remembered, and `admit`, `written` and `expired` are not called.
     `stored_rows` of an earlier run stay even above the capacity, until new rows come and there are rows to evict.
     """
 
@@ -32,6 +33,7 @@ class Lifecycle:
         self._name = name
         self._eviction, self._ttl = options.eviction, options.ttl_steps
         self._ledger: _core.Ledger | None = None
+        self.remembers = False  # whether this object watches the capacity, and is told every written row
         self._admission = options.admission
         self.capacity = options.capacity
         self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
@@ -46,6 +48,7 @@ class Lifecycle:
             )
             self.capacity = stored_rows
         if (options.eviction, options.admission, options.ttl_steps) != ("none", None, None):
+            self.remembers = True
             self._ledger = _core.Ledger(
                 eviction=options.eviction,
                 capacity=self.capacity,
@@ -54,11 +57,6 @@ class Lifecycle:
                 chance=options.admission if isinstance(options.admission, float) else 1.0,
                 seed=seed,
             )
-
-    @property
-    def remembers(self) -> bool:
-        """Whether this object watches the capacity, and has to be told every written row."""
-        return self._ledger is not None
 
     @property
     def metrics(self) -> dict[str, int]:
@@ -70,8 +68,7 @@ class Lifecycle:
 
         Rows that training refuses get lines of the batch's own. Raises CapacityError, and nothing changes.
         """
-        if self._ledger is None:
-            return None
+        assert self._ledger is not None
         admitted = self._ledger.admit(batch, layout, step, training)
         if admitted.lacking:
             raise CapacityError(self._no_room(admitted.fresh, admitted.lacking))
@@ -80,15 +77,16 @@ class Lifecycle:
 
     def written(self, batch: Any, step: int) -> None:
         """Note that an admitted batch was written at `step`."""
-        if self._ledger is not None:
-            if len(batch.own_lines):
-                refused = counted(batch.tables[batch.own_lines != 0], len(self.gone))
-                self._left(refused, "refused")
-            self._ledger.commit(batch, step)
+        assert self._ledger is not None
+        if len(batch.own_lines):
+            refused = counted(batch.tables[batch.own_lines != 0], len(self.gone))
+            self._left(refused, "refused")
+        self._ledger.commit(batch, step)
 
     def expired(self, step: int) -> tuple[Tables, Keys] | None:
         """Rows that leave after `step`. Of `ttl_steps` steps, 16 look for all rows older than that."""
-        if self._ledger is None or self._ttl is None or self._eviction == "ttl" or step % max(1, self._ttl // SWEEPS):
+        assert self._ledger is not None
+        if self._ttl is None or self._eviction == "ttl" or step % max(1, self._ttl // SWEEPS):
             return None
         tables, keys = self._ledger.expired(step)
         return (tables, keys) if len(keys) else None

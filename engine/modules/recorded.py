@@ -27,7 +27,7 @@ def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]
     """Launch what `step.update` launches."""
     table = batch.table
     assert isinstance(table, OpenTable)
-    record_update(table, batch, table.gradients(batch, grads, weights or [None] * len(batch.lookups)))
+    record_update(table, batch, batch.gradients(grads, weights))
 
 
 def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:

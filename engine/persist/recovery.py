@@ -313,7 +313,8 @@ class TableHome:
         lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
         processor = self._processor(self.spec, state, lifecycle.capacity)
         stack = build_stack(self.options, processor, place, shards)
-        write_at = partial(self._write_at, stack.bottom)
+        on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
+        write_at = partial(self._write_at, stack.bottom) if on_disk else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.io_threads)
         table.optimizer = optimizer
         if stored is not None:

@@ -168,6 +168,16 @@ def check_grad(spec: TableSpec, lookup: Lookup, grad: Tensor, dtype: torch.dtype
         )
 
 
+def checked_gradients(
+    spec: TableSpec, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
+) -> Gradients:
+    """The gradients of a step's lookups and the weights that pooled them, one each. Raises InputError."""
+    for lookup, grad, given in zip(lookups, grads, weights, strict=True):
+        check_grad(spec, lookup, grad, dtype)
+        check_weights(spec, lookup, given)
+    return Gradients(lookups, grads, weights, dtype)
+
+
 def check_output_dtype(dtype: Any) -> torch.dtype:
     """Raises OptionError for a dtype that lookups cannot return."""
     if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_DTYPES:

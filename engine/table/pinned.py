@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..processors.processor import Processor
-from ..spec.inputs import Gradients, Lookup
+from ..spec.inputs import Gradients, Lookup, checked_gradients
+from ..spec.table_spec import TableSpec
 
 
 class Steps(Protocol):
@@ -18,6 +19,7 @@ class Steps(Protocol):
 
     lock: RLock
     processor: Processor[Any]
+    spec: TableSpec
 
     @property
     def rule(self) -> str:
@@ -25,9 +27,6 @@ class Steps(Protocol):
 
     def check_pinned(self, pinned: PinnedBatch) -> None:
         """StoreError where the rows were let go."""
-
-    def gradients(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> Gradients:
-        """The gradients of a step, checked. InputError."""
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None: ...
 
@@ -60,7 +59,7 @@ class PinnedBatch:
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """The sum of the squares of the gradients of the rows, each summed over its occurrences, as `update` does."""
-        gradients = self._gradients(grads, weights)
+        gradients = self.gradients(grads, weights)
         with self.table.lock:
             self.table.check_pinned(self)
             squares = self.table.processor.square_gradients(self.core, gradients, self.table.rule)
@@ -77,11 +76,13 @@ class PinnedBatch:
 
         A row's summed gradient is multiplied by `scale`, then each element clipped to [-clip_value, clip_value].
         """
-        self.table.update(self, self._gradients(grads, weights), scale, clip_value)
+        self.table.update(self, self.gradients(grads, weights), scale, clip_value)
 
     def release(self) -> None:
         """End the pin; the rows stay as they are."""
         self.table.release()
 
-    def _gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
-        return self.table.gradients(self, grads, weights or [None] * len(self.lookups))
+    def gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
+        """The gradients of a step, checked. `grads` and `weights` are as in `update`. Raises InputError."""
+        given = weights or [None] * len(self.lookups)
+        return checked_gradients(self.table.spec, self.lookups, grads, given, self.dtype)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 WINDOW = 31  # the batches that a store knows of ahead, beside the batch of the step; more wait here
 QUEUE = 4 * WINDOW  # the most batches that wait
 
+NOTHING_ANNOUNCED = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
+
 
 class _Coming:
     """An announced batch: copies of its lookups, since the caller may fill its tensors anew."""
@@ -87,7 +89,7 @@ class Prefetcher:
         self._processor = processor
         self._store = store
         self._threads = threads
-        self.counts = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
+        self.counts = dict(NOTHING_ANNOUNCED)
         self._coming: deque[_Coming] = deque()  # empty where there is no thread
         self._changed = Condition()
         self._thread: Thread | None = None  # the thread that goes on; any other ends

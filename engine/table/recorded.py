@@ -53,7 +53,8 @@ def begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tu
     """
     if trains:
         table.release()
-        table.make_own_batch()
+        with table.announced(()):
+            pass  # the batch is made by what was recorded, whatever was announced
     table.use()
     table.check(wait=False)
     if not trains:

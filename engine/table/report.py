@@ -9,6 +9,7 @@ from ..ops.segments import rows_of
 from ..row_format import Chunks
 from ..spec.inputs import Lookup
 from ..store.table_counts import by_label
+from .prefetch import NOTHING_ANNOUNCED
 from .scanned import line_addresses
 from .table import OpenTable
 
@@ -18,7 +19,8 @@ def metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
     with table.lock:
         store = table.opened()
         table.check()
-        counts = {**table.lifecycle.metrics, **table.prefetcher.counts}
+        announced = NOTHING_ANNOUNCED if table.prefetcher is None else table.prefetcher.counts
+        counts = {**table.lifecycle.metrics, **announced}
         tiers, (hits, misses) = store.metrics(), store.asked().T
         next(iter(tiers.values())).update(hits=int(hits.sum()), misses=int(misses.sum()))
         by_table = table.counts.by_table(table.scan)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import RLock
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..optim.row_state import RowState
 from ..optim.rule import catches_up
 from ..processors.processor import Processor
 from ..row_format import LAST_STEP, Chunks, Keys, Tables
-from ..spec.inputs import Gradients, Lookup, check_grad, check_weights
+from ..spec.inputs import Gradients, Lookup
 from ..spec.table_spec import TableSpec
 from ..store.contract import Room, Store
 from ..store.rocksdb import RocksDB
@@ -40,8 +40,8 @@ class OpenTable:
     """Rows in a stack of tiers, used on a processor, a batch at a time.
 
     `step` counts the updates of the whole table. `state` is what rows carry beside the embedding; `optimizer` is None
-    where the table is open for reading and `put` alone. `before_write` is told, before each write, the step that it is
-    of.
+    where the table is open for reading and `put` alone. `before_write`, if there is one, is told before each write the
+    step of the write.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class OpenTable:
         stack: Stack,
         state: RowState,
         lifecycle: Lifecycle,
-        before_write: Callable[[int], None],
+        before_write: Callable[[int], None] | None,
         io_threads: int,
     ) -> None:
         self.spec = spec
@@ -65,15 +65,16 @@ class OpenTable:
         self.updates = 0  # that the processor was asked for
         self.failure: BaseException | None = None  # what left the rows in doubt
         self.lifecycle = lifecycle
-        self.before_write = before_write
+        self.before_write = before_write or (lambda step: None)
         self._pinned: PinnedBatch | None = None
-        self.prefetcher = Prefetcher(processor, stack.top, io_threads)
+        self.prefetcher: Prefetcher | None = None  # from the first announcement on
+        self._io_threads = io_threads
         self.untold: TierbedError | None = None  # found late by a visitor of the boundary
         self.boundary = Boundary()
         self.lock = RLock()  # native loops let other threads of Python run
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
         self.watch = Watch(spec.name, stack, self.layout.width, self.lock, self.use, self.check)
-        self._erasure = Erasure(self.counts, lifecycle, self.watch, before_write)
+        self._erasure = Erasure(self.counts, lifecycle, self.watch, self.before_write)
 
     @property
     def is_lost(self) -> bool:
@@ -111,12 +112,13 @@ class OpenTable:
     @property
     def has_thread(self) -> bool:
         """Whether one makes announced batches ready."""
-        return self.prefetcher.has_thread
+        return self.prefetcher is not None and self.prefetcher.has_thread
 
     def rest(self) -> None:
         """Forget announced batches, and end the thread that makes them ready."""
         with self.lock, uninterrupted():
-            self.prefetcher.close()
+            if self.prefetcher is not None:
+                self.prefetcher.close()
 
     def close(self) -> None:
         """Release memory and files without flushing. May be called again."""
@@ -124,19 +126,18 @@ class OpenTable:
             stack, self.stack, self._pinned = self.stack, None, None
             if stack is not None:
                 self.watch.close()
-                self.prefetcher.close()
+                self.rest()
                 stack.top.close()
 
     def check(self, wait: bool = True) -> None:
         """Raise what an earlier call did wrong, of all with `wait` for the processor. InputError, CapacityError."""
-        error = self.late_error(wait)
-        if error is not None:
+        if (error := self.late_error(wait)) is not None:
             raise error
 
     def late_error(self, wait: bool) -> TierbedError | None:
         """What an earlier call did wrong and the processor found late, once; the steps since did not happen."""
         untold, self.untold = self.untold, None
-        late = None if untold else self.processor.late(wait)
+        late = self.processor.late(wait) if self.processor.checks_late and untold is None else None
         if late is None:
             return untold
         undone, self.updates = self.updates - late.taken, late.taken
@@ -232,7 +233,9 @@ class OpenTable:
         """A coming step has these lookups: its batch may be made ready ahead. Steps are announced in their order."""
         self._check_optimizer()
         with self.lock, uninterrupted():
-            self.use()
+            store = self.use()
+            if self.prefetcher is None:
+                self.prefetcher = Prefetcher(self.processor, store, self._io_threads)
             self.prefetcher.announce(lookups)
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None:
@@ -240,14 +243,15 @@ class OpenTable:
         assert self.optimizer is not None
         rule, step = self.optimizer.rule, self.next_step()
         hyper = self.optimizer.hyper(step, clip_value)
-        self.watch.wait_for_room()
+        self._wait_for_room()
         with self.lock, uninterrupted():
             with self._writing(pinned, step):
                 self.processor.set_numbers(rule, hyper, step, scale)
                 self.processor.update(pinned.core, gradients, rule)
                 self.updated(step, hyper)
-                self.lifecycle.written(pinned.core, step)
-            if expired := self.lifecycle.expired(step):
+                if self.lifecycle.remembers:
+                    self.lifecycle.written(pinned.core, step)
+            if self.lifecycle.remembers and (expired := self.lifecycle.expired(step)):
                 with suppress(StoreError):  # this step was taken: the next call erases them, or says why it cannot
                     self._erase(*expired, "expired")
 
@@ -263,7 +267,7 @@ class OpenTable:
                 f"embedding {self.spec.name!r} is open for reading: its rows carry the state of optimizer "
                 f"{self.state.rule}; add that optimizer before put"
             )
-        self.watch.wait_for_room()
+        self._wait_for_room()
         with self.lock, uninterrupted():
             pinned = self._pin([lookup], torch.float32, None, is_step=False)
             self.check()
@@ -272,14 +276,15 @@ class OpenTable:
                     self.set_numbers()
                     self.processor.catch_up(pinned.core, rule)
                 self.processor.assign(pinned.core, values, self.step)
-                self.lifecycle.written(pinned.core, self.step)
+                if self.lifecycle.remembers:
+                    self.lifecycle.written(pinned.core, self.step)
 
     def delete(self, lookup: Lookup) -> int:
         """Forget the rows of ids, in every tier. Returns how many had been written."""
-        self.watch.wait_for_room()
+        self._wait_for_room()
         with self.lock, uninterrupted():
             self.release()
-            with self.prefetcher.step(None):
+            with self.announced(None):
                 there = self.processor.count_written(self._peek(lookup))
                 self.check()
                 if there.any():
@@ -301,10 +306,10 @@ class OpenTable:
     ) -> PinnedBatch:
         self._release()
         self.use()  # what is leaving has left before rows are counted
-        with self.prefetcher.step(lookups if is_step else None) as prepared:
+        with self.announced(lookups if is_step else None) as prepared:
             batch = self._batch(lookups, like) if prepared is None else prepared
             step = self.step + is_step
-            if victims := self.lifecycle.admit(batch, self.layout, step, training=is_step):
+            if self.lifecycle.remembers and (victims := self.lifecycle.admit(batch, self.layout, step, is_step)):
                 self._erase(*victims, "evicted")
             self.use().pin(batch, self.room)
         return self.hold(batch, lookups, dtype)
@@ -314,14 +319,18 @@ class OpenTable:
         self._pinned = PinnedBatch(self, batch, lookups, dtype)
         return self._pinned
 
-    def make_own_batch(self) -> None:
-        """A step under way makes its batch itself, whatever was announced."""
-        with self.prefetcher.step(()):
-            pass
+    def announced(self, lookups: Sequence[Lookup] | None) -> AbstractContextManager[Any]:
+        """A block that pins the rows of a step, as `Prefetcher.step`."""
+        return nullcontext() if self.prefetcher is None else self.prefetcher.step(lookups)
+
+    def _wait_for_room(self) -> None:
+        if self.watch.watches:
+            self.watch.wait_for_room()
 
     def _unpin(self, pinned: PinnedBatch, dirty: bool) -> None:
         self.use().unpin(pinned.core, dirty)
-        self.prefetcher.ended()
+        if self.prefetcher is not None:
+            self.prefetcher.ended()
 
     @property
     def room(self) -> Room | None:
@@ -352,7 +361,8 @@ class OpenTable:
     def _writing(self, pinned: PinnedBatch, step: int) -> Iterator[None]:
         """Around what writes the lines of a pinned batch at `step`, with signals held; ends the pin."""
         self.check_pinned(pinned)
-        self.watch.before_batch(pinned.core)
+        if self.watch.watches:
+            self.watch.before_batch(pinned.core)
         self.before_write(step)
         written = False
         try:
@@ -371,12 +381,6 @@ class OpenTable:
                 f"embedding {self.spec.name!r}: the batch is no longer pinned: put, delete or a load let its rows go "
                 "in the middle of the step; let one thread at a time write to it"
             )
-
-    def gradients(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> Gradients:
-        for lookup, grad, given in zip(pinned.lookups, grads, weights, strict=True):
-            check_grad(self.spec, lookup, grad, pinned.dtype)
-            check_weights(self.spec, lookup, given)
-        return Gradients(pinned.lookups, grads, weights, pinned.dtype)
 
     def _check_optimizer(self) -> None:
         if self.optimizer is None:

@@ -34,6 +34,7 @@ class Watch:
         self.saving: BackgroundSave | None = None  # the last one, which may have ended
         self.changes: Changes | None = None
         self._image: Image | None = None
+        self.watches = False  # whether anything does; where not, `before_batch` and `wait_for_room` need not be called
 
     @property
     def has_image(self) -> bool:
@@ -48,6 +49,7 @@ class Watch:
                 self.changes.saved(since)
             else:
                 self.changes = Changes(since, self._use().tracker())
+                self.watches = True
 
     def changed(self, since: str) -> Iterator[Change] | None:
         """What changed since the snapshot of that id, read while it is asked for; None where that was not noted.
@@ -90,6 +92,7 @@ class Watch:
                 self._image = DiskImage(bottom.scan(), self._lock, self._forget)
             else:
                 self._image = MemoryImage(bottom.image(top), self._width, kept_bytes, self._lock, self._forget)
+            self.watches = True
             return self._image
 
     def save_in_background(
@@ -152,6 +155,7 @@ class Watch:
 
     def _forget(self, image: Image) -> None:
         self._image = None
+        self.watches = self.changes is not None
 
     def _is_unread(self) -> bool:
         """Whether the thread that was to read the image is no more."""

@@ -1,19 +1,31 @@
-"""The code of a compiled step: what FX generates, with each of torch's ops looked up once instead of at every step."""
+"""The code of a compiled step: what FX generates, with each op looked up once instead of at every step."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.graph_module import _exec_with_source
 
+from ...engine.ops import step
+
 _OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
+# the ops of a step, and the methods of their first argument that they call
+_METHODS: dict[Callable[..., Any], str] = {
+    step.prefetch: "pin",
+    step.gather: "gather",
+    step.weights_grad: "weights_grad",
+    step.update: "update",
+    step.read: "read",
+    step.read_weights_grad: "read_weights_grad",
+}
 
 
 def bind_ops(module: fx.GraphModule) -> None:
-    """Let `module.forward` call its ops by names of their own. `recompile` undoes it."""
+    """Let `module.forward` call torch's ops by names of their own, and rows by their methods. `recompile` undoes it."""
     code = module.graph.python_code("self")
     names: dict[str, Any] = dict(code.globals)
 
@@ -23,5 +35,10 @@ def bind_ops(module: fx.GraphModule) -> None:
         names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # without a frame of Python
         return f"{name}("
 
-    _exec_with_source(_OP.sub(bound, code.src), names)
+    source = _OP.sub(bound, code.src)
+    for name, function in code.globals.items():
+        for op, method in _METHODS.items():
+            if function is op:
+                source = re.sub(rf"\b{name}\((\w+)(?:, )?", rf"\1.{method}(", source)
+    _exec_with_source(source, names)
     type(module).forward = names["forward"]  # each GraphModule has a class of its own

@@ -52,7 +52,7 @@ LookupGrads = tuple[Rows, list[Lookup], list[Tensor], list[Tensor | None]]
 class _Same:
     """A part of a key that equals itself alone. It keeps a tensor, so that no other tensor can take its id."""
 
-    def __init__(self, tensor: Tensor | None) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     def __eq__(self, other: object) -> bool:
@@ -85,7 +85,8 @@ class StepEnd:
 
     def scaling(self) -> Hashable:
         """A key that changes with the tensor that a compiled step multiplies its loss by."""
-        return _Same(self._scale)
+        scale = self._scale
+        return None if scale is None else _Same(scale)
 
     @property
     def _scale(self) -> Tensor | None:

@@ -52,7 +52,7 @@ class Structure:
         self._shape = self._read_shape()
 
     def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
-        """Parameters and buffers as they are now, tied ones repeated, and a key.
+        """Parameters and buffers as they are now, tied ones repeated, and a key of these and of torch's own state.
 
         None where modules, their hooks or the number of their attributes have changed. Parameters enter the key by
         identity, because an optimizer holds the very object. Tensors in plain attributes do so too, because a step
@@ -66,6 +66,7 @@ class Structure:
         tensors = [tensor for tensor in parameters + buffers if tensor is not None]
         return tensors, (
             self,
+            _modes(),
             tuple(map(_TRAINING, self._modules)),
             tuple(map(id, parameters)),
             distinct,
@@ -93,7 +94,7 @@ def _values(dicts: list[Any]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
 
 
-def modes() -> Hashable:
+def _modes() -> Hashable:
     """The ambient state of torch that decides what a trace records."""
     autocast = torch._C._is_any_autocast_enabled() and tuple(
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
