@@ -151,6 +151,10 @@ class Cache:
         """Note that the tier below has the rows in slots [n] as they are."""
         self._run("note_written", len(slots), 1, self.by_value(), slots, np.uint64(len(slots)))
 
+    def close(self) -> None:
+        """Release the memory of the sets, which no kernel may be at work on. The cache is of no use after it."""
+        self._tags, self._ways, self._memory = (part.new_empty(0) for part in (self._tags, self._ways, self._memory))
+
     def by_value(self) -> np.ndarray:
         """The Cache of admission.h, a struct by value."""
         struct = np.zeros((), _CACHE)

@@ -8,19 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.cuda.batch import Batch, keys_of, lines_among, rows_of
+from ...ops.cuda.batch import Batch, keys_of
 from ...ops.cuda.device import launch
 from ...ops.cuda.faults import Faults
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
-from ...ops.cuda.step import copy_present, count_new, initialise_lines
+from ...ops.cuda.step import copy_present, count_new
 from ...row_format import Chunks, Keys, Tables
 from ...store.contract import Asked, Found, Lines, Room, Tier
 from ...store.cuda.full import SCAN_ROWS
 from ...store.cuda.tracking import WrittenBelow
 from ...store.full import check_room
 from .cache import Admission, Cache
-from .window import Window
+from .top import CacheTop
 
 
 class CachedStore:
@@ -28,8 +28,8 @@ class CachedStore:
 
     def __init__(self, layout: Layout, below: Tier, cache: Cache, faults: Faults) -> None:
         self._layout, self._below, self._faults = layout, below, faults
-        self._cache = cache
-        self._window = Window(layout.device, cache)
+        self._top = CacheTop(layout, cache, faults)
+        self._cache, self._window = self._top.cache, self._top.window
         self._program = layout.program("cache/cuda/cache.cu")
         self._down, self._up = Staging(layout), Staging(layout)  # of victims, and of rows to fetch
         self._overflows: tuple[Tensor, int] | None = None  # of the pinned batch: flags [size], and how many
@@ -93,11 +93,7 @@ class CachedStore:
 
     def erase(self, tables: Tables, keys: Keys) -> None:
         with self._window.turn():
-            batch = rows_of(self._layout.device, tables, keys, self._faults.word)
-            batch.lines = lines_among(self._window.up, batch, self._faults.word)
-            kept = batch.lines != 0
-            initialise_lines(batch, self._layout, kept)
-            self._cache.erase(batch, kept)
+            self._top.erase(tables, keys)
             self._below.erase(tables, keys)
 
     def scan(self) -> Chunks:
@@ -119,19 +115,18 @@ class CachedStore:
             return self._below.read(tables, keys, lines, touch)
 
     def close(self) -> None:
-        self._window.cancel()
-        self._below.close()
+        try:
+            self._top.close()
+        finally:
+            self._below.close()
 
     def where(self, table: int, key: int) -> list[dict[str, Any]]:
         with self._window.turn():
-            here = self._cache.where(table, key, self._down, self._faults.word, self._window.over)
-            return here + self._below.where(table, key)
+            return self._top.where(table, key, self._down) + self._below.where(table, key)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.turn():
-            device = self._cache.metrics()
-            device["hits"], device["misses"] = self.asked().sum(0).tolist()
-            return {"device": {**device, **self._moved}, **self._below.metrics()}
+            return {"device": {**self._top.metrics(self.asked()), **self._moved}, **self._below.metrics()}
 
     def asked(self) -> Asked:
         with self._window.turn():

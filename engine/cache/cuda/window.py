@@ -119,6 +119,11 @@ class Window:
             with self.turn():
                 self._coming.clear()
 
+    def close(self) -> None:
+        """Forget every batch, the pinned one included."""
+        self._pinned = None
+        self._coming.clear()
+
     def _take(self, batch: Batch) -> bool:
         """Pin a batch if its rows are up. Returns whether they were. Needs no turn."""
         if self._pinned is not None:
