@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..processors.processor import Processor
 from ..spec.inputs import Gradients, Lookup
+from .watch import Watch
 
 
 class Steps(Protocol):
@@ -18,16 +19,17 @@ class Steps(Protocol):
 
     lock: RLock
     processor: Processor[Any]
+    watch: Watch
 
     @property
     def rule(self) -> str:
-        """Of the optimizer."""
+        """The rule that the next update follows. OptimizerError."""
 
     def check_pinned(self, pinned: PinnedBatch) -> None:
-        """StoreError where the rows were let go."""
+        """Raise StoreError where the rows of the batch were let go."""
 
     def gradients(self, pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]) -> Gradients:
-        """The gradients of a step, checked. InputError."""
+        """The gradients of the rows of a batch, checked. InputError."""
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None: ...
 

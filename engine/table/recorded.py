@@ -30,8 +30,9 @@ def record_pin(table: OpenTable, lookups: list[Lookup], dtype: torch.dtype, like
     return table.hold(batch, lookups, dtype)
 
 
-def record_update(table: OpenTable, pinned: PinnedBatch, gradients: Gradients) -> None:
+def record_update(pinned: PinnedBatch, gradients: Gradients) -> None:
     """Launch what `OpenTable.update` launches."""
+    table = pinned.table
     table.check_pinned(pinned)
     table.watch.before_batch(pinned.core)
     table.processor.update(pinned.core, gradients, table.rule)
@@ -59,9 +60,8 @@ def begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tu
     if not trains:
         table.set_numbers()
         return table.step, table.hyper
-    assert table.optimizer is not None
-    step = table.next_step()
-    hyper = table.optimizer.hyper(step, clip_value)
+    optimizer, step = table.check_optimizer(), table.next_step()
+    hyper = optimizer.hyper(step, clip_value)
     table.before_write(step)
-    table.processor.set_numbers(table.optimizer.rule, hyper, step)
+    table.processor.set_numbers(optimizer.rule, hyper, step)
     return step, hyper

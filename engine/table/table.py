@@ -87,9 +87,8 @@ class OpenTable:
 
     @property
     def rule(self) -> str:
-        """What the next update follows."""
-        assert self.optimizer is not None
-        return self.optimizer.rule
+        """The rule that the next update follows. OptimizerError."""
+        return self.check_optimizer().rule
 
     def describe(self) -> dict[str, Any]:
         return self.spec.describe(self.state, self.hyper, self.step)
@@ -223,23 +222,22 @@ class OpenTable:
 
     def give_way(self) -> None:
         """Before a training step: let a visitor of the boundary go first."""
-        self._check_optimizer()
+        self.check_optimizer()
         self.next_step()
         if self.boundary.wanted:
             self.boundary.give_way(self)
 
     def announce(self, lookups: list[Lookup]) -> None:
         """A coming step has these lookups: its batch may be made ready ahead. Steps are announced in their order."""
-        self._check_optimizer()
+        self.check_optimizer()
         with self.lock, uninterrupted():
             self.use()
             self.prefetcher.announce(lookups)
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None:
         """Apply the optimizer to the rows of a batch, and end its pin."""
-        assert self.optimizer is not None
-        rule, step = self.optimizer.rule, self.next_step()
-        hyper = self.optimizer.hyper(step, clip_value)
+        optimizer, step = self.check_optimizer(), self.next_step()
+        rule, hyper = optimizer.rule, optimizer.hyper(step, clip_value)
         self.watch.wait_for_room()
         with self.lock, uninterrupted():
             with self._writing(pinned, step):
@@ -378,9 +376,11 @@ class OpenTable:
             check_weights(self.spec, lookup, given)
         return Gradients(pinned.lookups, grads, weights, pinned.dtype)
 
-    def _check_optimizer(self) -> None:
+    def check_optimizer(self) -> RowOptimizer:
+        """The optimizer of the rows. Raises OptimizerError where the table has none."""
         if self.optimizer is None:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
+        return self.optimizer
 
     def next_step(self) -> int:
         """The step that comes. Raises StoreError where rows could not keep its number."""
