@@ -40,8 +40,7 @@ class OpenTable:
     """Rows in a stack of tiers, used on a processor, a batch at a time.
 
     `step` counts the updates of the whole table. `state` is what rows carry beside the embedding; `optimizer` is None
-    where the table is open for reading and `put` alone. `before_write` is told, before each write, the step that it is
-    of.
+    where the table is open for reading and `put` alone. `before_write(step)` is called before each write of that step.
     """
 
     def __init__(
@@ -62,13 +61,13 @@ class OpenTable:
         self.hyper: list[float] = []  # the rule's numbers at its last update; empty before its first
         self.optimizer: RowOptimizer | None = None
         self.step = 0
-        self.updates = 0  # that the processor was asked for
+        self.updates = 0  # how many the processor was asked for
         self.failure: BaseException | None = None  # what left the rows in doubt
         self.lifecycle = lifecycle
         self.before_write = before_write
         self._pinned: PinnedBatch | None = None
         self.prefetcher = Prefetcher(processor, stack.top, io_threads)
-        self.untold: TierbedError | None = None  # found late by a visitor of the boundary
+        self.untold: TierbedError | None = None  # found by a visitor of the boundary, raised by the next call
         self.boundary = Boundary()
         self.lock = RLock()  # native loops let other threads of Python run
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
@@ -109,7 +108,7 @@ class OpenTable:
 
     @property
     def has_thread(self) -> bool:
-        """Whether one makes announced batches ready."""
+        """Whether a thread makes announced batches ready."""
         return self.prefetcher.has_thread
 
     def rest(self) -> None:
@@ -127,13 +126,16 @@ class OpenTable:
                 stack.top.close()
 
     def check(self, wait: bool = True) -> None:
-        """Raise what an earlier call did wrong, of all with `wait` for the processor. InputError, CapacityError."""
+        """Raise the error of an earlier call, as `late_error` returns it. InputError, CapacityError."""
         error = self.late_error(wait)
         if error is not None:
             raise error
 
     def late_error(self, wait: bool) -> TierbedError | None:
-        """What an earlier call did wrong and the processor found late, once; the steps since did not happen."""
+        """The error of an earlier call that the processor found late, given once. Steps since then changed nothing.
+
+        wait: whether to wait until the processor has done all calls, which finds every error.
+        """
         untold, self.untold = self.untold, None
         late = None if untold else self.processor.late(wait)
         if late is None:
@@ -145,16 +147,16 @@ class OpenTable:
         return late.error
 
     def _erase(self, tables: Tables, keys: Keys, cause: str, there: Counts | None = None) -> None:
-        """Take rows out of every tier; `there` of each table had been written, all where it is None.
+        """Take rows out of every tier. there: by table, how many were written; None where all were.
 
-        Where StoreError is raised, all are there, or some may be out: then no tier is used before the rest is as well.
+        After a StoreError either all rows are there, or the next call takes the rest out before it uses a tier.
         """
         there = counted(tables, self.spec.num_tables) if there is None else there
         self._erasure.ask(tables, keys, there, cause, self.step)
         self.use()
 
     def use(self) -> Store[Any]:
-        """The top of the stack, when all rows that were to leave have left. ClosedError, StoreError."""
+        """The top of the stack, once all rows that are to leave have left. ClosedError, StoreError."""
         store = self.opened()
         if self._erasure.asked is not None:
             with uninterrupted():
@@ -180,7 +182,7 @@ class OpenTable:
 
     @property
     def lagging(self) -> str | None:
-        """The rule, where rows may lack steps that they take when they are next used."""
+        """The rule, where rows may be behind the last step until their next use; else None."""
         return self.state.rule if self.hyper and catches_up(self.state.rule) else None
 
     def hyper_now(self) -> list[float]:
@@ -193,7 +195,7 @@ class OpenTable:
             return self.processor.gather(batch, 0, lookup, weights, dtype)
 
     def get(self, lookup: Lookup) -> Tensor:
-        """`read`, once it is known that nothing was wrong with it."""
+        """As `read`, after a wait for the errors that the processor finds late."""
         with self.lock:
             rows = self.read(lookup)
             self.check()
@@ -211,7 +213,7 @@ class OpenTable:
         """Deduplicate the ids, bring their rows up and pin them. `dtype`: of what is gathered, and of gradients.
 
         like: a batch of another table, as `Processor.batch` takes it; one that was made ahead for this table comes
-        first. Raises CapacityError and pins nothing where they do not fit.
+        first. Raises CapacityError and pins nothing where new rows do not fit.
         """
         self.give_way()
         with self.lock, uninterrupted():
@@ -228,7 +230,7 @@ class OpenTable:
             self.boundary.give_way(self)
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """A coming step has these lookups: its batch may be made ready ahead. Steps are announced in their order."""
+        """Announce a coming step by its lookups, so that it may be made ready ahead. Steps are announced in order."""
         self.check_optimizer()
         with self.lock, uninterrupted():
             self.use()
@@ -250,7 +252,7 @@ class OpenTable:
                     self._erase(*expired, "expired")
 
     def updated(self, step: int, hyper: list[float]) -> None:
-        """An update was launched."""
+        """Note that the update of a step was launched. hyper: the rule's numbers in it."""
         self.step, self.hyper = step, hyper
         self.updates += 1
 
@@ -313,7 +315,7 @@ class OpenTable:
         return self._pinned
 
     def make_own_batch(self) -> None:
-        """A step under way makes its batch itself, whatever was announced."""
+        """Let the step under way make its batch itself, whatever was announced."""
         with self.prefetcher.step(()):
             pass
 
@@ -323,7 +325,7 @@ class OpenTable:
 
     @property
     def room(self) -> Room | None:
-        """What the store watches: it is the one to count new rows where nothing remembers them."""
+        """The room that the store checks; None without a capacity, and where the lifecycle checks it."""
         capacity = self.lifecycle.capacity
         if capacity is None or self.lifecycle.remembers:
             return None
@@ -342,13 +344,13 @@ class OpenTable:
             self.processor.settle(batch, rule)
 
     def set_numbers(self) -> None:
-        """Those of the step that comes, where rows may lag."""
+        """Give the processor the rule's numbers of the coming step, where rows may be behind."""
         if rule := self.lagging:
             self.processor.set_numbers(rule, self.hyper_now(), self.step + 1)
 
     @contextmanager
     def _writing(self, pinned: PinnedBatch, step: int) -> Iterator[None]:
-        """Around what writes the lines of a pinned batch at `step`, with signals held; ends the pin."""
+        """A block that writes the lines of a pinned batch at `step`, with signals held. Ends the pin."""
         self.check_pinned(pinned)
         self.watch.before_batch(pinned.core)
         self.before_write(step)

@@ -31,9 +31,9 @@ class CachedStore:
         self._top = CacheTop(layout, cache, faults)
         self._cache, self._window = self._top.cache, self._top.window
         self._program = layout.program("cache/cuda/cache.cu")
-        self._down, self._up = Staging(layout), Staging(layout)  # of victims, and of rows to fetch
-        self._overflows: tuple[Tensor, int] | None = None  # of the pinned batch: flags [size], and how many
-        self._reads = torch.zeros_like(cache.asked)  # that `peek` served
+        self._down, self._up = Staging(layout), Staging(layout)  # memory that rows pass on their way down, and up
+        self._overflows: tuple[Tensor, int] | None = None  # rows without a slot: flags [size], and how many
+        self._reads = torch.zeros_like(cache.asked)  # hits and misses of `peek`
         self._moved = {"bytes_in": 0, "bytes_out": 0}
         self._written: WrittenBelow | None = None
 
@@ -67,7 +67,7 @@ class CachedStore:
             (flags, count), self._overflows = self._overflows, None
             if dirty:
                 ranks = flags.cumsum(0, dtype=torch.int32)
-                self._down.reserve(count)  # not in use: `pin` waited after it was last filled
+                self._down.reserve(count)  # not in use: `pin` waited for its last use
                 self._down.identify(batch, flags, ranks)
                 self._down.bring(batch.lines, flags, ranks)
                 ranks.cpu()  # waits
@@ -136,9 +136,9 @@ class CachedStore:
     def _bring_up(self, batch: Batch, over: int, room: Room | None, ahead: bool) -> Admission | None:
         """Bring the rows of a batch up; batches up to number `over` are over. Waits for the device once.
 
-        `ahead` of its step: returns None, and nothing has changed, where a set has no room for a row of the batch, or
-        where the batch has a fault. Rows that no set has room for are in memory of their batch until it ends, so no
-        rows are brought up ahead meanwhile.
+        ahead: whether this is before the step of the batch. Then it returns None, and changes nothing, where a set has
+        no room for a row or the batch has a fault. It also returns None while the pinned batch has rows without a slot,
+        since these rows are in memory of that batch, and the tier below lacks them.
         """
         if ahead and self._overflows is not None:
             return None
@@ -210,7 +210,7 @@ class CachedStore:
         self._moved["bytes_out"] += count * self._layout.stored_bytes
 
     def _place(self, batch: Batch, ranks: Tensor, count: int) -> None:
-        """Give each row without a line a line in memory of the batch."""
+        """Give each of `count` rows without a line a line in memory of the batch. ranks: running sum of their flags."""
         if not count:
             return
         memory = torch.empty(count * self._layout.line_bytes, dtype=torch.uint8, device=ranks.device)

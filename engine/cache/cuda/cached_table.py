@@ -35,10 +35,10 @@ class CachedTable:
         self._cache, self._window = self._top.cache, self._top.window
         below.table.alone = self._window.turn
         self._program = layout.program("cache/cuda/cached_table.cu")
-        self._lanes = lanes_for((layout.dim + 3) // 4)  # that copy a line
+        self._lanes = lanes_for((layout.dim + 3) // 4)  # how many lanes copy a line
         # rows that the table below had and had not, rows that went down, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
-        self._asked = torch.zeros_like(cache.asked)  # hits of lookups that only read, and all misses
+        self._asked = torch.zeros_like(cache.asked)  # [tables, 2]: hits of lookups that only read, and all misses
         self._new: dict[Batch, Tensor] = {}  # by announced batch: flags [size] of rows that got their line below ahead
 
     def announce(self, batch: Batch) -> None:
@@ -78,7 +78,7 @@ class CachedTable:
         with self._window.turn():
             batch, kept = self._top.erase(tables, keys)
             self._below.table.find(batch)
-            initialise_lines(batch, self._layout, kept)  # the line below of a row that is up has its `updates`
+            initialise_lines(batch, self._layout, kept)  # a kept row's line below has `updates` as well
             self._below.table.erase(batch, torch.where(kept, 0, batch.lines))
 
     def scan(self) -> Chunks:
@@ -127,7 +127,8 @@ class CachedTable:
     def _bring_up(self, batch: Batch, over: int, ahead: bool) -> Admission | None:
         """Bring the rows of a batch up; batches up to number `over` are over.
 
-        `ahead` of its step: waits for the device, and returns None where rows do not fit below or a set has no room.
+        ahead: whether this is before the step of the batch. Then it waits for the device, and returns None where the
+        table below or a set has no room for a row.
         """
         table = self._below.table
         ranks = table.find(batch)
