@@ -25,9 +25,7 @@ def prefetch(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | No
 
 def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
     """Launch what `step.update` launches."""
-    table = batch.table
-    assert isinstance(table, OpenTable)
-    record_update(table, batch, batch.gradients(grads, weights))
+    record_update(batch, batch.gradients(grads, weights))
 
 
 def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:

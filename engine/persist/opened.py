@@ -34,7 +34,7 @@ _by_folder: weakref.WeakValueDictionary[str, TableHandle] = weakref.WeakValueDic
 
 
 class TableHandle:
-    """Opens the table. A process holds a folder once: opening it again, as notebooks do, closes the older handle.
+    """Opens a table and holds it. A process has one handle of a folder: a second, as in notebooks, closes the first.
 
     Raises StoreError, OptionError, OptimizerError.
     """
@@ -173,7 +173,7 @@ class TableHandle:
             return self._snapshots.of_step(self._table.step)
 
     def compare(self, awaited: SavedAs) -> None:
-        """Warn where the rows are not the rows that a state_dict named."""
+        """Log a warning where the rows are not those that a state_dict names."""
         mine = self.named()
         if mine.may_be(awaited):
             return
@@ -199,7 +199,7 @@ class TableHandle:
         give_up: Callable[[], bool],
         overwrite: bool = False,
     ) -> Manifest | None:
-        """As `Served`."""
+        """Save a snapshot for another process, as `Served.save_between_steps` says."""
         while True:
             table = self.table
             with table.boundary.visit(table, give_up) as entered:
@@ -208,23 +208,23 @@ class TableHandle:
                 if table.stack is not None:
                     progress(0)
                     return self._snapshots.save(table, name, kind, progress, overwrite)
-            sleep(0.05)  # another takes its place
+            sleep(0.05)  # the table was closed, and another is about to take its place
 
     def status(self) -> dict[str, Any]:
-        """As `Served`."""
+        """The name, step and rows for another process, as `Served.status` says."""
         table = self.table
         return {"name": self._name, "step": table.step, "rows": table.counts.rows}
 
     def close(self) -> None:
-        """Bring the rows down and let the folder go.
+        """Bring the rows down and let the folder go. May be called again; does nothing in a forked process.
 
         Where that fails, everything stays open, to be closed again. Where the folder was removed or replaced, or a
-        write failed in the middle for lack of memory, nothing is written and all is let go. May be called again; does
-        nothing in a forked process. At the end, raises what an earlier call did wrong.
+        write failed in the middle for lack of memory, nothing is written and all is let go. When all is closed, raises
+        the error of an earlier call, if there is one.
         """
         try:
             self._close()
-        except OSError as error:  # of what torch, too, needs of the system
+        except OSError as error:  # from a system call of torch or of this close
             if self._table is None:
                 raise
             remedy = remedy_for(error, "mend what is wrong")
@@ -234,10 +234,10 @@ class TableHandle:
 
     def _close(self) -> None:
         if self._table is not None and self._process == os.getpid():
-            with _disable_current_modes():  # garbage may be collected during a trace, which would record this
+            with _disable_current_modes():  # a trace may be under way, and would record what this does
                 unsaved = self._table.watch.finish_saving()
                 self._stop_serving()
-                late = self._table.late_error(wait=True) or unsaved  # concerns no row: rows are kept first
+                late = self._table.late_error(wait=True) or unsaved  # raised at the end: the rows are kept first
                 try:
                     self._home.close(self._table)
                 except BaseException:
@@ -263,7 +263,7 @@ class TableHandle:
             log.error("embedding %r could not be closed: %s; %s", self._name, error, kept)
 
     def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
-        before.watch.finish_saving()  # what went wrong with it was logged
+        before.watch.finish_saving()  # its error was logged
         try:
             self._table = build()
         except BaseException:

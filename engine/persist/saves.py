@@ -28,9 +28,9 @@ from .recovery import TableHome
 
 
 class SavedAs(NamedTuple):
-    """Names rows in a state_dict, by their step and by the snapshot of that step, if there is one.
+    """How a state_dict names the rows of an embedding: by their step, and by a snapshot of that step, if there is one.
 
-    `digest` is of the snapshot's rows; None as well in a state_dict of the first tierbed 0.1.
+    `digest` is of the snapshot's rows. It is None without a snapshot, and in state_dicts of early versions.
     """
 
     step: int
@@ -64,7 +64,7 @@ class HomeSnapshots:
             check_save(self._folder_of(name), name, kind, self._held(table), overwrite)
 
     def of_step(self, step: int) -> SavedAs:
-        """The name of rows of a step; it has `base` where that is of the same step."""
+        """The name of the rows of a step. It has the snapshot `base` where that is of the same step."""
         base = self.base
         held = None if base is None else self.read(base)
         if held is None or held.step != step:
@@ -112,7 +112,7 @@ class HomeSnapshots:
     def save_in_background(
         self, table: OpenTable, name: str, kind: str = "full", overwrite: bool = False
     ) -> BackgroundSave:
-        """Save the rows as they are now in a thread of its own. Only for the kind of snapshot that takes its time."""
+        """Save the rows as they are now, by a thread, as a full snapshot. SnapshotError, StoreError, OptionError."""
         folder = self._folder_of(name)
         if kind in ("incremental", "checkpoint"):
             raise OptionError(
@@ -140,9 +140,9 @@ class HomeSnapshots:
         return loaded, report
 
     def prune(self, table: OpenTable, keep_last: int, keep_every: int | None) -> list[str]:
-        """Remove all but some snapshots. Returns the names of removed snapshots. OptionError, SnapshotError."""
+        """Remove snapshots as `prune` says. Returns the names of those that are gone. OptionError, SnapshotError."""
         folder = self._folder()
-        with table.lock:  # what is saved in the background is not listed yet, and goes over none
+        with table.lock:  # a snapshot that is being saved is not listed yet, and goes over no other
             if table.watch.saving is None or table.watch.saving.done:
                 clear_leftovers(folder.snapshots)
             return [snapshot.name for snapshot in prune(folder, keep_last, keep_every).removed]
@@ -159,21 +159,21 @@ class HomeSnapshots:
             write_snapshot(place, table.describe(), table.scan())
 
     def load_rows(self, table: OpenTable, place: Path, state: bool = True) -> OpenTable:
-        """A table with the rows of the snapshot `place`, checked before. A store folder gets the snapshot as well.
+        """A table with the rows of the snapshot `place`, which `check_rows` has checked.
 
-        Without `state`, the table has the weights alone, and a store folder gets no snapshot: it could not go back to
-        weights.
+        A store folder gets the snapshot as well, to go back to. Without `state` the table has the weights alone, and a
+        store folder gets no snapshot, since going back to it would bring the state.
         """
         snapshot = Snapshot.open(place)
         if self._home.folder is None or not state:
             return self._home.load(table.optimizer, snapshot, table, Selection(state=state))[0]
         folder = self._folder_of(place.name)
         linking = linked(snapshot, folder.snapshots / place.name, lambda: folder.base == place.name)
-        with table.lock, linking as own:  # a load that fails late may have let the live rows go back to it
+        with table.lock, linking as own:  # kept where a load fails late: the live rows may go back to it
             return self._home.load(table.optimizer, own, table)[0]
 
     def check_rows(self, table: OpenTable, place: Path, state: bool = True) -> None:
-        """Read all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError."""
+        """Read and check all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError."""
         snapshot = Snapshot.open(place)
         what = f"snapshot {place.name!r}"
         described = Selection(state=state).description(snapshot.description)
@@ -196,7 +196,7 @@ class HomeSnapshots:
                 remove_snapshot(place)
 
     def discard_rows(self, name: str) -> None:
-        """Remove what `save_rows` put into the store folder. Live rows go back to the snapshot before it."""
+        """Remove the snapshot that `save_rows` put into the store folder. After a kill the one before it counts."""
         if self._home.folder is not None:
             remove_snapshot(self._home.folder.snapshots / name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 
 import numpy as np
@@ -32,7 +33,7 @@ class Cached:
         self.faults = Faults(device, "t", self.host.tables, None)
         self.there.faults = self.faults.word
         layout, host_layout = self.there.layout, self.host.layout
-        cache = Cache(layout, sets * 64 * (layout.line_bytes + 33))
+        self.cache = cache = Cache(layout, sets * 64 * (layout.line_bytes + 33))
         self.store: CachedStore | CachedTable
         if below == "table":
             full = FullStore(layout, host_layout, capacity, self.faults, "host")
@@ -277,3 +278,29 @@ def test_batches_have_their_steps_in_the_order_in_which_they_were_announced(devi
         cached.store.pin(first, None)
     assert cached.store.prefetch(first)  # nobody waits for it
     assert cached.misses == 5
+
+
+def bytes_of_tensors(device: Device) -> int:
+    """The memory on a device that tensors hold, whether anybody still reaches them or the collector has yet to come."""
+    tensors = [
+        one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.device == device.torch_device
+    ]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+@on_devices
+@caches
+def test_a_closed_cache_gives_its_device_memory_back_at_once(device: Device, below: str) -> None:
+    cached = Cached(device, below, sets=64)
+    coming = cached.batch(range(40))
+    cached.store.announce(coming)
+    assert cached.store.prefetch(coming)
+    size = cached.cache.bytes
+    assert size > 64 * 64 * 32
+    gc.disable()
+    try:
+        held = bytes_of_tensors(device)
+        cached.store.close()
+        assert held - bytes_of_tensors(device) >= size
+    finally:
+        gc.enable()

@@ -1,5 +1,5 @@
-// A cache in device memory in front of a full table whose lines are in page-locked memory of the host: rows move by
-// kernels alone. Every row that is up has a line below, so it can always go down.
+// A cache in device memory in front of a full table with its lines in page-locked memory of the host. Kernels alone
+// move rows. Every row that is up has a line below, so it can always go down.
 #include "admission.h"
 #include "store/cuda/segments.h"
 #include "ops/cuda/tally.h"
@@ -27,8 +27,8 @@ TIERBED_FN void write_down(Tile tile, Slot* slots, u32 mask, const Segments& mem
 
 }  // namespace
 
-// Brings down what gave way for the first `count` rows. All of it, before anything comes up: a row that gave way may be
-// one that the batch needs.
+// Brings down the rows that gave way for the first `count` rows. It runs before any row comes up, since the batch may
+// need a row that gave way.
 extern "C" __global__ void bring_down(Slot* slots, u32 mask, Segments memory, Admission all, const u32* count,
                                       u64* counts) {
     Counts counted;
