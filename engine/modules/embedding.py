@@ -19,7 +19,7 @@ from ..ops import lookup as ops
 from ..ops.segments import segment
 from ..optim.optimizers import RowOptimizer, row_optimizer
 from ..optim.row_state import RowState
-from ..persist.opened import TableHandle
+from ..persist.held_table import HeldTable
 from ..spec.initializers import make_normal_initializer
 from ..spec.inputs import Lookup, check_lookup, check_output_dtype, check_row, check_weights, keys_from, rows_from
 from ..spec.options import store_options_from_dict
@@ -82,7 +82,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         # held by an optimizer and followed by autograd; the rows themselves are no parameter
         self.shadow = nn.Parameter(torch.zeros(1, dtype=torch.float32))
         self.handle = ops.register(self)
-        self._held: TableHandle | None = None
+        self._held: HeldTable | None = None
         self._opening = Lock()
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
         self._closed = False
@@ -283,13 +283,13 @@ class MultiTableMultiColumnEmbedding(SavedRows):
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
         """Let the rows follow one of the optimizer's param groups, as `Graph.add_optimizer` asks. OptimizerError."""
         rows_optimizer = row_optimizer(optimizer, group)
-        self.follow(rows_optimizer)
+        self.use_optimizer(rows_optimizer)
         return rows_optimizer
 
-    def follow(self, rows_optimizer: RowOptimizer) -> None:
+    def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
         """Let the next updates be those of `rows_optimizer`; several graphs take turns by it. Raises OptimizerError."""
         if self._held is not None:
-            self._held.follow(rows_optimizer)
+            self._held.use_optimizer(rows_optimizer)
         self.row_optimizer = rows_optimizer
 
     def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
@@ -356,7 +356,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
             self._compare_awaited()
         return handle.table
 
-    def opened(self) -> TableHandle:
+    def opened(self) -> HeldTable:
         """The hold on the open table, opened where it is not yet, for checkpoints and recorded steps of a graph."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
@@ -369,10 +369,10 @@ class MultiTableMultiColumnEmbedding(SavedRows):
                 if self._closed:
                     raise ClosedError(f"embedding {self.name!r} was closed; create it again")
                 try:
-                    self._held = TableHandle(self.spec, self.store_options, self.row_optimizer, device)
+                    self._held = HeldTable(self.spec, self.store_options, self.row_optimizer, device)
                 except OptimizerError as error:
                     self._refused = error  # the rows can still be read
-                    self._held = TableHandle(self.spec, self.store_options, None, device)
+                    self._held = HeldTable(self.spec, self.store_options, None, device)
                 weakref.finalize(self, self._held.finish)
             elif self._held.device != device:
                 self._held.move(device)

@@ -19,12 +19,12 @@ from ...snapshots.store.selection import LoadReport, Selection
 from ..errors import OptionError, SnapshotError
 from ..row_format import Chunks
 from ..store.folder import StoreFolder
-from ..store.folder_view import snapshot_id
+from ..store.folder_state import snapshot_id
 from ..store.rocksdb import RocksDB
 from ..table.background import BackgroundSave
 from ..table.table import OpenTable
 from .compatible import check_stored, fitting
-from .recovery import TableHome
+from .open_and_close import TablePersistence
 
 
 class SavedAs(NamedTuple):
@@ -46,16 +46,16 @@ class SavedAs(NamedTuple):
         return self.snapshot == other.snapshot
 
 
-class HomeSnapshots:
-    """The snapshots of the table that `home` opens."""
+class TableSnapshots:
+    """The snapshots of the table that `persistence` opens."""
 
-    def __init__(self, home: TableHome) -> None:
-        self._home = home
+    def __init__(self, persistence: TablePersistence) -> None:
+        self._persistence = persistence
 
     @property
     def base(self) -> str | None:
         """The snapshot that was saved or loaded last, if any."""
-        folder = self._home.folder
+        folder = self._persistence.folder
         return (folder.base or None) if folder is not None else None
 
     def check_save(self, table: OpenTable, name: str, kind: str, overwrite: bool) -> None:
@@ -82,7 +82,7 @@ class HomeSnapshots:
         return SavedAs(int(held.description["step"]), name, hashlib.sha256(said.encode()).hexdigest()[:32])
 
     def _read(self, name: str) -> Snapshot | None:
-        folder = self._home.folder
+        folder = self._persistence.folder
         try:
             check_name(name)
             return None if folder is None else Snapshot.open(folder.snapshots / name)
@@ -134,8 +134,10 @@ class HomeSnapshots:
         """A table with the rows of a snapshot. Until the rows are verified, `table` and its rows stay as they were."""
         snapshot = Snapshot.open(self._folder_of(name).snapshots / name)
         what = f"snapshot {name!r}"
-        selection, remarks = fitting(self._home.spec, snapshot.description, table.optimizer, selection, strict, what)
-        loaded, report = self._home.load(table.optimizer, snapshot, table, selection)
+        selection, remarks = fitting(
+            self._persistence.spec, snapshot.description, table.optimizer, selection, strict, what
+        )
+        loaded, report = self._persistence.load(table.optimizer, snapshot, table, selection)
         report.remarks += remarks
         return loaded, report
 
@@ -149,7 +151,7 @@ class HomeSnapshots:
 
     def save_rows(self, table: OpenTable, place: Path) -> None:
         """Save the rows as the snapshot `place`, and by its name in a store folder too. SnapshotError, StoreError."""
-        folder = self._home.folder
+        folder = self._persistence.folder
         if folder is not None:
             self.save(table, place.name)
             link_snapshot(Snapshot.open(folder.snapshots / place.name), place)
@@ -165,21 +167,21 @@ class HomeSnapshots:
         store folder gets no snapshot, since going back to it would bring the state.
         """
         snapshot = Snapshot.open(place)
-        if self._home.folder is None or not state:
-            return self._home.load(table.optimizer, snapshot, table, Selection(state=state))[0]
+        if self._persistence.folder is None or not state:
+            return self._persistence.load(table.optimizer, snapshot, table, Selection(state=state))[0]
         folder = self._folder_of(place.name)
         linking = linked(snapshot, folder.snapshots / place.name, lambda: folder.base == place.name)
         with table.lock, linking as own:  # kept where a load fails late: the live rows may go back to it
-            return self._home.load(table.optimizer, own, table)[0]
+            return self._persistence.load(table.optimizer, own, table)[0]
 
     def check_rows(self, table: OpenTable, place: Path, state: bool = True) -> None:
         """Read and check all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError."""
         snapshot = Snapshot.open(place)
         what = f"snapshot {place.name!r}"
         described = Selection(state=state).description(snapshot.description)
-        check_stored(self._home.spec, described, table.optimizer, SnapshotError, what)
+        check_stored(self._persistence.spec, described, table.optimizer, SnapshotError, what)
         snapshot.verify()
-        if self._home.folder is not None and state:
+        if self._persistence.folder is not None and state:
             check_linked(snapshot, self._folder_of(place.name).snapshots / place.name)
 
     def drop_rows(self, table: OpenTable, saved: Snapshot) -> None:
@@ -187,7 +189,7 @@ class HomeSnapshots:
 
         Raises SnapshotError where this is unknown, or the snapshot cannot be removed.
         """
-        folder = self._home.folder
+        folder = self._persistence.folder
         if folder is None:
             return
         with table.lock:
@@ -197,8 +199,8 @@ class HomeSnapshots:
 
     def discard_rows(self, name: str) -> None:
         """Remove the snapshot that `save_rows` put into the store folder. After a kill the one before it counts."""
-        if self._home.folder is not None:
-            remove_snapshot(self._home.folder.snapshots / name)
+        if self._persistence.folder is not None:
+            remove_snapshot(self._persistence.folder.snapshots / name)
 
     def _held(self, table: OpenTable) -> Held:
         assert table.stack is not None
@@ -212,11 +214,11 @@ class HomeSnapshots:
         return folder
 
     def _folder(self) -> StoreFolder:
-        folder = self._home.folder
+        folder = self._persistence.folder
         if folder is None:
             raise SnapshotError(
-                f"embedding {self._home.spec.name!r} has no persistent_path, so no place for snapshots; give one in "
-                "its store options"
+                f"embedding {self._persistence.spec.name!r} has no persistent_path, so no place for snapshots; "
+                "give one in its store options"
             )
         folder.check()
         return folder

@@ -36,12 +36,12 @@ class _Coming:
 
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
         self.lookups = [_copy(lookup) for lookup in lookups]
-        self.copied = processor.mark()
+        self.copied = processor.record_event()
         # where comparing ids would wait for a device, the same memory counts as equal; `hand_over` checks it late
-        self._given = [_places(lookup) for lookup in lookups] if processor.checks_late else None
+        self._given = [_places(lookup) for lookup in lookups] if processor.defers_errors else None
         self._kept = lookups  # kept, so that nothing else gets their memory
         self.batch: Any = None
-        self.made: Any = None  # a mark: the batch is made
+        self.made: Any = None  # an event: the batch is made
         self.announced = False  # whether the store knows of the batch
         self.fetched = False  # whether its rows are up
         self.error: BaseException | None = None
@@ -214,7 +214,7 @@ class Prefetcher:
     def _hand_over(self, coming: _Coming, lookups: Sequence[Lookup]) -> Any:
         """Give an announced batch to the thread of its step. Returns None where the batch is not made."""
         if coming.batch is not None:
-            self._processor.follow(coming.made)
+            self._processor.wait_event(coming.made)
             self._processor.hand_over(coming.batch, coming.lookups, lookups)
         return coming.batch
 
@@ -240,7 +240,7 @@ class Prefetcher:
                 assert coming is not None
                 self._busy = True
             try:
-                with self._processor.beside():
+                with self._processor.side_stream():
                     self._prepare(coming)
             except BaseException as error:
                 with self._changed:
@@ -267,9 +267,9 @@ class Prefetcher:
                 self._full = not fetched and ended == self._ended
             return
         if coming.batch is None:
-            self._processor.follow(coming.copied)
+            self._processor.wait_event(coming.copied)
             batch = self._processor.batch(coming.lookups, ahead=True)
-            coming.made = self._processor.mark()
+            coming.made = self._processor.record_event()
             coming.batch = batch
         self._store.announce(coming.batch)
         with self._changed:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..errors import SnapshotError, StoreError
-from ..interrupts import uninterrupted
 from ..optim.row_state import RowState
 from ..optim.rule import catches_up
 from ..row_format import Chunks, row_dtype
+from ..signals import uninterrupted
 from ..spec.initializers import make_constant_initializer, make_table_options
 from ..spec.table_spec import TableSpec
 from ..store.table_counts import Counts, counted

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ClosedError, OptimizerError, StoreError, TierbedError
-from ..interrupts import uninterrupted
 from ..lifecycle.lifecycle import Lifecycle
 from ..ops.segments import rows_of
 from ..optim.optimizers import RowOptimizer
@@ -21,12 +20,13 @@ from ..optim.row_state import RowState
 from ..optim.rule import catches_up
 from ..processors.processor import Processor
 from ..row_format import LAST_STEP, Chunks, Keys, Tables
+from ..signals import uninterrupted
 from ..spec.inputs import Gradients, Lookup
 from ..spec.table_spec import TableSpec
 from ..store.contract import Room, Store
 from ..store.rocksdb import RocksDB
 from ..store.table_counts import Counts, counted
-from .boundary import Boundary
+from .between_steps import BetweenSteps
 from .counts import RowCounts
 from .erasure import Erasure
 from .pinned import PinnedBatch
@@ -69,8 +69,8 @@ class OpenTable:
         self._pinned: PinnedBatch | None = None
         self.prefetcher: Prefetcher | None = None  # from the first announcement on
         self._io_threads = io_threads
-        self.untold: TierbedError | None = None  # found by a visitor of the boundary, raised by the next call
-        self.boundary = Boundary()
+        self.visitors_error: TierbedError | None = None  # found by a visitor between steps, raised by the next call
+        self.between_steps = BetweenSteps()
         self.lock = RLock()  # native loops let other threads of Python run
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
         self.watch = Watch(spec.name, stack, self.layout.width, self.lock, self.use, self.check)
@@ -129,16 +129,16 @@ class OpenTable:
                 stack.top.close()
 
     def check(self, wait: bool = True) -> None:
-        """Raise the error of an earlier call, as `late_error` returns it. InputError, CapacityError."""
-        if (error := self.late_error(wait)) is not None:
+        """Raise the error of an earlier call, as `deferred_error` returns it. InputError, CapacityError."""
+        if (error := self.deferred_error(wait)) is not None:
             raise error
 
-    def late_error(self, wait: bool) -> TierbedError | None:
+    def deferred_error(self, wait: bool) -> TierbedError | None:
         """The error of an earlier call, found late and given once; with `wait`, of any. Steps since changed nothing."""
-        untold, self.untold = self.untold, None
-        late = self.processor.late(wait) if self.processor.checks_late and untold is None else None
+        visitors_error, self.visitors_error = self.visitors_error, None
+        late = self.processor.deferred_error(wait) if self.processor.defers_errors and visitors_error is None else None
         if late is None:
-            return untold
+            return visitors_error
         undone, self.updates = self.updates - late.taken, late.taken
         self.step -= undone
         if undone and self.optimizer is not None:
@@ -222,11 +222,11 @@ class OpenTable:
             return pinned
 
     def give_way(self) -> None:
-        """Before a training step: let a visitor of the boundary go first."""
+        """Before a training step: let a visitor go first."""
         self.check_optimizer()
         self.next_step()
-        if self.boundary.wanted:
-            self.boundary.give_way(self)
+        if self.between_steps.wanted:
+            self.between_steps.give_way(self)
 
     def announce(self, lookups: list[Lookup]) -> None:
         """Announce a coming step by its lookups, so that it may be made ready ahead. Steps are announced in order."""

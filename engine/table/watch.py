@@ -7,8 +7,8 @@ from threading import RLock
 from typing import Any
 
 from ..errors import ClosedError, StoreError
-from ..interrupts import uninterrupted
 from ..row_format import Change, Chunks, Keys, Tables
+from ..signals import uninterrupted
 from ..store.contract import Store
 from ..store.image import KEPT_BYTES, DiskImage, Image, MemoryImage
 from ..store.rocksdb import RocksDB

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ...engine.errors import GraphError, OptionError, TierbedError
 from ...engine.modules import recorded
 from ...engine.modules.saved_rows import SavedRows
-from ...engine.ops import step
+from ...engine.ops import row_ops
 from ...engine.ops.rows import Rows
 from ...engine.processors.processor import Recorder
 from ...engine.table.recorded import replay_key
@@ -30,10 +30,10 @@ _INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _LIVE: set[Callable[..., Any]] = {dense_step, end_dense, schedule}
 _RECORDED: dict[Any, Callable[..., Any]] = {
-    step.prefetch: recorded.prefetch,
-    step.update: recorded.update,
-    step.read: recorded.read,
-    step.read_weights_grad: recorded.read_weights_grad,
+    row_ops.pin: recorded.pin,
+    row_ops.update: recorded.update,
+    row_ops.read: recorded.read,
+    row_ops.read_weights_grad: recorded.read_weights_grad,
 }
 
 
@@ -202,7 +202,7 @@ def _split_end(graph: fx.Graph, node: fx.Node) -> None:
     end, rows, dense = node.args
     with graph.inserting_before(node):
         for batch, grads, weights in rows:
-            graph.call_function(step.update, (batch, grads, weights))
+            graph.call_function(row_ops.update, (batch, grads, weights))
         node.replace_all_uses_with(graph.call_function(end_dense, (end, dense)))
     graph.erase_node(node)
 

@@ -23,7 +23,7 @@ from .stages import STAGES, rows_at, stages
 
 _COLORS = {
     "inputs": "#eceff1",
-    "prefetch": "#d1ecf9",
+    "pin": "#d1ecf9",
     "gather": "#d9f2e3",
     "forward": "#eef6d6",
     "compiled": "#e6e6fa",

@@ -20,8 +20,8 @@ from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.batch import Batch
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.ops.cuda.faults import Faults
-from tierbed.engine.store.cuda.full import FullStore
-from tierbed.engine.store.full import FullTable
+from tierbed.engine.store.cuda.full import CudaFullStore
+from tierbed.engine.store.full import CpuFullStore
 
 
 class Cached:
@@ -36,10 +36,10 @@ class Cached:
         self.cache = cache = Cache(layout, sets * 64 * (layout.line_bytes + 33))
         self.store: CachedStore | CachedTable
         if below == "table":
-            full = FullStore(layout, host_layout, capacity, self.faults, "host")
+            full = CudaFullStore(layout, host_layout, capacity, self.faults, "host")
             self.store = CachedTable(layout, full, cache, self.faults)
         else:
-            self.store = CachedStore(layout, FullTable(host_layout, "host"), cache, self.faults)
+            self.store = CachedStore(layout, CpuFullStore(host_layout, "host"), cache, self.faults)
 
     def batch(self, keys: range, last_table: int = 0) -> Batch:
         """As one that is made ahead."""

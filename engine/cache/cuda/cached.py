@@ -16,8 +16,8 @@ from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import copy_present, count_new
 from ...row_format import Chunks, Keys, Tables
 from ...store.contract import Asked, Found, Lines, Room, Tier
+from ...store.cuda.changed_lines import WrittenBelow
 from ...store.cuda.full import SCAN_ROWS
-from ...store.cuda.tracking import WrittenBelow
 from ...store.full import check_room
 from .cache import Admission, Cache
 from .top import CacheTop

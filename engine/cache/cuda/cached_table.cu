@@ -20,7 +20,7 @@ struct Counts {
     }
 };
 
-TIERBED_FN void write_down(Tile tile, Slot* slots, u32 mask, const Segments& memory, const Way& way, u64 line) {
+TIERBED_FN void write_down(Tile tile, Slot* slots, u32 mask, const LineSegments& memory, const Way& way, u64 line) {
     const u32 row = find_row(tile, IndexView{slots, mask}, way.hash, way.table);
     copy_line(tile, memory.address(row - 1), line, SHAPE);
 }
@@ -29,7 +29,7 @@ TIERBED_FN void write_down(Tile tile, Slot* slots, u32 mask, const Segments& mem
 
 // Brings down the rows that gave way for the first `count` rows. It runs before any row comes up, since the batch may
 // need a row that gave way.
-extern "C" __global__ void bring_down(Slot* slots, u32 mask, Segments memory, Admission all, const u32* count,
+extern "C" __global__ void bring_down(Slot* slots, u32 mask, LineSegments memory, Admission all, const u32* count,
                                       u64* counts) {
     Counts counted;
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
@@ -70,7 +70,7 @@ extern "C" __global__ void bring_up(Cache cache, Admission all, const u64* hashe
 
 // lines [n]: where each of the first `count` rows can be read, 0 where it is nowhere; absent [n]: 1 for those, else 0;
 // asked [tables, 2]: hits and misses.
-extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, Segments memory, const u64* hashes,
+extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, LineSegments memory, const u64* hashes,
                                        const u32* tables, const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
                                        u64* asked) {
     Counts counted;
@@ -96,7 +96,7 @@ extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, Segme
 }
 
 // Brings every dirty row down; it stays up.
-extern "C" __global__ void flush_rows(Cache cache, Slot* slots, u32 mask, Segments memory, u64* counts) {
+extern "C" __global__ void flush_rows(Cache cache, Slot* slots, u32 mask, LineSegments memory, u64* counts) {
     Counts counted;
     for_each_item<COPY_LANES>(static_cast<u64>(cache.sets) * WAYS, [&](Tile tile, u64 slot) {
         if (!cache.dirty(slot)) return;

@@ -16,8 +16,8 @@ from ...ops.cuda.layout import Layout
 from ...ops.cuda.step import copy_present, initialise_lines, initialise_missing, lanes_for
 from ...row_format import Chunks, Keys, Tables
 from ...store.contract import Asked, Found, Lines, Room
-from ...store.cuda.full import FullStore
-from ...store.cuda.tracking import Marks
+from ...store.cuda.changed_lines import ChangedLines
+from ...store.cuda.full import CudaFullStore
 from .cache import Admission, Cache
 from .top import CacheTop
 
@@ -29,7 +29,7 @@ class CachedTable:
     its first pin on. A row that no set has room for is used at that line.
     """
 
-    def __init__(self, layout: Layout, below: FullStore, cache: Cache, faults: Faults) -> None:
+    def __init__(self, layout: Layout, below: CudaFullStore, cache: Cache, faults: Faults) -> None:
         self._layout, self._below, self._faults = layout, below, faults
         self._top = CacheTop(layout, cache, faults)
         self._cache, self._window = self._top.cache, self._top.window
@@ -55,7 +55,7 @@ class CachedTable:
                 self._below.table.erase(batch, torch.where(new, batch.lines, 0))
 
     def pin(self, batch: Batch, room: Room | None) -> None:
-        """Pin as `Store.pin` says. Rows that do not fit into the table below set a fault, as in `FullStore`."""
+        """Pin as `Store.pin` says. Rows that do not fit into the table below set a fault, as in `CudaFullStore`."""
         self._window.pin(batch, lambda over: self._bring_up(batch, over, ahead=False))
         self._new.pop(batch, None)
         self._faults.post(batch)
@@ -90,7 +90,7 @@ class CachedTable:
             cache, index = self._cache.by_value(), self._below.table.index()
             self._run("flush_rows", self._cache.capacity, self._lanes, cache, *index, self._counts)
 
-    def tracker(self) -> Marks:
+    def tracker(self) -> ChangedLines:
         return self._below.tracker()
 
     def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:

@@ -14,7 +14,7 @@ from ...ops.cuda.step import initialise_lines
 from ...row_format import Keys, Tables
 from ...store.contract import Asked
 from .cache import Cache
-from .window import Window
+from .window import CudaWindow
 
 
 class CacheTop:
@@ -26,7 +26,7 @@ class CacheTop:
     def __init__(self, layout: Layout, cache: Cache, faults: Faults) -> None:
         self._layout, self._faults = layout, faults
         self.cache = cache
-        self.window = Window(layout.device, cache)
+        self.window = CudaWindow(layout.device, cache)
 
     def erase(self, tables: Tables, keys: Keys) -> tuple[Batch, Tensor]:
         """Take rows out of the sets. A row of a batch that is up stays, with its initial value.

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from threading import Condition
 
 from ...errors import StoreError
-from ...interrupts import uninterrupted
 from ...ops.cuda.batch import Batch
-from ...ops.cuda.device import Device, Mark
+from ...ops.cuda.device import Device, Event
+from ...signals import uninterrupted
 from .cache import Admission, Cache
 
 
@@ -24,11 +24,11 @@ class _Coming:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.mark: Mark = None
+        self.event: Event = None
         self.admission: Admission | None = None  # None until the rows of the batch are up
 
 
-class Window:
+class CudaWindow:
     """The pinned batch, and the announced batches in the order of their steps."""
 
     def __init__(self, device: Device, cache: Cache) -> None:
@@ -37,9 +37,9 @@ class Window:
         self._coming: deque[_Coming] = deque()
         self._changed = Condition()
         self._wanted = 0  # how many steps wait for their turn
-        # what work ahead must come after: a mark of the launches of steps, and the last batch that is over by then
-        self._of_steps: tuple[Mark, int] = (device.mark(), cache.now)
-        self._beside = device.mark()  # a mark of what was launched ahead of steps
+        # what work ahead must come after: an event after the launches of steps, and the last batch that is over by then
+        self._of_steps: tuple[Event, int] = (device.record_event(), cache.now)
+        self._ahead = device.record_event()  # an event after what was launched ahead of steps
 
     @property
     def over(self) -> int:
@@ -61,11 +61,11 @@ class Window:
             with self._changed:
                 self._wanted -= 1
                 try:
-                    self._device.follow(self._beside)
+                    self._device.wait_event(self._ahead)
                     try:
                         yield
                     finally:
-                        self._of_steps = self._device.mark(), self.over
+                        self._of_steps = self._device.record_event(), self.over
                 finally:
                     self._changed.notify_all()
 
@@ -86,12 +86,12 @@ class Window:
             coming = waiting[0]
             if coming.batch is not batch:  # the step of the batch has begun, and brings its rows up
                 return False
-            mark, over = self._of_steps
-            self._device.follow(mark)
+            event, over = self._of_steps
+            self._device.wait_event(event)
             try:
                 admission = admit(over)
             finally:
-                coming.mark = self._beside = self._device.mark()
+                coming.event = self._ahead = self._device.record_event()
             coming.admission = admission
             return admission is not None
 
@@ -136,7 +136,7 @@ class Window:
         if first.admission is None:
             return False
         self._coming.popleft()
-        self._device.follow(first.mark)
+        self._device.wait_event(first.event)
         self._pinned = first.admission
-        self._of_steps = self._device.mark(), self.over
+        self._of_steps = self._device.record_event(), self.over
         return True

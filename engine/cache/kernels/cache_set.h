@@ -10,7 +10,7 @@
 // or down when a step ends.
 #pragma once
 #include "ops/kernels/hash.h"
-#include "ops/kernels/unique.h"
+#include "ops/kernels/deduplicate.h"
 
 namespace tierbed {
 

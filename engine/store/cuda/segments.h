@@ -7,7 +7,7 @@ namespace tierbed {
 
 constexpr u32 PROBE_LANES = 8;  // 8 slots are 128 bytes
 
-struct Segments {
+struct LineSegments {
     const u64* begins;  // segment k holds 1 << (base_bits + k) lines
     u64 room;           // lines that there is memory for
     u32 base_bits;

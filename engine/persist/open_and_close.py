@@ -22,17 +22,17 @@ from ...snapshots.files.writer import write_snapshot
 from ...snapshots.store.live import live_rows
 from ...snapshots.store.saving import base_of
 from ...snapshots.store.selection import ALL, LoadReport, Selection
+from ..durable import remove_folder
 from ..errors import SnapshotError, StoreError, TierbedError
-from ..interrupts import uninterrupted
 from ..lifecycle.lifecycle import Lifecycle
 from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
 from ..processors.choose import processor_of
 from ..row_format import Chunks
+from ..signals import uninterrupted
 from ..spec.options import CachedSsdOptions, StoreOptions
 from ..spec.table_spec import TableSpec
 from ..store.contract import Table
-from ..store.durable import remove_folder
 from ..store.folder import StoreFolder
 from ..store.rocksdb import RocksDB
 from ..store.table_counts import FIELD, counted_chunks, counts_in
@@ -44,7 +44,7 @@ from .compatible import check_stored
 log = logging.getLogger("tierbed")
 
 
-class TableHome:
+class TablePersistence:
     """The store folder of an embedding, held while this object lives, or nothing where the options name no path."""
 
     def __init__(self, spec: TableSpec, options: StoreOptions, device: torch.device) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .rows import Pinned, Rows
 
 
-def prefetch(embedding: Rows, lookups: list[Lookup], like: Pinned | None = None) -> Pinned:
+def pin(embedding: Rows, lookups: list[Lookup], like: Pinned | None = None) -> Pinned:
     """Deduplicate the ids of all lookups, bring their rows to the top tier and pin them.
 
     like: another embedding's batch of the same lookups, whose unique rows are taken.

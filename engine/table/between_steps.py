@@ -1,4 +1,4 @@
-"""The boundary between two steps of a table, where another thread may have its rows."""
+"""The time between two steps of a table, when another thread may have its rows."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _LOOK_AGAIN = 0.05  # seconds between two looks of a waiting visitor
 
 
 class Visited(Protocol):
-    """What the boundary needs of an open table."""
+    """What a visit between two steps needs of an open table."""
 
     lock: RLock
     processor: Any
-    untold: TierbedError | None
+    visitors_error: TierbedError | None
 
     @property
     def in_step(self) -> bool: ...
 
     def release(self) -> None: ...
 
-    def late_error(self, wait: bool) -> TierbedError | None: ...
+    def deferred_error(self, wait: bool) -> TierbedError | None: ...
 
 
-class Boundary:
+class BetweenSteps:
     """Lets one thread at a time visit the table between two steps. A step waits for a visitor before it begins.
 
     The lock of the table does not suffice. The thread of the steps may take the lock again before the visitor gets it.
@@ -81,6 +81,6 @@ class Boundary:
 
 def _catch_up_with_device(table: Visited) -> None:
     table.processor.wait()  # steps may run on another stream than this thread
-    if late := table.late_error(wait=True):
-        table.untold = late
+    if late := table.deferred_error(wait=True):
+        table.visitors_error = late
         raise late
