@@ -11,7 +11,7 @@ from torch._guards import detect_fake_mode
 from torch.autograd.graph import increment_version
 
 from ..errors import GraphError, OptimizerError
-from ..ops.rows import Rows
+from ..ops.rows_contract import Rows
 from ..signals import uninterrupted
 from .one_trainer import training_step
 from .ranks import refuse_eager_ranks

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from ..ops.rows import Rows
+from ..ops.rows_contract import Rows
 from ..persist.saves import SavedAs
-from ..table.background import BackgroundSave
+from ..table.background_save import BackgroundSave
 
 if TYPE_CHECKING:
     from ..persist.held_table import HeldTable

@@ -23,7 +23,7 @@ from ..optim.optimizers import RowOptimizer
 from ..signals import uninterrupted
 from ..spec.options import StoreOptions
 from ..spec.table_spec import TableSpec
-from ..table.background import BackgroundSave
+from ..table.background_save import BackgroundSave
 from ..table.table import OpenTable
 from .open_and_close import TablePersistence
 from .saves import SavedAs, TableSnapshots

@@ -19,7 +19,7 @@ from ...snapshots.files.format import check_description
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.unread import cause_of
 from ...snapshots.files.writer import write_snapshot
-from ...snapshots.store.live import live_rows
+from ...snapshots.store.closed_store import live_rows
 from ...snapshots.store.saving import base_of
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..durable import remove_folder

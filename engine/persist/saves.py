@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...snapshots.files.format import Manifest, check_name
+from ...snapshots.files.may_replace import going_over
 from ...snapshots.files.reader import Snapshot
-from ...snapshots.files.replacing import going_over
 from ...snapshots.files.writer import clear_leftovers, write_snapshot
 from ...snapshots.store.linked import check_linked, link_snapshot, linked
 from ...snapshots.store.retention import prune, remove_snapshot
@@ -21,7 +21,7 @@ from ..row_format import Chunks
 from ..store.folder import StoreFolder
 from ..store.folder_state import snapshot_id
 from ..store.rocksdb import RocksDB
-from ..table.background import BackgroundSave
+from ..table.background_save import BackgroundSave
 from ..table.table import OpenTable
 from .compatible import check_stored, fitting
 from .open_and_close import TablePersistence

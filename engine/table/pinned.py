@@ -36,7 +36,7 @@ class Steps(Protocol):
 
 
 class PinnedBatch:
-    """The `Pinned` of engine/ops/rows.py for the rows of one table. The table's `release` ends the pin as well."""
+    """A `Pinned` for the rows of one table. The table's `release` ends the pin as well."""
 
     def __init__(self, table: Steps, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
         self.core = core  # the processor's batch

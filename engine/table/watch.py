@@ -12,7 +12,7 @@ from ..signals import uninterrupted
 from ..store.contract import Store
 from ..store.image import KEPT_BYTES, DiskImage, Image, MemoryImage
 from ..store.rocksdb import RocksDB
-from .background import BackgroundSave
+from .background_save import BackgroundSave
 from .changes import Changes
 from .scanned import locked
 from .stack import Stack

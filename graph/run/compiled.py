@@ -13,10 +13,9 @@ from torch.utils import _pytree as pytree
 from ...engine.errors import OptimizerError
 from ...engine.modules.one_trainer import training_step
 from ...engine.ops.lookup import embedding_of
-from ...engine.ops.rows import Rows
+from ...engine.ops.rows_contract import Rows
 from ...engine.optim.optimizers import RowOptimizer
 from ...engine.signals import uninterrupted
-from ..passes.bound import bind_ops
 from ..passes.common import (
     add_dense_steps,
     add_schedules,
@@ -27,6 +26,7 @@ from ..passes.common import (
     keep_outputs,
     name_placeholders,
 )
+from ..passes.direct_calls import bind_ops
 from ..passes.inductor import compile_dense
 from ..passes.lookahead import Coming, cut_lookups
 from ..passes.lookups import expand_reads, expand_trained, refuse_used

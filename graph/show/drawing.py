@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import torch
 from torch import fx
 
-from ...engine.ops.rows import Rows
+from ...engine.ops.rows_contract import Rows
 from ..passes.lookahead import known_ahead
 from ..trace.trace import LIVE
 from .listing import describe, op_name, statement

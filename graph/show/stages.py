@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from ...engine.ops import row_ops
-from ...engine.ops.rows import Rows
+from ...engine.ops.rows_contract import Rows
 from ..passes.dense import dense_step
 from ..passes.step_end import accumulate, end_step, schedule
 from ..trace.trace import BACKWARD

@@ -38,8 +38,8 @@ from .format import (
     npy_header,
     row_check,
 )
+from .may_replace import check_replaceable
 from .reader import Snapshot, list_snapshots
-from .replacing import check_replaceable
 from .threads import Behind
 
 Rows = NDArray[np.void]

@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "pool.h"
+#include "thread_pool.h"
 
 namespace tierbed {
 namespace {

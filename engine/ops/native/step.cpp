@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "instruction_sets.h"
-#include "pool.h"
+#include "thread_pool.h"
 
 namespace tierbed {
 namespace {

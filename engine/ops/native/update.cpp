@@ -6,7 +6,7 @@
 #include "ops/kernels/catch_up.h"
 #include "ops/kernels/pool.h"
 #include "instruction_sets.h"
-#include "pool.h"
+#include "thread_pool.h"
 
 namespace tierbed {
 namespace {

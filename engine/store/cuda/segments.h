@@ -1,7 +1,7 @@
 // Where the lines of a full table are: segments that double in size and never move.
 #pragma once
 #include "ops/cuda/layout.h"
-#include "store/kernels/table.h"
+#include "store/kernels/index.h"
 
 namespace tierbed {
 

@@ -1,4 +1,4 @@
-"""What a step calls, in place of functions of `step.py`, while a device records it: what launches, and no more.
+"""What a step calls, in place of the functions of `row_ops.py`, while a device records it: what launches, and no more.
 
 What the host does at each step, it does around each replay.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..signals import uninterrupted
 from ..spec.inputs import Lookup
 from ..table.pinned import PinnedBatch
-from ..table.recorded import begin_replay, record_peek, record_pin, record_update
+from ..table.replay import begin_replay, record_peek, record_pin, record_update
 from ..table.table import OpenTable
 from .saved_rows import SavedRows
 
