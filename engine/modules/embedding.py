@@ -363,7 +363,10 @@ class MultiTableMultiColumnEmbedding(SavedRows):
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
                 "values; look rows up by calling the embedding, and use get, put, size and metrics outside the graph"
             )
-        device = self.shadow.device
+        shadow = self.shadow
+        device = shadow.device
+        if device.type == "meta":  # for an instant, of the fake tensor by which another thread traces
+            device = getattr(shadow, "fake_device", device)
         with self._opening:
             if self._held is None:
                 if self._closed:

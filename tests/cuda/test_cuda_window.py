@@ -174,7 +174,7 @@ def test_a_device_that_fails_in_a_turn_leaves_no_thread_waiting(
             cached.store.flush()
 
     with monkeypatch.context() as patched:
-        patched.setattr(device, "follow", fail)
+        patched.setattr(device, "wait_event", fail)
         first, second = threading.Thread(target=turn), threading.Thread(target=turn)
         first.start()
         entered.wait()
@@ -282,9 +282,8 @@ def test_batches_have_their_steps_in_the_order_in_which_they_were_announced(devi
 
 def bytes_of_tensors(device: Device) -> int:
     """The memory on a device that tensors hold, whether anybody still reaches them or the collector has yet to come."""
-    tensors = [
-        one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.device == device.torch_device
-    ]
+    found = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    tensors = [one for one in found if one.layout == torch.strided and one.device == device.torch_device]
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 

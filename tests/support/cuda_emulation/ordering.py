@@ -58,7 +58,7 @@ class OrderedDevice(EmulatedDevice):
         with _Watch(self):
             yield
 
-    beside = watch
+    side_stream = watch
 
     def unkept(self) -> list[str]:
         """Memory that one thread allocated and another used, without keeping it from being used again too early."""
