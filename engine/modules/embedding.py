@@ -119,10 +119,10 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         ops.refuse_export(self.name)
         lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
         check_weights(self.spec, lookup, weights)
-        if self.shadow.device != ids.device:
+        if (device := self._device) != ids.device:
             raise InputError(
-                f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {self.shadow.device}; give "
-                f"ids.to({str(self.shadow.device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
+                f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {device}; give "
+                f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
             )
         output: Tensor = ops.lookup(self.shadow, *lookup, weights, self.handle)
         return output
@@ -338,11 +338,18 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         if self._held is not None:
             self._held.release()
 
+    @property
+    def _device(self) -> torch.device:
+        shadow = self.shadow
+        device = shadow.device  # of the fake tensor by which another thread traces, it is meta for an instant
+        return getattr(shadow, "fake_device", device) if device.type == "meta" else device
+
     def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
         ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
         lookup = check_lookup(self.spec, ids, table_ids)
-        here = None if lookup.table_ids is None else lookup.table_ids.to(self.shadow.device)
-        return Lookup(lookup.ids.to(self.shadow.device), here)
+        device = self._device
+        here = None if lookup.table_ids is None else lookup.table_ids.to(device)
+        return Lookup(lookup.ids.to(device), here)
 
     def _trained(self) -> OpenTable:
         table = self._table()
@@ -363,10 +370,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
                 "values; look rows up by calling the embedding, and use get, put, size and metrics outside the graph"
             )
-        shadow = self.shadow
-        device = shadow.device
-        if device.type == "meta":  # for an instant, of the fake tensor by which another thread traces
-            device = getattr(shadow, "fake_device", device)
+        device = self._device
         with self._opening:
             if self._held is None:
                 if self._closed:
