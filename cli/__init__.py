@@ -8,6 +8,7 @@ try:
     from importlib.metadata import version
     from typing import Annotated
 
+    import rich  # noqa: F401  its parts are imported where output needs them
     import typer
 
     from . import compare, doctor, exchange, keep, snapshot, store, verify, watch

@@ -119,7 +119,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         ops.refuse_export(self.name)
         lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
         check_weights(self.spec, lookup, weights)
-        if (device := self._device) != ids.device:
+        if (device := self.device) != ids.device:
             raise InputError(
                 f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {device}; give "
                 f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
@@ -338,16 +338,10 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         if self._held is not None:
             self._held.release()
 
-    @property
-    def _device(self) -> torch.device:
-        shadow = self.shadow
-        device = shadow.device  # of the fake tensor by which another thread traces, it is meta for an instant
-        return getattr(shadow, "fake_device", device) if device.type == "meta" else device
-
     def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
         ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
         lookup = check_lookup(self.spec, ids, table_ids)
-        device = self._device
+        device = self.device
         here = None if lookup.table_ids is None else lookup.table_ids.to(device)
         return Lookup(lookup.ids.to(device), here)
 
@@ -370,7 +364,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
                 "values; look rows up by calling the embedding, and use get, put, size and metrics outside the graph"
             )
-        device = self._device
+        device = self.device
         with self._opening:
             if self._held is None:
                 if self._closed:

@@ -82,10 +82,10 @@ class RowGradients:
         kept, embedding = self._in_order(), self.embedding
         for one in kept:
             one.unchanged(embedding.name)
-            if one.lookup.ids.device != embedding.shadow.device:
+            if one.lookup.ids.device != embedding.device:
                 raise InputError(
                     f"gradients of embedding {embedding.name!r} are on {one.lookup.ids.device} and the embedding on "
-                    f"{embedding.shadow.device}; call zero_grad() after moving a module"
+                    f"{embedding.device}; call zero_grad() after moving a module"
                 )
         return embedding.pin([one.lookup for one in kept]) if kept else None
 

@@ -27,7 +27,7 @@ def _latencies(name: str, calls: str) -> dict[str, Metric]:
     shares = {
         f"{name}_seconds_p{share}": Metric("gauge", f"{share} % of {calls} took no longer") for share in (50, 90, 99)
     }
-    return {**shares, f"{name}_seconds_max": Metric("gauge", f"the longest of {calls}")}
+    return {**shares, f"{name}_seconds_max": Metric("gauge", f"the longest of the {calls}")}
 
 
 METRICS: dict[str, Metric] = {

@@ -48,8 +48,8 @@ class Watch:
                 self.changes.cut()
                 self.changes.saved(since)
             else:
+                self.watches = True  # first: no signal comes between a change and what notes it
                 self.changes = Changes(since, self._use().tracker())
-                self.watches = True
 
     def changed(self, since: str) -> Iterator[Change] | None:
         """What changed since the snapshot with the id `since`, read while it is iterated; None where that is unknown.

@@ -10,6 +10,6 @@ except ImportError as error:  # this package is imported all the same: `tierbed 
     lacking = f"tierbed needs the package lazy-loader ({error}): pip install --force-reinstall lazy-loader"
 
     def __getattr__(name: str) -> object:
-        raise ImportError(lacking)
+        raise AttributeError(name) if name.startswith("__") else ImportError(lacking)
 else:
     __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

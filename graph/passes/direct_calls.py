@@ -28,10 +28,13 @@ def bind_ops(module: fx.GraphModule) -> None:
     """Let `module.forward` call torch's ops by names of their own, and rows by their methods. `recompile` undoes it."""
     code = module.graph.python_code("self")
     names: dict[str, Any] = dict(code.globals)
+    taken = {str(name) for node in module.graph.nodes for name in (node.name, node.target)}
 
     def bound(match: re.Match[str]) -> str:
         space, op, overload = match.groups()
         name = f"{space}_{op}_{overload}_op"
+        while name in taken:  # a parameter of build may have any name
+            name += "_"
         names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # without a frame of Python
         return f"{name}("
 

@@ -24,7 +24,7 @@ _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, 
 
 
 class SharedLookup(NamedTuple):
-    """A lookup of a batch. Equal lookups share a segment; nodes compare by identity."""
+    """A lookup of a batch, which equal lookups of the step share; nodes compare by identity."""
 
     lookup: Lookup
     weights: Any

@@ -54,4 +54,5 @@ class CacheTop:
         with self.window.turn():
             self.window.close()
             self._faults.seen(wait=True)
-            self.cache.close()
+            if not self.window.brings_up:  # garbage collected while this thread brings rows up may close the table
+                self.cache.close()

@@ -37,6 +37,7 @@ class CudaWindow:
         self._coming: deque[_Coming] = deque()
         self._changed = Condition()
         self._wanted = 0  # how many steps wait for their turn
+        self.brings_up = False  # whether rows of an announced batch are on their way up
         # what work ahead must come after: an event after the launches of steps, and the last batch that is over by then
         self._of_steps: tuple[Event, int] = (device.record_event(), cache.now)
         self._ahead = device.record_event()  # an event after what was launched ahead of steps
@@ -88,9 +89,11 @@ class CudaWindow:
                 return False
             event, over = self._of_steps
             self._device.wait_event(event)
+            self.brings_up = True
             try:
                 admission = admit(over)
             finally:
+                self.brings_up = False
                 coming.event = self._ahead = self._device.record_event()
             coming.admission = admission
             return admission is not None

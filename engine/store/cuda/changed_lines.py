@@ -14,7 +14,7 @@ from .table import CudaFullTable
 
 
 class ChangedLines:
-    """ChangedLines the changed lines of a full table, for batches that have lines there.
+    """Marks the changed lines of a full table, for batches that have lines there.
 
     The mark of an erased row passes to the next row in its line. By the time of `names` that row has changed, or was
     never written.
