@@ -99,6 +99,7 @@ def test_five_steps_equal_the_reference_to_the_bit(name: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam", "clipped rowwise", "catch-up adam"])
+@pytest.mark.rotated("threads")
 def test_many_rows_with_duplicates_are_the_same_for_any_threads(name: str, threads: int) -> None:
     optimizer = optimizer_of(name)
     table = table_of(optimizer, 6)
