@@ -26,7 +26,7 @@ from movielens_data import FIELDS, PADDING, Log, auc, read_log, split
 from movielens_synthetic import synthetic_log
 
 DATA = Path(os.environ["TIERBED_DATA"]) / "ml-100k" if "TIERBED_DATA" in os.environ else None
-DIM, LR, BATCH, EPOCHS = 16, 0.08, 512, 3
+DIM, LR, BATCH, EPOCHS = 16, 0.08, 512, 2
 CACHE_MB = 0.1  # about 700 rows: fewer than the table has, and fewer than a batch
 
 
