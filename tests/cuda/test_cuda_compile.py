@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,10 @@ def check(program: Program, architecture: str) -> None:
     assert set(re.findall(r"(\d+) bytes spill (?:stores|loads)", log)) == {"0"}
 
 
+def joined(target: tuple[object, ...]) -> str:
+    return "-".join(map(str, target))
+
+
 def test_no_file_is_left_out() -> None:
     folders = {
         "cache": ["cache.cu", "cached_table.cu"],
@@ -58,19 +63,19 @@ def test_no_file_is_left_out() -> None:
     assert expected == FILES
 
 
-@rotated("architecture")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dim", [1, 17, 128])
+@rotated("target")
+@pytest.mark.parametrize("target", list(product([128, 17, 1], ARCHITECTURES)), ids=joined)
 @pytest.mark.parametrize("file", [file for file in FILES if file != "ops/cuda/update.cu"])
-def test_kernels_compile(file: str, dim: int, architecture: str) -> None:
+def test_kernels_compile(file: str, target: tuple[int, str]) -> None:
+    dim, architecture = target
     check(Program(file, macros(dim, 3 * dim)), architecture)
 
 
-@rotated("architecture")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("gradients", ["Float32", "Float16", "BFloat16"])
+@rotated("target")
+@pytest.mark.parametrize("target", list(product(["Float32", "Float16", "BFloat16"], ARCHITECTURES)), ids=joined)
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_compile(rule: str, gradients: str, architecture: str) -> None:
+def test_rules_compile(rule: str, target: tuple[str, str]) -> None:
+    gradients, architecture = target
     kernel = RULES[rule]
     dim = 128 if gradients == "Float32" else 17
     width = dim * (1 + len(kernel.element_states)) + len(kernel.row_states)
@@ -80,7 +85,7 @@ def test_rules_compile(rule: str, gradients: str, architecture: str) -> None:
 
 def test_what_was_compiled_once_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kept"))
-    narrow, wide = (Program("store/cuda/table.cu", macros(dim, dim)) for dim in (4, 8))
+    narrow, wide = (Program("ops/cuda/staging.cu", macros(dim, dim)) for dim in (4, 8))
     path = compiled(nvrtc, narrow, "sm_90")
     assert path.read_bytes().startswith(b"\x7fELF")
     path.write_bytes(b"kept")

@@ -32,7 +32,7 @@ stores = pytest.mark.parametrize("store", ["device", "host", "cached_host", "ssd
 
 @on_one_device
 @stores
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(gaps=st.lists(st.integers(0, 25), min_size=1, max_size=6), before=st.integers(0, 3))
 def test_an_image_is_of_one_instant_whatever_happens_while_it_is_read(
     tmp_path_factory: pytest.TempPathFactory, device: Device, store: str, gaps: list[int], before: int
@@ -44,7 +44,7 @@ def test_an_image_is_of_one_instant_whatever_happens_while_it_is_read(
 
 @on_one_device
 @stores
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=calls, during=calls, after=calls, chunk=st.integers(1, 9))
 def test_noted_changes_make_the_rows_of_now_of_those_before(
     tmp_path_factory: pytest.TempPathFactory,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.cells import rotated
 from support.places import EXAMPLES
 from support.scripts import run_script
 from tierbed.engine import MultiTableMultiColumnEmbedding, make_device_mem_store_options
@@ -178,17 +179,18 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
+@rotated("store")
+@pytest.mark.parametrize("store", ["cached_host", "ssd"])
 @pytest.mark.parametrize("model", ctr.MODELS)
-def test_every_store_prints_the_same(model: str, command: Callable[..., str]) -> None:
+def test_every_store_prints_the_same(model: str, store: str, command: Callable[..., str]) -> None:
     arguments = ["--model", model, "--rows", "6000", "--epochs", "2", "--batch-size", "240", "--cache-mb", "0.25"]
     expected = lines_of(command(*arguments))
     first, second = (float(line.split()[3].rstrip(",")) for line in expected[:2])
     assert second < first
-    for store in ("cached_host", "ssd"):
-        output = command(*arguments, "--store", store)
-        assert lines_of(output) == expected
-        assert f"snapshot {model}-" in output
-        assert "evicted" in output
+    output = command(*arguments, "--store", store)
+    assert lines_of(output) == expected
+    assert f"snapshot {model}-" in output
+    assert "evicted" in output
 
 
 def test_the_script_runs_from_the_shell() -> None:
@@ -201,7 +203,9 @@ def test_the_script_runs_from_the_shell() -> None:
 
 
 @pytest.mark.skipif(DATA is None, reason="TIERBED_DATA names no folder with ml-100k")
-@pytest.mark.parametrize("model", ctr.MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=() if name == "dlrm" else pytest.mark.slow) for name in ctr.MODELS]
+)
 def test_a_model_learns_more_of_movielens_than_means(model: str, command: Callable[..., str]) -> None:
     output = command("--model", model, "--data", str(DATA), "--store", "cached_host")
     assert float(output.split()[-1]) > 0.7613 + 0.005  # what means of users and items reach: test_movielens.py

@@ -18,9 +18,12 @@ from support.stores import options
 from tierbed.engine import CapacityError
 from tierbed.graph import Graph
 
+SLOW = pytest.mark.slow
+ELSEWHERE = ("sgd", "adam", "rowwise")  # other tests of this file record them
+
 
 @on_one_device
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "rowwise", "catch-up"])
+@pytest.mark.parametrize("optimizer", ["adagrad", "catch-up", *(pytest.param(name, marks=SLOW) for name in ELSEWHERE)])
 def test_every_optimizer_with_schedules_dropout_and_pooling(place: torch.device, optimizer: str) -> None:
     pair = Pair(place, lambda _: Model(optimizer))
     pair.steps(batches(3))
@@ -49,7 +52,7 @@ def test_sizes_have_recordings_of_their_own(place: torch.device) -> None:
 
 
 @on_one_device
-@pytest.mark.parametrize("optimizer", ["adam", "catch-up"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=SLOW), "catch-up"])
 def test_rows_that_are_put_deleted_and_loaded_in_between(place: torch.device, tmp_path: Path, optimizer: str) -> None:
     pair = Pair(place, lambda name: Model(optimizer, tmp_path / name))
     pair.steps(batches(6))

@@ -54,6 +54,7 @@ def test_what_is_no_number_of_ops_and_no_path_is_refused() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 3])
 @pytest.mark.parametrize("extra", [{}, {"clip_grad_norm": 0.01}, {"accumulate_grads": 2}])
+@pytest.mark.rotated("ahead")
 def test_a_profile_trains_to_the_bits_of_the_plain_run(tmp_path: Path, ahead: int, extra: dict[str, Any]) -> None:
     net = layers()
     plain, profiled = rating(embedding(), copy.deepcopy(net)), rating(cached(tmp_path), net)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from support.embeddings import contents, make
-from support.graphs import Train, assert_same_state, batches, compiled_steps, eager_step, mlp
+from support.graphs import FEW, Train, assert_same_state, batches, compiled_steps, eager_step, mlp
 from support.stores import options
 from tierbed.engine import MultiTableEmbedding
 from tierbed.graph import Graph
@@ -46,7 +46,7 @@ def bags(bag_count: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 80)), min_size=4, max_size=6, unique=True))
 def test_one_step_for_many_sizes_has_the_bits_of_one_for_each(sizes: list[tuple[int, int]]) -> None:
     found = []
@@ -76,16 +76,18 @@ def test_a_step_for_many_sizes_trains_as_eager_and_is_told_of_once(caplog: pytes
     assert f"Train was compiled for {OWN} sizes of its arguments" in warnings[0].message
 
 
+@pytest.mark.usefixtures("few_steps_of_their_own")
 def test_sizes_0_and_1_keep_steps_of_their_own() -> None:
     model = mlp()
     graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for rows in range(2, OWN + 4):
+    for rows in range(2, FEW + 4):
         graph(*batches(1, rows=rows)[0])
     before = compiled_steps(graph)
     graph(*batches(1, rows=1)[0])
     assert compiled_steps(graph) == before + 1
 
 
+@pytest.mark.usefixtures("few_steps_of_their_own")
 def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -103,19 +105,20 @@ def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_s
     graph, traced = Counting(), []
     build = graph.build
     graph.build = lambda x: traced.append(x.shape[0]) or build(x)  # type: ignore[method-assign, func-returns-value]
-    for rows in range(2, OWN + 6):
+    for rows in range(2, FEW + 6):
         x = torch.randn(rows, 6)
         expected = graph.layer(x).mean().detach()
         loss, count = graph(x)
         torch.testing.assert_close(loss, expected)
         assert count == rows
-    assert compiled_steps(graph) == OWN + 4
-    assert len(traced) == OWN + 4 + TRIES  # of steps for many sizes
+    assert compiled_steps(graph) == FEW + 4
+    assert len(traced) == FEW + 4 + TRIES  # of steps for many sizes
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
-    assert f"Counting was compiled for more than {OWN} sizes of its arguments and is compiled anew" in warning
+    assert f"Counting was compiled for more than {FEW} sizes of its arguments and is compiled anew" in warning
     assert "pad inputs to few sizes" in warning
 
 
+@pytest.mark.usefixtures("few_steps_of_their_own")
 def test_lengths_of_sequences_that_torch_unrolls_keep_a_step_for_each_and_are_told_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -131,28 +134,30 @@ def test_lengths_of_sequences_that_torch_unrolls_keep_a_step_for_each_and_are_to
             return loss
 
     graph = Recurrent()
-    for length in range(2, OWN + 5):
+    for length in range(2, FEW + 5):
         graph(torch.randn(4, length, 2))
-    assert compiled_steps(graph) == OWN + 3
+    assert compiled_steps(graph) == FEW + 3
     assert "Recurrent was compiled for more than" in caplog.text
 
 
+@pytest.mark.usefixtures("few_steps_of_their_own")
 def test_a_wrong_call_does_not_end_the_sharing() -> None:
     model = mlp()
     graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for rows in range(2, OWN + 2):
+    for rows in range(2, FEW + 2):
         graph(*batches(1, rows=rows)[0])
     with pytest.raises(RuntimeError):
         graph(torch.zeros(5, 7), torch.zeros(5, 1))
     for rows in range(20, 30):
         graph(*batches(1, rows=rows)[0])
-    assert compiled_steps(graph) == OWN + 1
+    assert compiled_steps(graph) == FEW + 1
 
 
+@pytest.mark.usefixtures("few_steps_of_their_own")
 def test_other_layouts_do_not_take_a_step_for_contiguous_ones() -> None:
     model = mlp()
     graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    for rows in range(2, OWN + 4):
+    for rows in range(2, FEW + 4):
         graph(*batches(1, rows=rows)[0])
     x = torch.randn(6, 40).t()
     expected: Any = F.mse_loss(model(x), torch.zeros(40, 1)).detach()

@@ -42,7 +42,7 @@ class Program:
     sizes: tuple[int, ...]
     own: int  # so many sizes have steps of their own
     events: dict[int, Event]  # by the number of the call
-    other_store: str
+    other_store: str | None  # beside the device's; None: no other
 
     @property
     def shares(self) -> bool:

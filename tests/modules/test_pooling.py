@@ -229,6 +229,7 @@ def test_backward_outside_a_graph_reaches_weights_and_refuses_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.rotated("dtype")
 def test_ops_are_as_their_fakes_say(dtype: torch.dtype, weighted: bool) -> None:
     embedding = frozen(output_dtype=dtype)
     weights = torch.rand(10, requires_grad=True) if weighted else None

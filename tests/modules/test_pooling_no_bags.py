@@ -52,6 +52,7 @@ def in_a_graph(rows: MultiTableEmbedding, arguments: tuple[Any, ...]) -> Tensor:
 
 @pytest.mark.parametrize("use", [in_a_loop, in_a_graph, lambda rows, arguments: rows(*arguments)])
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("use")
 def test_no_bag_gives_no_row(tmp_path: Path, store: str, use: Callable[..., Tensor]) -> None:
     with make(options(store, tmp_path)) as rows:
         for tables in (NONE, 0):

@@ -66,7 +66,7 @@ class Run:
         generator = torch.Generator().manual_seed(seed)
         rows = self.graph.rows
         for number in range(count):
-            size = (30, 150, 0, 7)[number % 4]
+            size = (150, 150, 0, 30)[number % 4]
             ids = torch.randint(-90, 90, (size, 2), generator=generator) * (2**40 + 1)
             tables = torch.randint(0, 3, (size, 2), generator=generator)
             ids[tables == 1] = PADDING

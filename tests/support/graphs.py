@@ -15,7 +15,7 @@ from tierbed.engine import MultiTableEmbedding
 from tierbed.graph import Graph
 
 DIM = 4
-FEW = 3  # sizes of arguments that have a step of their own under `few_steps_of_their_own`
+FEW = 2  # sizes of arguments that have a step of their own under `few_steps_of_their_own`
 names = itertools.count()
 
 

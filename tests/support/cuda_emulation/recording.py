@@ -29,6 +29,7 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self._calls: list[Callable[[], None]] = []
         self._memory: list[Tensor] = []  # kernels have its addresses alone
+        self._fakes = FakeTensorMode()
 
     def add(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
@@ -53,7 +54,7 @@ class Recording(TorchDispatchMode):
                 made.untyped_storage().fill_(0xA5)
                 self._memory.append(made)
             return made
-        results, fresh = _results(func, args, kwargs)
+        results, fresh = self._results(func, args, kwargs)
 
         def run() -> None:
             for target, result in zip(results, pytree.tree_leaves(func(*args, **kwargs)), strict=True):
@@ -67,6 +68,26 @@ class Recording(TorchDispatchMode):
         if len(returns) == 1 and not isinstance(returns[0].type, torch.ListType):
             return results[0]
         return results if len(returns) == 1 else tuple(results)
+
+    def _results(self, func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """What a call returns, without running it: arguments that it writes, and fresh memory, which is named again."""
+        with self._fakes as mode:
+            given = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+            fakes = func(*given[0], **given[1])
+        changed = {}
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                changed.update(dict.fromkeys(argument.alias_info.before_set, value))
+        results, fresh = [], []
+        leaves, returns = pytree.tree_leaves(fakes), func._schema.returns
+        for i, fake in enumerate(leaves):
+            alias = returns[i].alias_info if len(returns) == len(leaves) else None
+            if alias is None:
+                fresh.append(torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype))
+                fresh[-1].untyped_storage().fill_(0xA5)
+            results.append(fresh[-1] if alias is None else next(changed[name] for name in alias.before_set))
+        return results, fresh
 
 
 class NoHost(TorchFunctionMode):
@@ -90,24 +111,3 @@ def _has_mask(func: Any, args: Any) -> bool:
     if func.overloadpacket not in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
         return False
     return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-
-
-def _results(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """What a call returns, without running it: arguments that it writes, and fresh memory, which is named again."""
-    with FakeTensorMode() as mode:
-        given = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
-        fakes = func(*given[0], **given[1])
-    changed = {}
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            changed.update(dict.fromkeys(argument.alias_info.before_set, value))
-    results, fresh = [], []
-    leaves, returns = pytree.tree_leaves(fakes), func._schema.returns
-    for i, fake in enumerate(leaves):
-        alias = returns[i].alias_info if len(returns) == len(leaves) else None
-        if alias is None:
-            fresh.append(torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype))
-            fresh[-1].untyped_storage().fill_(0xA5)
-        results.append(fresh[-1] if alias is None else next(changed[name] for name in alias.before_set))
-    return results, fresh
