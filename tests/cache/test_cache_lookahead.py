@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.cache_model import Both
@@ -34,7 +34,6 @@ def act(both: Both, action: str, rows: list[Row]) -> None:
     both.check()
 
 
-@settings(max_examples=100)
 @given(
     how=st.lists(st.tuples(actions, some_rows), max_size=60),
     sets=st.sampled_from([1, 2]),
