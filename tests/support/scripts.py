@@ -93,8 +93,10 @@ def _server() -> _Server:
 def serve() -> None:
     """Fork a child for each order on standard input, and print how it ended."""
 
-    import tierbed.graph  # noqa: F401
+    import tierbed
 
+    for name in tierbed.__all__:  # each is imported at its first use
+        getattr(tierbed, name)
     gc.freeze()  # children leave it alone, which is most of what they would do at their end
 
     for line in sys.stdin:
