@@ -112,6 +112,7 @@ def test_any_calls_leave_the_rows_that_the_policy_says(
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "distance_lfu", "ttl"])
+@pytest.mark.rotated("threads")
 def test_many_rows_leave_at_once_in_the_order_of_the_policy(eviction: str, threads: int) -> None:
     """More than a 64th of the capacity is one row: rows leave that the batch alone did not ask for."""
     policy = {"eviction": eviction, "capacity": 1000, **({"ttl_steps": 3} if eviction == "ttl" else {})}
