@@ -30,8 +30,8 @@ from tierbed.engine.ops.cuda.layout import InitialValues, Layout
 from tierbed.engine.optim.optimizers import row_optimizer
 from tierbed.engine.optim.rule import rule_named
 from tierbed.engine.spec.initializers import as_arrays, make_table_options, make_uniform_initializer
-from tierbed.engine.store.cuda.full import FullStore
-from tierbed.engine.store.cuda.table import FullTable
+from tierbed.engine.store.cuda.full import CudaFullStore
+from tierbed.engine.store.cuda.table import CudaFullTable
 from tierbed.graph import Graph
 
 TABLES, IDS, ROWS, DIM, ALPHA = 10, 104_857, 1 << 20, 128, 1.05
@@ -72,23 +72,23 @@ class Tables:
         self.numbers = cuda.new_numbers(device.torch_device)
         self.steps = 0
 
-    def store(self, kind: str, capacity: int) -> FullStore | CachedTable:
+    def store(self, kind: str, capacity: int) -> CudaFullStore | CachedTable:
         """Of STORES; the cache has room for all rows, though sets may overflow."""
         if kind == "device_mem":
-            return FullStore(self.layout, self.host_layout, capacity, self.faults, "device")
-        host = FullStore(self.layout, self.host_layout, capacity, self.faults, "host")
+            return CudaFullStore(self.layout, self.host_layout, capacity, self.faults, "device")
+        host = CudaFullStore(self.layout, self.host_layout, capacity, self.faults, "host")
         if kind == "host_mem":
             return host
         cache = Cache(self.layout, 2 * capacity * self.layout.line_bytes)
         return CachedTable(self.layout, host, cache, self.faults)
 
-    def table(self, capacity: int, load: float = 0.75) -> FullTable:
-        return FullTable(self.layout, capacity, load)
+    def table(self, capacity: int, load: float = 0.75) -> CudaFullTable:
+        return CudaFullTable(self.layout, capacity, load)
 
     def batch(self, ids: Tensor) -> Batch:
         return Batch(self.device, [(ids.reshape(-1), None, None)], self.tables, None, self.faults.word)
 
-    def step(self, store: FullStore | CachedTable, ids: Tensor, grads: Tensor) -> Tensor:
+    def step(self, store: CudaFullStore | CachedTable, ids: Tensor, grads: Tensor) -> Tensor:
         """Forward, backward and update on the device; ids [n, tables], grads [n * tables, dim]. What was looked up."""
         self.steps += 1
         batch = self.batch(ids)

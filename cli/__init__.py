@@ -16,6 +16,14 @@ except KeyboardInterrupt:  # as `main` tells it, by nothing that was to be impor
     if "--json" in sys.argv:
         print('{\n  "error": "interrupted"\n}')
     raise SystemExit(130) from None
+except ImportError as error:
+    import json
+
+    message = f"{error}; the command line needs it: pip install --force-reinstall typer rich"
+    print(f"tierbed: {message}", file=sys.stderr)
+    if "--json" in sys.argv:
+        print(json.dumps({"error": message}, indent=2))
+    raise SystemExit(1) from None
 
 app = typer.Typer(
     help="Tiered embedding tables for PyTorch.",

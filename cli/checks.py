@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 FILES = 4096  # open at a time; fewer make RocksDB open and close its files again and again
 
+_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # beside those of the command line itself
 _EXTRAS = {  # what imports of each, and what it is for
     "parquet": (("pyarrow",), "export and import of Parquet"),
     "plot": (("matplotlib",), "`snapshot inspect --plot`"),
@@ -40,13 +41,13 @@ def checks() -> Iterator[Check]:
     """The findings on this installation."""
     yield Check("tierbed", True, version("tierbed"))
     yield Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    for package in ("numpy", "torch"):
-        yield _imported(package)
-    core = _core()
-    yield core
-    if core.ok:
-        yield _rocksdb()
-        yield from _cuda()
+    packages = [_imported(package) for package in _NEEDED]
+    yield from packages
+    if all(package.ok for package in packages):  # the core would only lack the same
+        yield (core := _core())
+        if core.ok:
+            yield _rocksdb()
+            yield from _cuda()
     for extra, (modules, use) in _EXTRAS.items():
         yield _extra(extra, modules, use)
     yield _open_files()
@@ -54,7 +55,8 @@ def checks() -> Iterator[Check]:
 
 def _imported(package: str) -> Check:
     try:
-        return Check(package, True, str(import_module(package).__version__))
+        import_module(package.replace("-", "_"))
+        return Check(package, True, version(package))
     except Exception as error:
         return Check(package, False, _said(error), f"install it again: pip install --force-reinstall {package}", True)
 

@@ -40,7 +40,7 @@ def save(
     Example: tierbed snapshot save store/users before-retraining
     """
     from ..snapshots.asking.asking import ask_save
-    from ..snapshots.store.live import save_live
+    from ..snapshots.store.closed_store import save_live
     from ..snapshots.store.status import existing_store, holder
 
     begin = time.monotonic()
@@ -79,7 +79,7 @@ def load(
 
     Example: tierbed snapshot load store/users before-retraining
     """
-    from ..snapshots.store.live import load_live
+    from ..snapshots.store.closed_store import load_live
     from ..snapshots.store.selection import Selection
 
     begin = time.monotonic()

@@ -57,7 +57,7 @@ def compact(
 
     Example: tierbed store compact store/users
     """
-    from ..snapshots.store.live import compact_live
+    from ..snapshots.store.closed_store import compact_live
 
     begin = time.monotonic()
     try:

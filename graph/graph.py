@@ -21,9 +21,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
-from ..engine.interrupts import uninterrupted
 from ..engine.modules.ranks import refuse_around
 from ..engine.numeric import whole
+from ..engine.signals import uninterrupted
 from .passes.step_end import StepEnd, positive
 from .run.ahead import Announcer
 from .run.attempt import FailedForSizes

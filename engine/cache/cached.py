@@ -52,7 +52,7 @@ class CachedStore:
         except (ValueError, MemoryError) as error:
             raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None
         self._budget = f"{option}={budget_mb}"
-        self._rows = int(self.native.metrics()["capacity"])  # a batch of more rows is warned of, once
+        self._rows = int(self.native.metrics()["capacity"])  # of the sets; a batch with more rows is warned of, once
         self._pinned: _core.Batch | None = None
 
     def announce(self, batch: _core.Batch) -> None:
@@ -146,7 +146,7 @@ class CachedStore:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # an error of the tier below, in its own words
+        except RuntimeError as error:  # from native code, with the message of the tier below
             if isinstance(error, StoreError):
                 raise
             raise StoreError(str(error)) from error

@@ -11,11 +11,11 @@ from torch._guards import detect_fake_mode
 from torch.autograd.graph import increment_version
 
 from ..errors import GraphError, OptimizerError
-from ..interrupts import uninterrupted
-from ..ops.rows import Rows
+from ..ops.rows_contract import Rows
+from ..signals import uninterrupted
+from .one_trainer import training_step
 from .ranks import refuse_eager_ranks
 from .shadow_grad import ShadowGrad, holders
-from .training_step import training_step
 
 
 class EagerOptimizer(torch.optim.Optimizer):
@@ -129,7 +129,7 @@ class EagerOptimizer(torch.optim.Optimizer):
             try:
                 for embedding, rows, gradients in reached:
                     if embedding.row_optimizer is not rows:
-                        embedding.follow(rows)  # a graph trained the embedding since
+                        embedding.use_optimizer(rows)  # a graph trained the embedding since
                     batch = gradients.pin()
                     if batch is not None:
                         pinned.append((gradients, batch))

@@ -19,7 +19,7 @@ from ..ops import lookup as ops
 from ..ops.segments import segment
 from ..optim.optimizers import RowOptimizer, row_optimizer
 from ..optim.row_state import RowState
-from ..persist.opened import TableHandle
+from ..persist.held_table import HeldTable
 from ..spec.initializers import make_normal_initializer
 from ..spec.inputs import Lookup, check_lookup, check_output_dtype, check_row, check_weights, keys_from, rows_from
 from ..spec.options import store_options_from_dict
@@ -82,7 +82,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         # held by an optimizer and followed by autograd; the rows themselves are no parameter
         self.shadow = nn.Parameter(torch.zeros(1, dtype=torch.float32))
         self.handle = ops.register(self)
-        self._held: TableHandle | None = None
+        self._held: HeldTable | None = None
         self._opening = Lock()
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
         self._closed = False
@@ -119,10 +119,10 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         ops.refuse_export(self.name)
         lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
         check_weights(self.spec, lookup, weights)
-        if self.shadow.device != ids.device:
+        if (device := self._device) != ids.device:
             raise InputError(
-                f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {self.shadow.device}; give "
-                f"ids.to({str(self.shadow.device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
+                f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {device}; give "
+                f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
             )
         output: Tensor = ops.lookup(self.shadow, *lookup, weights, self.handle)
         return output
@@ -283,13 +283,13 @@ class MultiTableMultiColumnEmbedding(SavedRows):
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
         """Let the rows follow one of the optimizer's param groups, as `Graph.add_optimizer` asks. OptimizerError."""
         rows_optimizer = row_optimizer(optimizer, group)
-        self.follow(rows_optimizer)
+        self.use_optimizer(rows_optimizer)
         return rows_optimizer
 
-    def follow(self, rows_optimizer: RowOptimizer) -> None:
+    def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
         """Let the next updates be those of `rows_optimizer`; several graphs take turns by it. Raises OptimizerError."""
         if self._held is not None:
-            self._held.follow(rows_optimizer)
+            self._held.use_optimizer(rows_optimizer)
         self.row_optimizer = rows_optimizer
 
     def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
@@ -338,11 +338,18 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         if self._held is not None:
             self._held.release()
 
+    @property
+    def _device(self) -> torch.device:
+        shadow = self.shadow
+        device = shadow.device  # of the fake tensor by which another thread traces, it is meta for an instant
+        return getattr(shadow, "fake_device", device) if device.type == "meta" else device
+
     def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
         ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
         lookup = check_lookup(self.spec, ids, table_ids)
-        here = None if lookup.table_ids is None else lookup.table_ids.to(self.shadow.device)
-        return Lookup(lookup.ids.to(self.shadow.device), here)
+        device = self._device
+        here = None if lookup.table_ids is None else lookup.table_ids.to(device)
+        return Lookup(lookup.ids.to(device), here)
 
     def _trained(self) -> OpenTable:
         table = self._table()
@@ -356,23 +363,23 @@ class MultiTableMultiColumnEmbedding(SavedRows):
             self._compare_awaited()
         return handle.table
 
-    def opened(self) -> TableHandle:
+    def opened(self) -> HeldTable:
         """The hold on the open table, opened where it is not yet, for checkpoints and recorded steps of a graph."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
                 f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
                 "values; look rows up by calling the embedding, and use get, put, size and metrics outside the graph"
             )
-        device = self.shadow.device
+        device = self._device
         with self._opening:
             if self._held is None:
                 if self._closed:
                     raise ClosedError(f"embedding {self.name!r} was closed; create it again")
                 try:
-                    self._held = TableHandle(self.spec, self.store_options, self.row_optimizer, device)
+                    self._held = HeldTable(self.spec, self.store_options, self.row_optimizer, device)
                 except OptimizerError as error:
                     self._refused = error  # the rows can still be read
-                    self._held = TableHandle(self.spec, self.store_options, None, device)
+                    self._held = HeldTable(self.spec, self.store_options, None, device)
                 weakref.finalize(self, self._held.finish)
             elif self._held.device != device:
                 self._held.move(device)

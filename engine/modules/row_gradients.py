@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..ops.rows import Pinned, Rows
+from ..ops.rows_contract import Pinned, Rows
 from ..spec.inputs import Lookup
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from ..ops.rows import Rows
+from ..ops.rows_contract import Rows
 from ..persist.saves import SavedAs
-from ..table.background import BackgroundSave
+from ..table.background_save import BackgroundSave
 
 if TYPE_CHECKING:
-    from ..persist.opened import TableHandle
+    from ..persist.held_table import HeldTable
 
 log = logging.getLogger("tierbed")
 
@@ -27,7 +27,7 @@ class SavedRows(Rows):
 
     _version = 2  # of the state_dict; version 1 had no extra state
     _closed: bool
-    _held: TableHandle | None
+    _held: HeldTable | None
     _awaited: SavedAs | None = None  # names rows in a loaded state_dict, to be compared once there are rows
 
     @property
@@ -35,7 +35,7 @@ class SavedRows(Rows):
         """Whether the embedding's store is open, from the first use to `close`."""
         return self._held is not None and not self._closed
 
-    def opened(self) -> TableHandle:
+    def opened(self) -> HeldTable:
         """The table, opened where it is not yet."""
         raise NotImplementedError
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ..errors import GraphError
-from ..ops.rows import Rows
+from ..ops.rows_contract import Rows
 from ..spec.inputs import Lookup
 from .row_gradients import RowGradients
 

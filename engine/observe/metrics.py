@@ -12,18 +12,22 @@ from ..modules.embedding import MultiTableMultiColumnEmbedding
 
 
 class Metric(NamedTuple):
-    """`kind`: "counter", which grows from 0 while a store is open, or "gauge". `exported`: its name in Prometheus."""
+    """What one number of `metrics()` is.
+
+    kind: "counter", which grows from 0 while a store is open, or "gauge". exported: its name in Prometheus, "" for the
+    same.
+    """
 
     kind: str
     meaning: str
     exported: str = ""
 
 
-def _latencies(name: str) -> dict[str, Metric]:
+def _latencies(name: str, calls: str) -> dict[str, Metric]:
     shares = {
-        f"{name}_seconds_p{share}": Metric("gauge", f"{share} % of them took no longer") for share in (50, 90, 99)
+        f"{name}_seconds_p{share}": Metric("gauge", f"{share} % of {calls} took no longer") for share in (50, 90, 99)
     }
-    return {**shares, f"{name}_seconds_max": Metric("gauge", "the longest of them")}
+    return {**shares, f"{name}_seconds_max": Metric("gauge", f"the longest of {calls}")}
 
 
 METRICS: dict[str, Metric] = {
@@ -36,7 +40,7 @@ METRICS: dict[str, Metric] = {
     "deleted": Metric("counter", "rows that `delete` took out"),
     "ledger_bytes": Metric("gauge", "host memory for what `eviction`, `admission` and `ttl_steps` remember"),
     "prefetch_hits": Metric("counter", "steps whose batch `prefetch` had announced"),
-    "prefetch_misses": Metric("counter", "steps that other batches were announced for"),
+    "prefetch_misses": Metric("counter", "steps that had another batch than the next announced one"),
     "prefetch_dropped": Metric("counter", "announced batches that were forgotten, as too many waited"),
     # of every tier
     "hits": Metric("counter", "rows asked of this tier and found here"),
@@ -48,24 +52,22 @@ METRICS: dict[str, Metric] = {
     "bytes_out": Metric("counter", "bytes of rows that went from here, the other way", "out_bytes"),
     "resident_rows": Metric("gauge", "rows held here now; of `ssd` an estimate, high until compaction"),
     "bytes": Metric("gauge", "memory taken, metadata included; not `overflow_bytes`, `window_bytes`", "memory_bytes"),
-    **_latencies("fetch"),
-    **_latencies("write"),
+    **_latencies("fetch", "fetches"),
+    **_latencies("write", "writes"),
     # of caches
     "capacity": Metric("gauge", "rows that there is memory for", "capacity_rows"),
     "fill": Metric("gauge", "`resident_rows` / `capacity`", "fill_ratio"),
     "index_bytes": Metric("gauge", "of `bytes`, those of the index"),
     "evictions_clean": Metric("counter", "rows that gave way and were as the tier below has them"),
     "evictions_dirty": Metric("counter", "rows that gave way and differed from what the tier below has"),
-    "overflows": Metric("counter", "rows that no set had room for beside others that are needed"),
+    "overflows": Metric("counter", "rows that got no place in their set, since batches need all rows there"),
     "overflow_rows": Metric("gauge", "rows in the overflow area now"),
-    "overflow_peak_rows": Metric("gauge", "the most that were there at a time"),
+    "overflow_peak_rows": Metric("gauge", "the most rows that were there at a time"),
     "overflow_capacity": Metric(
-        "gauge", "rows there at which prefetch and changed rows wait", "overflow_capacity_rows"
+        "gauge", "rows in the overflow area from which on prefetch and changed rows wait", "overflow_capacity_rows"
     ),
     "overflow_bytes": Metric("gauge", "memory of the overflow area"),
-    "window_bytes": Metric(
-        "gauge", "memory for which announced batches need which rows, of those whose rows are not up yet"
-    ),
+    "window_bytes": Metric("gauge", "memory that lists the rows of announced batches, until their rows are up"),
     "prefetch_waits": Metric("counter", "prefetched batches that had to wait for room in the overflow area"),
     # of RocksDB
     "rows_written": Metric("counter", "rows written"),
@@ -73,11 +75,11 @@ METRICS: dict[str, Metric] = {
     "memtable_bytes": Metric("gauge", "written rows in memory that are not in files yet"),
     "index_filter_bytes": Metric("gauge", "indexes and filters of files in memory, outside of the block cache"),
     "block_cache_bytes": Metric("gauge", "blocks of files in RocksDB's own cache"),
-    "block_cache_hits": Metric("counter", "blocks found in that cache"),
+    "block_cache_hits": Metric("counter", "blocks found in RocksDB's own cache"),
     "block_cache_misses": Metric("counter", "blocks read from files"),
     "bloom_useful": Metric("counter", "reads of a file that its filter spared"),
     "sst_bytes": Metric("gauge", "size of the files"),
-    "live_data_bytes": Metric("gauge", "of that, what newer versions of rows do not replace: an estimate"),
+    "live_data_bytes": Metric("gauge", "size of the files without replaced versions of rows: an estimate"),
     "flush_bytes": Metric("counter", "bytes written to files from memory"),
     "compaction_bytes": Metric("counter", "bytes written to files by compactions"),
     "compaction_read_bytes": Metric("counter", "bytes read from files by compactions"),

@@ -19,8 +19,8 @@ from ..spec.initial_values import MASK64
 from .stack_distance import Model, Sample
 
 MB = 1 << 20
-RECORD_BYTES = 8  # of updates and last step, in a row's line
-BESIDE_BYTES = WAY_BYTES + 1  # of what a cache keeps for each line beside it, the tag included
+RECORD_BYTES = 8  # of a row's two counters, in its line
+BESIDE_BYTES = WAY_BYTES + 1  # of a cache's metadata for each line: a way and a tag
 LEAST = WAYS * BUCKETS  # lines; smaller caches take rows of a batch in another order, and are not predicted
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # the sizes that a plan prints, as shares of the rows seen
 
@@ -59,18 +59,18 @@ class Plan:
         self.uses = _estimates(uses.table[counted], tables, self.rate)
 
     def rows(self, budget_mb: float) -> int:
-        """Lines of a cache of `cache_budget_mb=budget_mb`. Raises OptionError for fewer than LEAST."""
+        """How many lines a cache with `cache_budget_mb=budget_mb` has. Raises OptionError for fewer than LEAST."""
         budget = real(budget_mb)
         if budget is None or not self.bytes(LEAST) / MB <= budget < 1 << 40:
             raise OptionError(f"budget_mb={budget_mb!r}: give a number of MiB from {self.bytes(LEAST) / MB:.3f} on")
         return int(budget * MB) // self.bytes(WAYS) * WAYS
 
     def bytes(self, rows: int) -> int:
-        """The bytes of a cache of so many lines."""
+        """The bytes of a cache with lines for so many rows, its metadata included."""
         return rows * (self.line_bytes + BESIDE_BYTES)
 
     def hit_rate(self, *, budget_mb: float | None = None, rows: int | None = None, table: int | None = None) -> float:
-        """The predicted share of needed rows that a cache has, whose size is `budget_mb` or `rows`.
+        """The predicted hit rate of a cache of the size `budget_mb` or `rows`.
 
         table: counts only this table's rows, in the cache that all tables share. Raises OptionError.
         """

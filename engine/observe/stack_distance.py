@@ -51,7 +51,7 @@ class Sample:
         return 0.5**self._halvings
 
     def add(self, batch: _core.Batch) -> None:
-        """The uses of the next batch."""
+        """Add the uses of the next batch."""
         hashes = hash_rows(batch.tables, batch.keys)
         part = (
             np.full(batch.unique, len(self.batch_rows)),
@@ -103,7 +103,7 @@ def depths(uses: Uses) -> Depths:
     again = np.flatnonzero(np.diff(uses.row[order]) == 0)
     before[order[again + 1]] = order[again]
     newer, tied = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    last = np.zeros(batches + 1, np.int64)  # rows whose latest use is by each batch
+    last = np.zeros(batches + 1, np.int64)  # by batch: how many rows it was the last to use
     ends = np.searchsorted(uses.batch, np.arange(batches), side="right")
     begin = 0
     for batch, end in enumerate(ends):
@@ -182,10 +182,10 @@ _AT_MOST = GROUP - _SHARES @ (GROUP - np.arange(GROUP))
 
 
 def _fits(load: F64) -> F64:
-    """The chance that fewer than GROUP rows are ahead of a row in its group, where `load` rows are expected."""
+    """The chance that fewer than GROUP rows are ahead of a row in its group, where `load` are ahead on average."""
     return np.interp(load, _LOADS, _FITS, right=0.0)
 
 
 def _at_most(load: F64) -> F64:
-    """How many rows of a batch its groups keep, of `load` a group that are expected there."""
+    """The expected number of rows that a group keeps, where a batch has `load` rows for each group on average."""
     return np.interp(load, _LOADS, _AT_MOST)

@@ -1,7 +1,7 @@
 """The ops that a trace records: a lookup, and its gradients for rows and for weights.
 
-A compiled graph replaces them by the functions of `step.py`; called eagerly, a lookup reads, and its gradient is kept
-for the step of an `EagerOptimizer`.
+A compiled graph replaces them by the functions of `row_ops.py`; called eagerly, a lookup reads, and its gradient is
+kept for the step of an `EagerOptimizer`.
 
 `shadow` is the embedding's one-element parameter: autograd records gradients by it, and an optimizer holds it.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import ClosedError, GraphError
 from ..spec.inputs import Lookup
-from .rows import Rows
+from .rows_contract import Rows
 
 _orders = itertools.count()
 _embeddings: weakref.WeakValueDictionary[int, Rows] = weakref.WeakValueDictionary()

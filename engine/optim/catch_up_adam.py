@@ -29,8 +29,8 @@ from ..errors import OptimizerError
 from .adam import hyper as adam_hyper
 from .adam import moments
 from .arithmetic import power_by_squaring
+from .base import SMALLEST, number
 from .kernel import CatchUp, Kernel
-from .own import SMALLEST, number
 from .rule import Group, Row, Rule, decayed
 
 ALL = 2**32 - 2**8  # missed steps, as float32 can tell

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .arithmetic import power
+from .base import SMALLEST, OwnOptimizer, choice, number
 from .kernel import Kernel
-from .own import SMALLEST, OwnOptimizer, choice, number
 from .rule import Group, Row, Rule, decayed
 
 FTRL = Kernel(

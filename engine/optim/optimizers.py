@@ -13,8 +13,8 @@ import torch
 
 from ..errors import OptimizerError
 from ..numeric import real
+from .base import LARGEST, SMALLEST, number
 from .kernel import CLIPS
-from .own import LARGEST, SMALLEST, number
 from .row_state import RowState
 from .rule import Group, Rule, all_rules
 

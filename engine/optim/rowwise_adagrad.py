@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .arithmetic import row_sum
+from .base import OwnOptimizer, choice, number
 from .kernel import Kernel
-from .own import OwnOptimizer, choice, number
 from .rule import Group, Row, Rule, decayed
 
 ROWWISE_ADAGRAD = Kernel(

@@ -27,7 +27,7 @@ def check_stored(
     """Raises where the stored rows, or those of the tables `wanted`, cannot be rows of the embedding.
 
     Raises `error` where their columns, keys or number of tables differ, StoreError for names of tables or their order,
-    OptimizerError where the rows lack the state of `optimizer`.
+    OptimizerError where the rows lack the state of `optimizer`. what: names the stored rows in messages.
     """
     for field, argument, mine in (
         ("columns", "embedding_dim", list(spec.columns)),
@@ -41,7 +41,7 @@ def check_stored(
             )
     _check_names(spec, stored, what, wanted)
     there, begun = stored["tables"], spec.plain_tables()
-    if wanted is not None:  # tables of higher numbers are not asked for
+    if wanted is not None:  # rows of tables with higher numbers are not loaded
         there = there[: max(wanted, default=-1) + 1]
     if len(there) > len(begun):
         raise error(f"{what} holds {len(there)} tables, not {len(begun)}; give all of them, in their order")
@@ -59,7 +59,7 @@ def check_stored(
 
 
 def _check_names(spec: TableSpec, stored: dict[str, Any], what: str, wanted: Collection[int] | None) -> None:
-    """Raises StoreError where a stored table would become another one."""
+    """Raises StoreError where the rows of a stored table would become those of another table."""
     names = names_in(stored)
     others = [table for table in misplaced(names, spec.table_names) if wanted is None or table in wanted]
     if others and stored.get("rows") != 0:
@@ -78,7 +78,7 @@ def fitting(
     strict: bool,
     what: str,
 ) -> tuple[Selection, list[str]]:
-    """The part of a snapshot that fits the table, and remarks on what is left out. strict: only padding may be.
+    """The part of a snapshot that fits the table, and remarks on what is left out. strict: leave out padding alone.
 
     Raises InputError for a selection of tables that are not there, and what `check_stored` raises where the snapshot
     cannot be loaded in this way.

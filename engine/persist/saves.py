@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...snapshots.files.format import Manifest, check_name
+from ...snapshots.files.may_replace import going_over
 from ...snapshots.files.reader import Snapshot
-from ...snapshots.files.replacing import going_over
 from ...snapshots.files.writer import clear_leftovers, write_snapshot
 from ...snapshots.store.linked import check_linked, link_snapshot, linked
 from ...snapshots.store.retention import prune, remove_snapshot
@@ -19,18 +19,18 @@ from ...snapshots.store.selection import LoadReport, Selection
 from ..errors import OptionError, SnapshotError
 from ..row_format import Chunks
 from ..store.folder import StoreFolder
-from ..store.folder_view import snapshot_id
+from ..store.folder_state import snapshot_id
 from ..store.rocksdb import RocksDB
-from ..table.background import BackgroundSave
+from ..table.background_save import BackgroundSave
 from ..table.table import OpenTable
 from .compatible import check_stored, fitting
-from .recovery import TableHome
+from .open_and_close import TablePersistence
 
 
 class SavedAs(NamedTuple):
-    """Names rows in a state_dict, by their step and by the snapshot of that step, if there is one.
+    """How a state_dict names the rows of an embedding: by their step, and by a snapshot of that step, if there is one.
 
-    `digest` is of the snapshot's rows; None as well in a state_dict of the first tierbed 0.1.
+    `digest` is of the snapshot's rows. It is None without a snapshot, and in state_dicts of early versions.
     """
 
     step: int
@@ -46,16 +46,16 @@ class SavedAs(NamedTuple):
         return self.snapshot == other.snapshot
 
 
-class HomeSnapshots:
-    """The snapshots of the table that `home` opens."""
+class TableSnapshots:
+    """The snapshots of the table that `persistence` opens."""
 
-    def __init__(self, home: TableHome) -> None:
-        self._home = home
+    def __init__(self, persistence: TablePersistence) -> None:
+        self._persistence = persistence
 
     @property
     def base(self) -> str | None:
         """The snapshot that was saved or loaded last, if any."""
-        folder = self._home.folder
+        folder = self._persistence.folder
         return (folder.base or None) if folder is not None else None
 
     def check_save(self, table: OpenTable, name: str, kind: str, overwrite: bool) -> None:
@@ -64,7 +64,7 @@ class HomeSnapshots:
             check_save(self._folder_of(name), name, kind, self._held(table), overwrite)
 
     def of_step(self, step: int) -> SavedAs:
-        """The name of rows of a step; it has `base` where that is of the same step."""
+        """The name of the rows of a step. It has the snapshot `base` where that is of the same step."""
         base = self.base
         held = None if base is None else self.read(base)
         if held is None or held.step != step:
@@ -82,7 +82,7 @@ class HomeSnapshots:
         return SavedAs(int(held.description["step"]), name, hashlib.sha256(said.encode()).hexdigest()[:32])
 
     def _read(self, name: str) -> Snapshot | None:
-        folder = self._home.folder
+        folder = self._persistence.folder
         try:
             check_name(name)
             return None if folder is None else Snapshot.open(folder.snapshots / name)
@@ -112,7 +112,7 @@ class HomeSnapshots:
     def save_in_background(
         self, table: OpenTable, name: str, kind: str = "full", overwrite: bool = False
     ) -> BackgroundSave:
-        """Save the rows as they are now in a thread of its own. Only for the kind of snapshot that takes its time."""
+        """Save the rows as they are now, by a thread, as a full snapshot. SnapshotError, StoreError, OptionError."""
         folder = self._folder_of(name)
         if kind in ("incremental", "checkpoint"):
             raise OptionError(
@@ -134,22 +134,24 @@ class HomeSnapshots:
         """A table with the rows of a snapshot. Until the rows are verified, `table` and its rows stay as they were."""
         snapshot = Snapshot.open(self._folder_of(name).snapshots / name)
         what = f"snapshot {name!r}"
-        selection, remarks = fitting(self._home.spec, snapshot.description, table.optimizer, selection, strict, what)
-        loaded, report = self._home.load(table.optimizer, snapshot, table, selection)
+        selection, remarks = fitting(
+            self._persistence.spec, snapshot.description, table.optimizer, selection, strict, what
+        )
+        loaded, report = self._persistence.load(table.optimizer, snapshot, table, selection)
         report.remarks += remarks
         return loaded, report
 
     def prune(self, table: OpenTable, keep_last: int, keep_every: int | None) -> list[str]:
-        """Remove all but some snapshots. Returns the names of removed snapshots. OptionError, SnapshotError."""
+        """Remove snapshots as `prune` says. Returns the names of those that are gone. OptionError, SnapshotError."""
         folder = self._folder()
-        with table.lock:  # what is saved in the background is not listed yet, and goes over none
+        with table.lock:  # a snapshot that is being saved is not listed yet, and goes over no other
             if table.watch.saving is None or table.watch.saving.done:
                 clear_leftovers(folder.snapshots)
             return [snapshot.name for snapshot in prune(folder, keep_last, keep_every).removed]
 
     def save_rows(self, table: OpenTable, place: Path) -> None:
         """Save the rows as the snapshot `place`, and by its name in a store folder too. SnapshotError, StoreError."""
-        folder = self._home.folder
+        folder = self._persistence.folder
         if folder is not None:
             self.save(table, place.name)
             link_snapshot(Snapshot.open(folder.snapshots / place.name), place)
@@ -159,27 +161,27 @@ class HomeSnapshots:
             write_snapshot(place, table.describe(), table.scan())
 
     def load_rows(self, table: OpenTable, place: Path, state: bool = True) -> OpenTable:
-        """A table with the rows of the snapshot `place`, checked before. A store folder gets the snapshot as well.
+        """A table with the rows of the snapshot `place`, which `check_rows` has checked.
 
-        Without `state`, the table has the weights alone, and a store folder gets no snapshot: it could not go back to
-        weights.
+        A store folder gets the snapshot as well, to go back to. Without `state` the table has the weights alone, and a
+        store folder gets no snapshot, since going back to it would bring the state.
         """
         snapshot = Snapshot.open(place)
-        if self._home.folder is None or not state:
-            return self._home.load(table.optimizer, snapshot, table, Selection(state=state))[0]
+        if self._persistence.folder is None or not state:
+            return self._persistence.load(table.optimizer, snapshot, table, Selection(state=state))[0]
         folder = self._folder_of(place.name)
         linking = linked(snapshot, folder.snapshots / place.name, lambda: folder.base == place.name)
-        with table.lock, linking as own:  # a load that fails late may have let the live rows go back to it
-            return self._home.load(table.optimizer, own, table)[0]
+        with table.lock, linking as own:  # kept where a load fails late: the live rows may go back to it
+            return self._persistence.load(table.optimizer, own, table)[0]
 
     def check_rows(self, table: OpenTable, place: Path, state: bool = True) -> None:
-        """Read all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError."""
+        """Read and check all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError."""
         snapshot = Snapshot.open(place)
         what = f"snapshot {place.name!r}"
         described = Selection(state=state).description(snapshot.description)
-        check_stored(self._home.spec, described, table.optimizer, SnapshotError, what)
+        check_stored(self._persistence.spec, described, table.optimizer, SnapshotError, what)
         snapshot.verify()
-        if self._home.folder is not None and state:
+        if self._persistence.folder is not None and state:
             check_linked(snapshot, self._folder_of(place.name).snapshots / place.name)
 
     def drop_rows(self, table: OpenTable, saved: Snapshot) -> None:
@@ -187,7 +189,7 @@ class HomeSnapshots:
 
         Raises SnapshotError where this is unknown, or the snapshot cannot be removed.
         """
-        folder = self._home.folder
+        folder = self._persistence.folder
         if folder is None:
             return
         with table.lock:
@@ -196,9 +198,9 @@ class HomeSnapshots:
                 remove_snapshot(place)
 
     def discard_rows(self, name: str) -> None:
-        """Remove what `save_rows` put into the store folder. Live rows go back to the snapshot before it."""
-        if self._home.folder is not None:
-            remove_snapshot(self._home.folder.snapshots / name)
+        """Remove the snapshot that `save_rows` put into the store folder. After a kill the one before it counts."""
+        if self._persistence.folder is not None:
+            remove_snapshot(self._persistence.folder.snapshots / name)
 
     def _held(self, table: OpenTable) -> Held:
         assert table.stack is not None
@@ -212,11 +214,11 @@ class HomeSnapshots:
         return folder
 
     def _folder(self) -> StoreFolder:
-        folder = self._home.folder
+        folder = self._persistence.folder
         if folder is None:
             raise SnapshotError(
-                f"embedding {self._home.spec.name!r} has no persistent_path, so no place for snapshots; give one in "
-                "its store options"
+                f"embedding {self._persistence.spec.name!r} has no persistent_path, so no place for snapshots; "
+                "give one in its store options"
             )
         folder.check()
         return folder

@@ -17,7 +17,7 @@ from ..ops.segments import array_of, empty, flat, segment
 from ..spec.inputs import OUTPUT_DTYPES, Gradients, Lookup
 from ..spec.options import CachedHostMemOptions
 from ..store.contract import Tier
-from ..store.full import FullTable
+from ..store.full import CpuFullStore
 from ..store.table_counts import Counts
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class CpuProcessor:
     """The `Processor` of the CPU. It finds no mistake late: all work of a call is done when the call returns."""
 
-    checks_late = False
+    defers_errors = False
     recorder: Recorder | None = None
 
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
@@ -44,18 +44,18 @@ class CpuProcessor:
     def written(self) -> Counts:
         return self._written.astype(np.int64)
 
-    def late(self, wait: bool) -> None:
+    def deferred_error(self, wait: bool) -> None:
         return None
 
-    def full_table(self, tier: str) -> FullTable:
-        return FullTable(self.layout, tier)
+    def full_table(self, tier: str) -> CpuFullStore:
+        return CpuFullStore(self.layout, tier)
 
     def cache(self, below: Tier, options: CachedHostMemOptions) -> CachedStore:
         option = f"embedding {self._spec.name!r}: cache_budget_mb"
         return CachedStore(self.layout, below, options, options.cache_budget_mb, "device", option)
 
-    def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedStore, FullTable]:
-        host = FullTable(self.layout, "host")
+    def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedStore, CpuFullStore]:
+        host = CpuFullStore(self.layout, "host")
         return self.cache(host, options), host
 
     def batch(self, lookups: Sequence[Lookup], like: _core.Batch | None = None, ahead: bool = False) -> _core.Batch:
@@ -65,13 +65,13 @@ class CpuProcessor:
         segments = [segment(self._spec, lookup) for lookup in lookups]
         return _core.Batch(segments, self._spec.num_tables, self._spec.padding_key)
 
-    def beside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def mark(self) -> None:
+    def record_event(self) -> None:
         return None
 
-    def follow(self, mark: None) -> None:
+    def wait_event(self, event: None) -> None:
         """Does nothing: all work of a call is done when the call returns."""
 
     def wait(self) -> None:

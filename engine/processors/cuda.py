@@ -19,15 +19,15 @@ from ..cache.cuda.cached_table import CachedTable
 from ..errors import OptionError
 from ..ops.cuda import step as kernels
 from ..ops.cuda.batch import Batch, Segment
-from ..ops.cuda.device import Device, Mark
+from ..ops.cuda.device import Device, Event
 from ..ops.cuda.faults import CHANGED, Faults
 from ..ops.cuda.layout import Layout
 from ..spec.inputs import Gradients, Lookup
 from ..spec.options import CachedHostMemOptions, StoreOptions
 from ..store.contract import Tier
-from ..store.cuda.full import FullStore
+from ..store.cuda.full import CudaFullStore
 from ..store.table_counts import Counts
-from .processor import Factory, Late, Recorder
+from .processor import DeferredError, Factory, Recorder
 
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
@@ -52,7 +52,7 @@ class CudaProcessor:
     So bad table ids, bad offsets and rows beyond a fixed capacity are found late.
     """
 
-    checks_late = True
+    defers_errors = True
 
     def __init__(self, device: Device, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = device.torch_device
@@ -70,13 +70,13 @@ class CudaProcessor:
         counts: Counts = self._written.cpu().numpy()
         return counts
 
-    def late(self, wait: bool) -> Late | None:
+    def deferred_error(self, wait: bool) -> DeferredError | None:
         error = self._faults.take(self._faults.seen(wait))
-        return None if error is None else Late(error, int(self._taken))
+        return None if error is None else DeferredError(error, int(self._taken))
 
-    def full_table(self, tier: str) -> FullStore:
+    def full_table(self, tier: str) -> CudaFullStore:
         try:
-            return FullStore(self._layout, self.layout, self._capacity, self._faults, tier)
+            return CudaFullStore(self._layout, self.layout, self._capacity, self._faults, tier)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OptionError(
                 f"capacity={self._capacity} is more than {self.device if tier == 'device' else 'the host'} has memory "
@@ -87,7 +87,7 @@ class CudaProcessor:
     def cache(self, below: Tier, options: CachedHostMemOptions) -> CachedStore:
         return CachedStore(self._layout, below, self._cache(options), self._faults)
 
-    def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, FullStore]:
+    def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, CudaFullStore]:
         host = self.full_table("host")
         return CachedTable(self._layout, host, self._cache(options), self._faults), host
 
@@ -106,14 +106,14 @@ class CudaProcessor:
             _ = batch.groups  # made here, not in the step
         return batch
 
-    def beside(self) -> AbstractContextManager[object]:
-        return self._on.beside()
+    def side_stream(self) -> AbstractContextManager[object]:
+        return self._on.side_stream()
 
-    def mark(self) -> Mark:
-        return self._on.mark()
+    def record_event(self) -> Event:
+        return self._on.record_event()
 
-    def follow(self, mark: Mark) -> None:
-        self._on.follow(mark)
+    def wait_event(self, event: Event) -> None:
+        self._on.wait_event(event)
 
     def wait(self) -> None:
         self._on.wait()

@@ -32,7 +32,7 @@ class Recorder(Protocol):
     def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]: ...
 
 
-class Late(NamedTuple):
+class DeferredError(NamedTuple):
     """A mistake that was found after its call had returned. Nothing has changed since that call."""
 
     error: TierbedError
@@ -47,14 +47,14 @@ class Processor(Protocol[B]):
 
     device: torch.device
     layout: _core.Layout  # of lines in host memory
-    checks_late: bool  # whether bad ids are found only after the call that was given them has returned
+    defers_errors: bool  # whether bad ids are found only after the call that was given them has returned
     recorder: Recorder | None  # records launches, to run them again
 
     @property
     def written(self) -> Counts:
         """How many rows of each table were written for the first time; may wait for the device."""
 
-    def late(self, wait: bool) -> Late | None:
+    def deferred_error(self, wait: bool) -> DeferredError | None:
         """The mistake found since the last call, reported once; with `wait`, all requested work is looked at."""
 
     def full_table(self, tier: str) -> FullStore[B]:
@@ -73,14 +73,14 @@ class Processor(Protocol[B]):
         are taken. ahead: whether the batch is made ahead of its step; mistakes found late are then found in its step.
         """
 
-    def beside(self) -> AbstractContextManager[object]:
-        """A context for work of another thread than the one of the steps: the work is done beside the steps."""
+    def side_stream(self) -> AbstractContextManager[object]:
+        """A context in which the work of a thread runs beside the steps of another thread."""
 
-    def mark(self) -> Any:
-        """A mark of all work that this thread has asked for until now."""
+    def record_event(self) -> Any:
+        """An event that is over when all work is done that this thread has asked for until now."""
 
-    def follow(self, mark: Any) -> None:
-        """Let the work that this thread asks for from here on come after the work that `mark` stands for."""
+    def wait_event(self, event: Any) -> None:
+        """Let the work that this thread asks for from here on begin when `event` is over."""
 
     def wait(self) -> None:
         """Wait until all work that any thread has asked for is done."""

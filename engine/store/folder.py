@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, write_atomically
 from ..errors import StoreError
-from ..interrupts import uninterrupted
-from .durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, write_atomically
-from .folder_view import OWN, PLACES, FolderView, snapshot_id
+from ..signals import uninterrupted
+from .folder_state import OWN, PLACES, FolderState, snapshot_id
 
 _held: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 
@@ -27,7 +27,7 @@ def _let_go_after_fork() -> None:
 os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
-class StoreFolder(FolderView):
+class StoreFolder(FolderState):
     """A store folder, `<persistent_path>/<embedding name>`, held exclusively until `release` or the end of the process.
 
     `path` is created, parents included. The folder holds:

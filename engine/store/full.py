@@ -21,7 +21,7 @@ def check_room(new: int, room: Room | None) -> None:
         )
 
 
-class FullTable(WithoutAnnouncements[_core.Batch]):
+class CpuFullStore(WithoutAnnouncements[_core.Batch]):
     """A full table that grows as rows arrive. `tier` names its memory in metrics."""
 
     def __init__(self, layout: _core.Layout, tier: str) -> None:

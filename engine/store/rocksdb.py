@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _core
+from ..durable import fsync_dir, make_folder, remedy_for
 from ..errors import OptionError, StoreError
 from ..row_format import Chunks, Keys, Tables, row_dtype
 from ..spec.rocksdb_options import CACHE_MB, require_rocksdb
 from .contract import Found, Lines
-from .durable import fsync_dir, make_folder, remedy_for
 
 SHARDS = 4
 WRITE_BUFFER_BYTES = 192 << 20  # the most that the memtables of all shards take

@@ -22,7 +22,7 @@ class Changes:
     """
 
     def __init__(self, since: str, tracker: Tracker[Any] | None) -> None:
-        """tracker: from the top of the stack, or None."""
+        """tracker: of the top of the stack; None where the names are noted here."""
         self.since = since
         self._tracker = tracker
         self._saving: _core.ChangedRows | None = None  # names up to the last `cut`
@@ -37,7 +37,7 @@ class Changes:
         self._later.note_rows(tables, keys)
 
     def cut(self) -> None:
-        """Begin to save what changed until now. If the save fails, it is still known."""
+        """Begin to save what changed until now. If the save fails, the next save has these changes as well."""
         if self._tracker is not None:
             self._later.note_rows(*self._tracker.names())
             self._tracker.forget()
@@ -55,8 +55,8 @@ class Changes:
     def rows(self, top: Store[Any], width: int) -> Iterator[Change]:
         """What changed until the last `cut`, as `top` has it now, in chunks.
 
-        Buckets ascend, and within a bucket (table, key) of rows and of keys do. Some keys may be of rows that came
-        after the snapshot and went again.
+        Buckets ascend. Within a bucket the rows ascend by (table, key), and so do the keys of rows that are gone. Some
+        of these keys may be of rows that came after the snapshot and went again.
         """
         changed, dtype = self._saving, row_dtype(width)
         assert changed is not None

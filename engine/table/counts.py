@@ -15,10 +15,10 @@ from .scanned import checked_rows
 
 
 class RowCounts:
-    """How many rows of each table were written and did not leave since.
+    """The number of rows in each table of an embedding: rows that were written and did not leave since.
 
-    `stored_rows` were there when the table was opened; `stored` has them by table, or None where that is not known.
-    `leaving`, by table, are being erased.
+    `stored_rows` is the number at the opening. `stored` is the same by table, or None where it is not known by table.
+    `leaving` is the number by table of rows that are being erased, or None.
     """
 
     def __init__(self, num_tables: int, processor: Processor[Any], lifecycle: Lifecycle) -> None:
@@ -47,6 +47,6 @@ class RowCounts:
     @property
     def _change(self) -> Counts:
         """How many rows of each table came since it was opened and did not leave."""
-        leaving = self.leaving  # once: who asks for the status does not hold the lock
+        leaving = self.leaving  # read once: another thread may change it, since `status` holds no lock
         change = self._processor.written - self._lifecycle.gone
         return change if leaving is None else change - leaving

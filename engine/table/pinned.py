@@ -12,6 +12,7 @@ from torch import Tensor
 from ..processors.processor import Processor
 from ..spec.inputs import Gradients, Lookup, checked_gradients
 from ..spec.table_spec import TableSpec
+from .watch import Watch
 
 
 class Steps(Protocol):
@@ -20,13 +21,14 @@ class Steps(Protocol):
     lock: RLock
     processor: Processor[Any]
     spec: TableSpec
+    watch: Watch
 
     @property
     def rule(self) -> str:
-        """Of the optimizer."""
+        """The rule that the next update follows. OptimizerError."""
 
     def check_pinned(self, pinned: PinnedBatch) -> None:
-        """StoreError where the rows were let go."""
+        """Raise StoreError where the rows of the batch were let go."""
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None: ...
 
@@ -34,7 +36,7 @@ class Steps(Protocol):
 
 
 class PinnedBatch:
-    """As `Pinned`: rows that a table pinned. The table's `release` ends the pin as well."""
+    """A `Pinned` for the rows of one table. The table's `release` ends the pin as well."""
 
     def __init__(self, table: Steps, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
         self.core = core  # the processor's batch

@@ -36,12 +36,12 @@ class _Coming:
 
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
         self.lookups = [_copy(lookup) for lookup in lookups]
-        self.copied = processor.mark()
-        # no waiting for the device to compare ids in the same memory: `hand_over` checks them late
-        self._given = [_places(lookup) for lookup in lookups] if processor.checks_late else None
+        self.copied = processor.record_event()
+        # where comparing ids would wait for a device, the same memory counts as equal; `hand_over` checks it late
+        self._given = [_places(lookup) for lookup in lookups] if processor.defers_errors else None
         self._kept = lookups  # kept, so that nothing else gets their memory
         self.batch: Any = None
-        self.made: Any = None  # a mark: the batch is made
+        self.made: Any = None  # an event: the batch is made
         self.announced = False  # whether the store knows of the batch
         self.fetched = False  # whether its rows are up
         self.error: BaseException | None = None
@@ -126,7 +126,7 @@ class Prefetcher:
     def step(self, lookups: Sequence[Lookup] | None) -> Iterator[Any]:
         """A block that pins the rows of a step. Yields the step's batch where it was announced, else None.
 
-        Without `lookups` the block is no step, and takes no announced batch. Raises what preparing the batch raised.
+        Without `lookups` the block is no step, and takes no announced batch. Raises the error of making the batch.
         """
         if not self._coming:
             yield None
@@ -188,8 +188,8 @@ class Prefetcher:
     def _interrupt(self, wanted: int | None, lookups: Sequence[Lookup] | None) -> Any:
         """Pause the thread and let the store forget every batch. Batches are announced again after `_resume`.
 
-        Returns batch number `wanted`, as far as it was made, and drops it and the batches before it. lookups: of the
-        step, if there is one.
+        Returns the announced batch number `wanted`, None where it is not made, and drops it and the batches before it.
+        lookups: those of the step, if there is one.
         """
         with self._changed:
             self._paused = True
@@ -212,9 +212,9 @@ class Prefetcher:
             return None
 
     def _hand_over(self, coming: _Coming, lookups: Sequence[Lookup]) -> Any:
-        """An announced batch, as far as it was made, for the thread of its step."""
+        """Give an announced batch to the thread of its step. Returns None where the batch is not made."""
         if coming.batch is not None:
-            self._processor.follow(coming.made)
+            self._processor.wait_event(coming.made)
             self._processor.hand_over(coming.batch, coming.lookups, lookups)
         return coming.batch
 
@@ -240,7 +240,7 @@ class Prefetcher:
                 assert coming is not None
                 self._busy = True
             try:
-                with self._processor.beside():
+                with self._processor.side_stream():
                     self._prepare(coming)
             except BaseException as error:
                 with self._changed:
@@ -267,9 +267,9 @@ class Prefetcher:
                 self._full = not fetched and ended == self._ended
             return
         if coming.batch is None:
-            self._processor.follow(coming.copied)
+            self._processor.wait_event(coming.copied)
             batch = self._processor.batch(coming.lookups, ahead=True)
-            coming.made = self._processor.mark()
+            coming.made = self._processor.record_event()
             coming.batch = batch
         self._store.announce(coming.batch)
         with self._changed:

@@ -1,4 +1,4 @@
-"""What a table tells people of itself."""
+"""Looking at an open table: its metrics, the place of one row, and its rows as of the last step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .table import OpenTable
 
 
 def metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
-    """Numbers of the whole (`table`), of each tier from the top, and of each table (`tables`), of one instant."""
+    """The metrics at one instant: of all rows (`table`), of each tier from the top, and of each table (`tables`)."""
     with table.lock:
         store = table.opened()
         table.check()
@@ -32,7 +32,7 @@ def metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
 
 
 def where(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
-    """Where the row of one id is, `Level.where`, and why it is not stored; None where it is. Changes nothing."""
+    """The places of the row of one id, as `Level.where`, and why it is not stored, or None. Changes nothing."""
     with table.lock:
         store = table.use()
         table.check()
@@ -46,7 +46,7 @@ def where(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str |
 
 
 def settled(table: OpenTable) -> Chunks:
-    """`OpenTable.scan`, with every row as it is after the last step, where rows catch up late."""
+    """Scan every written row as it is after the last step: steps that its rule leaves due are taken in a copy."""
     for bucket, rows in table.scan():
         if rule := table.lagging:
             rows = rows.copy()

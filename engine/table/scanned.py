@@ -1,4 +1,4 @@
-"""Scanned rows as lines: what a scan of one table yields, another loads."""
+"""Scanned rows: checked, loaded into another table, brought up to date, and read under a lock."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..errors import SnapshotError, StoreError
-from ..interrupts import uninterrupted
 from ..optim.row_state import RowState
 from ..optim.rule import catches_up
 from ..row_format import Chunks, row_dtype
+from ..signals import uninterrupted
 from ..spec.initializers import make_constant_initializer, make_table_options
 from ..spec.table_spec import TableSpec
 from ..store.table_counts import Counts, counted
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def checked_rows(chunks: Chunks, tables: int) -> Chunks:
-    """Stored rows as they are. Raises SnapshotError for one that no table of so many can have."""
+    """Yield stored rows as they are. Raises SnapshotError for rows that no embedding of `tables` tables has."""
     for bucket, rows in chunks:
         if (rows["table"] >= tables).any():
             raise SnapshotError(f"there are rows of table {rows['table'].max()}, and the embedding has {tables} tables")
@@ -35,7 +35,7 @@ def checked_rows(chunks: Chunks, tables: int) -> Chunks:
 
 
 def load_rows(stack: Stack, chunks: Chunks, width: int, num_tables: int) -> Counts:
-    """Write scanned rows to the last tier of an empty stack. Returns how many of each table.
+    """Write scanned rows to the last tier of an empty stack. Returns the number of rows by table.
 
     Raises StoreError for another width.
     """
@@ -50,19 +50,19 @@ def load_rows(stack: Stack, chunks: Chunks, width: int, num_tables: int) -> Coun
 
 
 def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:
-    """The lines within scanned rows [n]: values and record lie in them as in a line, behind table and key."""
+    """The addresses of the lines in scanned rows [n]: a row is its table and key, followed by its line."""
     assert rows.dtype.fields is not None
     start = rows.ctypes.data + rows.dtype.fields["values"][1]
     return np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.dtype.itemsize) + np.uint64(start)
 
 
 def settled(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
-    """Rows that a description is of, as a lookup sees them: with the steps that some rules leave due."""
+    """Yield stored rows as lookups see them: steps that a rule leaves due are taken. stored: the rows' description."""
     rule, hyper = stored["optimizer"], stored["hyper"]
     if not (hyper and catches_up(rule)):
         yield from chunks
         return
-    constant = make_table_options(make_constant_initializer(0.0))  # of no matter: every row is there
+    constant = make_table_options(make_constant_initializer(0.0))  # any will do: no row is initial
     spec = TableSpec(stored["name"], tuple(stored["columns"]), torch.int64, (constant,), None, 0)
     layout = spec.layout(RowState.described(stored))
     for bucket, rows in chunks:
@@ -72,7 +72,7 @@ def settled(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
 
 
 def locked(items: Iterator[T], lock: RLock, use: Callable[[], object]) -> Iterator[T]:
-    """What is read of the rows of a table, each item with its lock. `use` raises where it can no longer be used."""
+    """Yield `items`, each read with the table's `lock` held. `use` raises where the table can no longer be used."""
     while True:
         with lock, uninterrupted():
             use()

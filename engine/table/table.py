@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ClosedError, OptimizerError, StoreError, TierbedError
-from ..interrupts import uninterrupted
 from ..lifecycle.lifecycle import Lifecycle
 from ..ops.segments import rows_of
 from ..optim.optimizers import RowOptimizer
@@ -21,12 +20,13 @@ from ..optim.row_state import RowState
 from ..optim.rule import catches_up
 from ..processors.processor import Processor
 from ..row_format import LAST_STEP, Chunks, Keys, Tables
+from ..signals import uninterrupted
 from ..spec.inputs import Gradients, Lookup
 from ..spec.table_spec import TableSpec
 from ..store.contract import Room, Store
 from ..store.rocksdb import RocksDB
 from ..store.table_counts import Counts, counted
-from .boundary import Boundary
+from .between_steps import BetweenSteps
 from .counts import RowCounts
 from .erasure import Erasure
 from .pinned import PinnedBatch
@@ -40,8 +40,8 @@ class OpenTable:
     """Rows in a stack of tiers, used on a processor, a batch at a time.
 
     `step` counts the updates of the whole table. `state` is what rows carry beside the embedding; `optimizer` is None
-    where the table is open for reading and `put` alone. `before_write`, if there is one, is told before each write the
-    step of the write.
+    where the table is open for reading and `put` alone. `before_write(step)`, if there is one, is called before each
+    write of that step.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class OpenTable:
         self.hyper: list[float] = []  # the rule's numbers at its last update; empty before its first
         self.optimizer: RowOptimizer | None = None
         self.step = 0
-        self.updates = 0  # that the processor was asked for
+        self.updates = 0  # how many the processor was asked for
         self.failure: BaseException | None = None  # what left the rows in doubt
         self.lifecycle = lifecycle
         self.before_write = before_write or (lambda step: None)
         self._pinned: PinnedBatch | None = None
         self.prefetcher: Prefetcher | None = None  # from the first announcement on
         self._io_threads = io_threads
-        self.untold: TierbedError | None = None  # found late by a visitor of the boundary
-        self.boundary = Boundary()
+        self.visitors_error: TierbedError | None = None  # found by a visitor between steps, raised by the next call
+        self.between_steps = BetweenSteps()
         self.lock = RLock()  # native loops let other threads of Python run
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
         self.watch = Watch(spec.name, stack, self.layout.width, self.lock, self.use, self.check)
@@ -88,9 +88,8 @@ class OpenTable:
 
     @property
     def rule(self) -> str:
-        """What the next update follows."""
-        assert self.optimizer is not None
-        return self.optimizer.rule
+        """The rule that the next update follows. OptimizerError."""
+        return self.check_optimizer().rule
 
     def describe(self) -> dict[str, Any]:
         return self.spec.describe(self.state, self.hyper, self.step)
@@ -111,7 +110,7 @@ class OpenTable:
 
     @property
     def has_thread(self) -> bool:
-        """Whether one makes announced batches ready."""
+        """Whether a thread makes announced batches ready."""
         return self.prefetcher is not None and self.prefetcher.has_thread
 
     def rest(self) -> None:
@@ -130,16 +129,16 @@ class OpenTable:
                 stack.top.close()
 
     def check(self, wait: bool = True) -> None:
-        """Raise what an earlier call did wrong, of all with `wait` for the processor. InputError, CapacityError."""
-        if (error := self.late_error(wait)) is not None:
+        """Raise the error of an earlier call, as `deferred_error` returns it. InputError, CapacityError."""
+        if (error := self.deferred_error(wait)) is not None:
             raise error
 
-    def late_error(self, wait: bool) -> TierbedError | None:
-        """What an earlier call did wrong and the processor found late, once; the steps since did not happen."""
-        untold, self.untold = self.untold, None
-        late = self.processor.late(wait) if self.processor.checks_late and untold is None else None
+    def deferred_error(self, wait: bool) -> TierbedError | None:
+        """The error of an earlier call, found late and given once; with `wait`, of any. Steps since changed nothing."""
+        visitors_error, self.visitors_error = self.visitors_error, None
+        late = self.processor.deferred_error(wait) if self.processor.defers_errors and visitors_error is None else None
         if late is None:
-            return untold
+            return visitors_error
         undone, self.updates = self.updates - late.taken, late.taken
         self.step -= undone
         if undone and self.optimizer is not None:
@@ -147,16 +146,16 @@ class OpenTable:
         return late.error
 
     def _erase(self, tables: Tables, keys: Keys, cause: str, there: Counts | None = None) -> None:
-        """Take rows out of every tier; `there` of each table had been written, all where it is None.
+        """Take rows out of every tier. there: by table, how many were written; None where all were.
 
-        Where StoreError is raised, all are there, or some may be out: then no tier is used before the rest is as well.
+        After a StoreError either all rows are there, or the next call takes the rest out before it uses a tier.
         """
         there = counted(tables, self.spec.num_tables) if there is None else there
         self._erasure.ask(tables, keys, there, cause, self.step)
         self.use()
 
     def use(self) -> Store[Any]:
-        """The top of the stack, when all rows that were to leave have left. ClosedError, StoreError."""
+        """The top of the stack, once all rows that are to leave have left. ClosedError, StoreError."""
         store = self.opened()
         if self._erasure.asked is not None:
             with uninterrupted():
@@ -182,7 +181,7 @@ class OpenTable:
 
     @property
     def lagging(self) -> str | None:
-        """The rule, where rows may lack steps that they take when they are next used."""
+        """The rule, where rows may be behind the last step until their next use; else None."""
         return self.state.rule if self.hyper and catches_up(self.state.rule) else None
 
     def hyper_now(self) -> list[float]:
@@ -195,7 +194,7 @@ class OpenTable:
             return self.processor.gather(batch, 0, lookup, weights, dtype)
 
     def get(self, lookup: Lookup) -> Tensor:
-        """`read`, once it is known that nothing was wrong with it."""
+        """As `read`, after a wait for the errors that the processor finds late."""
         with self.lock:
             rows = self.read(lookup)
             self.check()
@@ -213,7 +212,7 @@ class OpenTable:
         """Deduplicate the ids, bring their rows up and pin them. `dtype`: of what is gathered, and of gradients.
 
         like: a batch of another table, as `Processor.batch` takes it; one that was made ahead for this table comes
-        first. Raises CapacityError and pins nothing where they do not fit.
+        first. Raises CapacityError and pins nothing where new rows do not fit.
         """
         self.give_way()
         with self.lock, uninterrupted():
@@ -223,15 +222,15 @@ class OpenTable:
             return pinned
 
     def give_way(self) -> None:
-        """Before a training step: let a visitor of the boundary go first."""
-        self._check_optimizer()
+        """Before a training step: let a visitor go first."""
+        self.check_optimizer()
         self.next_step()
-        if self.boundary.wanted:
-            self.boundary.give_way(self)
+        if self.between_steps.wanted:
+            self.between_steps.give_way(self)
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """A coming step has these lookups: its batch may be made ready ahead. Steps are announced in their order."""
-        self._check_optimizer()
+        """Announce a coming step by its lookups, so that it may be made ready ahead. Steps are announced in order."""
+        self.check_optimizer()
         with self.lock, uninterrupted():
             store = self.use()
             if self.prefetcher is None:
@@ -240,9 +239,8 @@ class OpenTable:
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None:
         """Apply the optimizer to the rows of a batch, and end its pin."""
-        assert self.optimizer is not None
-        rule, step = self.optimizer.rule, self.next_step()
-        hyper = self.optimizer.hyper(step, clip_value)
+        optimizer, step = self.check_optimizer(), self.next_step()
+        rule, hyper = optimizer.rule, optimizer.hyper(step, clip_value)
         self._wait_for_room()
         with self.lock, uninterrupted():
             with self._writing(pinned, step):
@@ -256,7 +254,7 @@ class OpenTable:
                     self._erase(*expired, "expired")
 
     def updated(self, step: int, hyper: list[float]) -> None:
-        """An update was launched."""
+        """Note that the update of a step was launched. hyper: the rule's numbers in it."""
         self.step, self.hyper = step, hyper
         self.updates += 1
 
@@ -334,7 +332,7 @@ class OpenTable:
 
     @property
     def room(self) -> Room | None:
-        """What the store watches: it is the one to count new rows where nothing remembers them."""
+        """The room that the store checks; None without a capacity, and where the lifecycle checks it."""
         capacity = self.lifecycle.capacity
         if capacity is None or self.lifecycle.remembers:
             return None
@@ -353,13 +351,13 @@ class OpenTable:
             self.processor.settle(batch, rule)
 
     def set_numbers(self) -> None:
-        """Those of the step that comes, where rows may lag."""
+        """Give the processor the rule's numbers of the coming step, where rows may be behind."""
         if rule := self.lagging:
             self.processor.set_numbers(rule, self.hyper_now(), self.step + 1)
 
     @contextmanager
     def _writing(self, pinned: PinnedBatch, step: int) -> Iterator[None]:
-        """Around what writes the lines of a pinned batch at `step`, with signals held; ends the pin."""
+        """A block that writes the lines of a pinned batch at `step`, with signals held. Ends the pin."""
         self.check_pinned(pinned)
         if self.watch.watches:
             self.watch.before_batch(pinned.core)
@@ -382,9 +380,11 @@ class OpenTable:
                 "in the middle of the step; let one thread at a time write to it"
             )
 
-    def _check_optimizer(self) -> None:
+    def check_optimizer(self) -> RowOptimizer:
+        """The optimizer of the rows. Raises OptimizerError where the table has none."""
         if self.optimizer is None:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
+        return self.optimizer
 
     def next_step(self) -> int:
         """The step that comes. Raises StoreError where rows could not keep its number."""

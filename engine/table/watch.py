@@ -7,12 +7,12 @@ from threading import RLock
 from typing import Any
 
 from ..errors import ClosedError, StoreError
-from ..interrupts import uninterrupted
 from ..row_format import Change, Chunks, Keys, Tables
+from ..signals import uninterrupted
 from ..store.contract import Store
 from ..store.image import KEPT_BYTES, DiskImage, Image, MemoryImage
 from ..store.rocksdb import RocksDB
-from .background import BackgroundSave
+from .background_save import BackgroundSave
 from .changes import Changes
 from .scanned import locked
 from .stack import Stack
@@ -42,7 +42,7 @@ class Watch:
         return self._image is not None
 
     def track_changes(self, since: str) -> None:
-        """Note which rows change from here on; as they are now, they are those of the snapshot of that id."""
+        """Note from here on which rows change. The rows are now those of the snapshot with the id `since`."""
         with self._lock:
             if self.changes is not None:
                 self.changes.cut()
@@ -52,10 +52,10 @@ class Watch:
                 self.watches = True
 
     def changed(self, since: str) -> Iterator[Change] | None:
-        """What changed since the snapshot of that id, read while it is asked for; None where that was not noted.
+        """What changed since the snapshot with the id `since`, read while it is iterated; None where that is unknown.
 
-        To be followed by `changes_saved`; without it, the same and what changes later is found by the next call. Raises
-        StoreError while a snapshot is being saved in the background.
+        Once it is saved, call `changes_saved`. Without that the next call gives the same changes, and later ones.
+        Raises StoreError while a snapshot is being saved in the background.
         """
         with self._lock:
             store = self._use()
@@ -66,16 +66,16 @@ class Watch:
             return locked(self.changes.rows(store, self._width), self._lock, self._use)
 
     def changes_saved(self, since: str) -> None:
-        """What `changed` gave last, or the last `image` has, is in the snapshot of that id."""
+        """Note that the snapshot with the id `since` has what `changed` gave last, or the rows of the last `image`."""
         with self._lock:
             if self.changes is not None:
                 self.changes.saved(since)
 
     def image(self, kept_bytes: int = KEPT_BYTES) -> Image:
-        """All rows as they are now, for another thread to read while they change, until it is closed.
+        """An image of all rows as they are now. Another thread may read it while the rows change.
 
-        Where they are in memory, up to about `kept_bytes` are kept aside; then steps wait until some were read.
-        Raises StoreError, also while there is another.
+        Of rows in memory, up to about `kept_bytes` are kept aside as they were; then steps wait for the reader. Raises
+        StoreError, also while another image is open.
         """
         with self._lock, uninterrupted():
             top = self._use()
@@ -100,7 +100,8 @@ class Watch:
     ) -> BackgroundSave:
         """Let a thread hand all rows as they are now to `write`, which must not wait for what steps hold.
 
-        Raises StoreError as `image`, which has `kept_bytes`, and while another is being saved. `what`: for messages.
+        what: names the snapshot in messages. kept_bytes: as in `image`. Raises StoreError as `image` does, and while
+        another snapshot is being saved.
         """
         with self._lock:
             image = self.image(kept_bytes)
@@ -120,32 +121,32 @@ class Watch:
             )
 
     def finish_saving(self) -> BaseException | None:
-        """Wait for what is being saved in the background. Returns what went wrong with it, if nobody was told yet."""
+        """Wait for the snapshot that is being saved in the background. Returns its error, if nobody was told yet."""
         return None if self.saving is None else self.saving.finish()
 
     def before_batch(self, batch: Any) -> None:
-        """The lines of a pinned batch will be written."""
+        """Tell the watchers of a pinned batch before its lines are written."""
         if self._image is not None:
             self._image.before_write(batch)
         if self.changes is not None:
             self.changes.note(batch)
 
     def before_erase(self, tables: Tables, keys: Keys) -> None:
-        """Rows, given once each, will be erased."""
+        """Tell the watchers of rows, given once each, before they are erased."""
         if self._image is not None:
             self._image.before_erase(tables, keys)
         if self.changes is not None:
             self.changes.note_rows(tables, keys)
 
     def wait_for_room(self) -> None:
-        """Before a call that changes rows, and before it has begun anything: what is being saved may hold it up."""
+        """Wait while an image has no room to keep changing rows aside. Called before rows change."""
         if self._image is not None:
             with self._lock:
                 if self._image is not None:
                     self._image.wait_for_room(self._is_unread)
 
     def close(self) -> None:
-        """End the image, and hold the table no longer, whose rows go. May be called again."""
+        """Close the image, and let go of the table and its stack. May be called again."""
         if self._image is not None:
             self._image.close()
         self._use, self._check, self._stack = self._refuse, _nothing, None

@@ -4,6 +4,12 @@
 torch.
 """
 
-import lazy_loader
+try:
+    import lazy_loader
+except ImportError as error:  # this package is imported all the same: `tierbed doctor` is a part of it
+    lacking = f"tierbed needs the package lazy-loader ({error}): pip install --force-reinstall lazy-loader"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+    def __getattr__(name: str) -> object:
+        raise ImportError(lacking)
+else:
+    __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

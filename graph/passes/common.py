@@ -10,7 +10,7 @@ from torch import fx
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...engine.ops import step
+from ...engine.ops import row_ops
 from ...engine.spec.inputs import Lookup
 from ..trace.alias import external, live_nodes, reshaped, stable, storages
 from ..trace.names import identifiers
@@ -19,7 +19,7 @@ from .dense import dense_step
 from .step_end import DenseGrads, RowGrads, StepEnd, accumulate, end_step, schedule
 
 # the nodes that move rows and parameters
-EFFECTS: set[Callable[..., Any]] = {step.update, dense_step, end_step, accumulate, schedule}
+EFFECTS: set[Callable[..., Any]] = {row_ops.update, dense_step, end_step, accumulate, schedule}
 
 
 def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
@@ -86,7 +86,7 @@ def end_together(module: fx.GraphModule, end: StepEnd) -> fx.Node:
     accumulates = end.every > 1
     rows: list[Any] = []
     dense: list[Any] = []
-    for node in graph.find_nodes(op="call_function", target=step.update):
+    for node in graph.find_nodes(op="call_function", target=row_ops.update):
         given: Any
         batch, grads, *given = node.args
         weights = given[0] if given else [None] * len(grads)
@@ -106,24 +106,27 @@ def end_together(module: fx.GraphModule, end: StepEnd) -> fx.Node:
         held = graph.create_node("get_attr", "step_end")
         last = graph.call_function(accumulate if accumulates else end_step, (held, rows, dense))
     if accumulates:
-        for node in graph.find_nodes(op="call_function", target=step.prefetch):
+        for node in graph.find_nodes(op="call_function", target=row_ops.pin):
             _read_instead(graph, node)
     return last
 
 
-def _read_instead(graph: fx.Graph, prefetch: fx.Node) -> None:
+def _read_instead(graph: fx.Graph, pin: fx.Node) -> None:
     """Let the uses of a pinned batch read instead: accumulated rows are pinned when their gradients are complete."""
-    arguments: Any = prefetch.args
+    arguments: Any = pin.args
     embedding, lookups = arguments
-    reads: dict[Any, Callable[..., Any]] = {step.gather: step.read, step.weights_grad: step.read_weights_grad}
-    for node in list(prefetch.users):
+    reads: dict[Any, Callable[..., Any]] = {
+        row_ops.gather: row_ops.read,
+        row_ops.weights_grad: row_ops.read_weights_grad,
+    }
+    for node in list(pin.users):
         index: Any = node.args[1]
         with graph.inserting_before(node):
             read = graph.call_function(reads[node.target], (embedding, lookups[index], *node.args[2:]))
         read.meta.update(node.meta)
         node.replace_all_uses_with(read)
         graph.erase_node(node)
-    graph.erase_node(prefetch)
+    graph.erase_node(pin)
 
 
 def add_schedules(module: fx.GraphModule, schedulers: dict[str, LRScheduler], stepped: fx.Node | None) -> None:

@@ -14,7 +14,7 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from ...engine.errors import GraphError
-from ...engine.ops import step
+from ...engine.ops import row_ops
 from ..trace.alias import is_random, memory, written
 
 
@@ -70,7 +70,7 @@ class _Pure(OperatorSupportBase):
 
 def _sources_of_ids(graph: fx.Graph) -> set[fx.Node]:
     sources: set[fx.Node] = set()
-    pending = [n for target in (step.prefetch, step.read) for n in graph.find_nodes(op="call_function", target=target)]
+    pending = [n for target in (row_ops.pin, row_ops.read) for n in graph.find_nodes(op="call_function", target=target)]
     while pending:
         for node in pending.pop().all_input_nodes:
             if node not in sources:

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ...engine.ops import step
-from ...engine.ops.rows import Rows
+from ...engine.ops import row_ops
+from ...engine.ops.rows_contract import Rows
 from ...engine.spec.inputs import Lookup
 from ..trace.alias import external, is_random, storages, written
 from .step_end import accumulate
@@ -43,7 +43,7 @@ def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
 def known_ahead(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     """The nodes that pin rows which can be brought up before the step runs, with their (embedding, lookups)."""
     trained: list[tuple[fx.Node, Any]] = []
-    for node in module.graph.find_nodes(op="call_function", target=step.prefetch):
+    for node in module.graph.find_nodes(op="call_function", target=row_ops.pin):
         trained.append((node, node.args[:2]))
     for node in module.graph.find_nodes(op="call_function", target=accumulate):
         rows: Any = node.args[1]

@@ -1,4 +1,4 @@
-"""The pass that turns recorded lookups and their gradients into prefetch, gather and update."""
+"""The pass that turns recorded lookups and their gradients into pin, gather and update."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from ...engine.errors import GraphError
 from ...engine.ops import lookup as recorded
-from ...engine.ops import step
+from ...engine.ops import row_ops
 from ...engine.spec.inputs import Lookup
 from ..trace.alias import is_random, memory, stable, storages, written
 
@@ -23,7 +23,7 @@ _SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 
 
-class Segment(NamedTuple):
+class SharedLookup(NamedTuple):
     """A lookup of a batch. Equal lookups share a segment; nodes compare by identity."""
 
     lookup: Lookup
@@ -40,12 +40,12 @@ def expand_reads(module: fx.GraphModule, name_of: Callable[[int], str]) -> None:
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         embedding = _attribute(module, node.args[-1], name_of)
         with graph.inserting_before(node):
-            read = graph.call_function(step.read_weights_grad, (embedding, _lookup(node), node.args[0]))
+            read = graph.call_function(row_ops.read_weights_grad, (embedding, _lookup(node), node.args[0]))
             _replace(node, read)
 
 
 def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: Callable[[int], str]) -> None:
-    """Make one prefetch before the first lookup with a gradient, a gather for each, one update at the step's end.
+    """Make one pin before the first lookup with a gradient, a gather for each, one update at the step's end.
 
     Gradients of weights are taken between, where build wants them: from the rows as they were gathered.
 
@@ -53,8 +53,8 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: 
     sum of lookups' gradients, and where hoisting would change the ids of a lookup or the order of random draws.
     """
     graph = module.graph
-    grads: dict[Segment, list[Any]] = defaultdict(list)
-    weights: dict[Segment, Any] = {}
+    grads: dict[SharedLookup, list[Any]] = defaultdict(list)
+    weights: dict[SharedLookup, Any] = {}
     for node in _terms(graph, handle, grad, name_of(handle)):
         segment = _segment(node)
         grads[segment].append(stable(graph, node, node.args[0]))
@@ -72,18 +72,20 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: 
     lookups = list(trained)
     _hoist_ids(graph, lookups, embedding, name_of(handle))
     with graph.inserting_before(lookups[0]):
-        batch = graph.call_function(step.prefetch, (embedding, [segment.lookup for segment in segments]))
+        batch = graph.call_function(row_ops.pin, (embedding, [segment.lookup for segment in segments]))
     _expand_weights_grads(graph, handle, batch, segments)
     for node, segment in trained.items():
         with graph.inserting_before(node):
-            _replace(node, graph.call_function(step.gather, (batch, segments.index(segment), *_given(segment.weights))))
+            _replace(
+                node, graph.call_function(row_ops.gather, (batch, segments.index(segment), *_given(segment.weights)))
+            )
     with graph.inserting_before(graph.output_node()):
         used = [weights[segment] for segment in segments]
         totals = [_total(graph, grads[segment]) for segment in segments]
-        graph.call_function(step.update, (batch, totals, *([used] if any(used) else [])))
+        graph.call_function(row_ops.update, (batch, totals, *([used] if any(used) else [])))
 
 
-def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, segments: list[Segment]) -> None:
+def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, segments: list[SharedLookup]) -> None:
     """Let the gradients of weights use the rows of the batch, where it has these. Rows do not depend on the weights."""
     index_of = {segment.lookup: index for index, segment in enumerate(segments)}
     node = batch.next
@@ -93,7 +95,7 @@ def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, segments
             index = index_of.get(_lookup(node))
             if index is not None:
                 with graph.inserting_before(node):
-                    _replace(node, graph.call_function(step.weights_grad, (batch, index, node.args[0])))
+                    _replace(node, graph.call_function(row_ops.weights_grad, (batch, index, node.args[0])))
         node = following
 
 
@@ -103,7 +105,7 @@ def _lookup(node: fx.Node) -> Lookup:
     return Lookup(*arguments)
 
 
-def _segment(node: fx.Node) -> Segment:
+def _segment(node: fx.Node) -> SharedLookup:
     """The segment of a node, a lookup or its gradient."""
     weights: Any = node.args[5]
     changed = None
@@ -111,12 +113,12 @@ def _segment(node: fx.Node) -> Segment:
         changed = node.prev
         while changed.op != "root" and not written(changed) & storages(weights):
             changed = changed.prev
-    return Segment(_lookup(node), weights, changed)
+    return SharedLookup(_lookup(node), weights, changed)
 
 
 def _read(graph: fx.Graph, embedding: fx.Node, node: fx.Node) -> fx.Node:
     """A read in place of a lookup, at the graph's insertion point."""
-    return graph.call_function(step.read, (embedding, _lookup(node), *_given(node.args[5])))
+    return graph.call_function(row_ops.read, (embedding, _lookup(node), *_given(node.args[5])))
 
 
 def _given(weights: Any) -> tuple[Any, ...]:

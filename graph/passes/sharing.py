@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...engine.ops import step
+from ...engine.ops import row_ops
 from ..trace.alias import is_random, memory, written
 
 
 def share_batches(module: fx.GraphModule) -> None:
-    """Let a prefetch take the unique rows of an earlier prefetch of the same lookups by another embedding.
+    """Let a pin take the unique rows of an earlier pin of the same lookups by another embedding.
 
     Lookups are the same where the same ops of torch make their tensors of the same tensors. Nothing may write to these
     tensors anywhere in the step. Embeddings must agree in their number of tables, key type and padding.
@@ -24,7 +24,7 @@ def share_batches(module: fx.GraphModule) -> None:
     first: dict[Hashable, fx.Node] = {}
     for node in module.graph.nodes:
         is_constant = not memory((node, *node.all_input_nodes)) & changed
-        if is_constant and node.target is step.prefetch:
+        if is_constant and node.target is row_ops.pin:
             embedding, lookups = node.args
             spec = getattr(module, embedding.target).spec
             key = (spec.num_tables, spec.key_type, spec.padding_idx, _key(lookups, value_of))

@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...engine.errors import GraphError, OptimizerError
-from ...engine.interrupts import uninterrupted
 from ...engine.modules.row_gradients import RowGradients
 from ...engine.numeric import real
-from ...engine.ops.rows import Rows
-from ...engine.optim.own import LARGEST, SMALLEST
+from ...engine.ops.rows_contract import Rows
+from ...engine.optim.base import LARGEST, SMALLEST
+from ...engine.signals import uninterrupted
 from ...engine.spec.inputs import Lookup
 from .dense import dense_step
 
 if TYPE_CHECKING:
-    from ...engine.ops.rows import Pinned
+    from ...engine.ops.rows_contract import Pinned
 
 
 class DenseGrads(NamedTuple):

@@ -6,7 +6,7 @@ import contextlib
 from collections import defaultdict
 
 from ...engine.errors import TierbedError
-from ...engine.ops.rows import Rows
+from ...engine.ops.rows_contract import Rows
 from ...engine.spec.inputs import Lookup
 from ..passes.lookahead import Coming
 from ..passes.step_end import StepEnd

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import TierbedError
-from ..passes.bound import bind_ops
 from ..passes.common import EFFECTS
+from ..passes.direct_calls import bind_ops
 from ..passes.halves import split
 from ..trace.alias import is_random, storages, written
 

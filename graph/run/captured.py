@@ -12,12 +12,12 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import GraphError, OptionError, TierbedError
-from ...engine.modules import recorded
+from ...engine.modules import cuda_graph_ops
 from ...engine.modules.saved_rows import SavedRows
-from ...engine.ops import step
-from ...engine.ops.rows import Rows
+from ...engine.ops import row_ops
+from ...engine.ops.rows_contract import Rows
 from ...engine.processors.processor import Recorder
-from ...engine.table.recorded import replay_key
+from ...engine.table.replay import replay_key
 from ...engine.table.table import OpenTable
 from ..passes.dense import dense_step
 from ..passes.halves import split
@@ -30,10 +30,10 @@ _INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _LIVE: set[Callable[..., Any]] = {dense_step, end_dense, schedule}
 _RECORDED: dict[Any, Callable[..., Any]] = {
-    step.prefetch: recorded.prefetch,
-    step.update: recorded.update,
-    step.read: recorded.read,
-    step.read_weights_grad: recorded.read_weights_grad,
+    row_ops.pin: cuda_graph_ops.pin,
+    row_ops.update: cuda_graph_ops.update,
+    row_ops.read: cuda_graph_ops.read,
+    row_ops.read_weights_grad: cuda_graph_ops.read_weights_grad,
 }
 
 
@@ -77,12 +77,12 @@ class Captured:
         trained, read = _tables(self._trained), _tables(self._read)
         for table in trained:
             table.give_way()
-        with recorded.locked([*trained, *read]):
+        with cuda_graph_ops.locked([*trained, *read]):
             recording = self._recording([*trained, *read], tensors)
             if recording is not None:
                 for given, own in zip(tensors, recording.inputs, strict=False):
                     own.copy_(given)
-                with recorded.replayed(trained, read, self._end.clip_value):
+                with cuda_graph_ops.replayed(trained, read, self._end.clip_value):
                     recording.replay()
         if recording is None:
             return plain()
@@ -202,7 +202,7 @@ def _split_end(graph: fx.Graph, node: fx.Node) -> None:
     end, rows, dense = node.args
     with graph.inserting_before(node):
         for batch, grads, weights in rows:
-            graph.call_function(step.update, (batch, grads, weights))
+            graph.call_function(row_ops.update, (batch, grads, weights))
         node.replace_all_uses_with(graph.call_function(end_dense, (end, dense)))
     graph.erase_node(node)
 

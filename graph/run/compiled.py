@@ -11,12 +11,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import OptimizerError
-from ...engine.interrupts import uninterrupted
-from ...engine.modules.training_step import training_step
+from ...engine.modules.one_trainer import training_step
 from ...engine.ops.lookup import embedding_of
-from ...engine.ops.rows import Rows
+from ...engine.ops.rows_contract import Rows
 from ...engine.optim.optimizers import RowOptimizer
-from ..passes.bound import bind_ops
+from ...engine.signals import uninterrupted
 from ..passes.common import (
     add_dense_steps,
     add_schedules,
@@ -27,6 +26,7 @@ from ..passes.common import (
     keep_outputs,
     name_placeholders,
 )
+from ..passes.direct_calls import bind_ops
 from ..passes.inductor import compile_dense
 from ..passes.lookahead import Coming, cut_lookups
 from ..passes.lookups import expand_reads, expand_trained, refuse_used
@@ -94,7 +94,7 @@ class CompiledStep:
     def _train(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         for embedding, rows in self.trained:
             if embedding.row_optimizer is not rows:
-                embedding.follow(rows)  # another graph trained the embedding since
+                embedding.use_optimizer(rows)  # another graph trained the embedding since
         try:
             return self._forward(tensors, forward)
         except BaseException:

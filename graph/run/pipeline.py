@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
-from ...engine.interrupts import uninterrupted
 from ...engine.numeric import whole
-from ...engine.ops.rows import Rows
+from ...engine.ops.rows_contract import Rows
+from ...engine.signals import uninterrupted
 from ...engine.table.prefetch import WINDOW
 from .progress import Progress
 

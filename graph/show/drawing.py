@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import torch
 from torch import fx
 
-from ...engine.ops.rows import Rows
+from ...engine.ops.rows_contract import Rows
 from ..passes.lookahead import known_ahead
 from ..trace.trace import LIVE
 from .listing import describe, op_name, statement
@@ -23,7 +23,7 @@ from .stages import STAGES, rows_at, stages
 
 _COLORS = {
     "inputs": "#eceff1",
-    "prefetch": "#d1ecf9",
+    "pin": "#d1ecf9",
     "gather": "#d9f2e3",
     "forward": "#eef6d6",
     "compiled": "#e6e6fa",

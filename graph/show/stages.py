@@ -8,22 +8,22 @@ from typing import Any
 
 from torch import fx
 
-from ...engine.ops import step
-from ...engine.ops.rows import Rows
+from ...engine.ops import row_ops
+from ...engine.ops.rows_contract import Rows
 from ..passes.dense import dense_step
 from ..passes.step_end import accumulate, end_step, schedule
 from ..trace.trace import BACKWARD
 
 # compiled: forward and backward together, as `compile_dense` makes it
-STAGES = ("inputs", "prefetch", "gather", "forward", "compiled", "backward", "update", "dense step", "outputs")
+STAGES = ("inputs", "pin", "gather", "forward", "compiled", "backward", "update", "dense step", "outputs")
 _OF_OP = {"placeholder": "inputs", "get_attr": "inputs", "call_module": "compiled", "output": "outputs"}
 _OF_TARGET: dict[Callable[..., Any] | str, str] = {
-    step.prefetch: "prefetch",
-    step.gather: "gather",
-    step.read: "gather",
-    step.weights_grad: "backward",
-    step.read_weights_grad: "backward",
-    step.update: "update",
+    row_ops.pin: "pin",
+    row_ops.gather: "gather",
+    row_ops.read: "gather",
+    row_ops.weights_grad: "backward",
+    row_ops.read_weights_grad: "backward",
+    row_ops.update: "update",
     end_step: "update",
     accumulate: "update",
     dense_step: "dense step",
@@ -52,7 +52,7 @@ def rows_at(module: fx.GraphModule, node: fx.Node) -> str | None:
         return f"{node.target} in {value.store_options.store}" if is_embedding else None
     if node.target not in _OF_TARGET:
         return None
-    fetched = node.target is not step.prefetch  # the batch that a prefetch is like has rows of another embedding
-    sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (fetched and n.target is step.prefetch)]
+    fetched = node.target is not row_ops.pin  # the batch that a pin is like has rows of another embedding
+    sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (fetched and n.target is row_ops.pin)]
     found = [rows for source in sources if (rows := rows_at(module, source)) is not None]
     return ", ".join(dict.fromkeys(found)) or None

@@ -28,10 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
-from ...engine.modules.saved_rows import SavedRows
-from ...engine.spec.names import is_folder_name
-from ...engine.store.durable import (
+from ...engine.durable import (
     UnsyncedError,
     check_exchange,
     fsync_file,
@@ -41,6 +38,9 @@ from ...engine.store.durable import (
     seal,
     unseal,
 )
+from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
+from ...engine.modules.saved_rows import SavedRows
+from ...engine.spec.names import is_folder_name
 from ...snapshots.files.reader import Snapshot
 from ..trace.names import path_of
 from .optimizers import embeddings_of

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.modules.eager import EagerOptimizer
-from ...engine.ops.rows import Rows
+from ...engine.ops.rows_contract import Rows
 from ...engine.optim.optimizers import RowOptimizer
 from ..passes.step_end import check_schedule
 from ..trace.built import Built

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from ...engine.errors import OptionError, SnapshotError, StoreError, TierbedError
-from ...engine.store.folder_view import snapshot_id
+from ...engine.store.folder_state import snapshot_id
 from ..files.format import Manifest, check_name
 from ..files.reader import Snapshot
 from .channel import SOCKET, Message, connect, peer_of, receive, send

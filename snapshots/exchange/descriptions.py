@@ -16,7 +16,7 @@ from ...engine.spec.table_spec import table_spec
 from ...engine.store.folder import StoreFolder
 from ..files.format import check_description
 from ..files.reader import Snapshot, list_snapshots
-from ..store.live import described
+from ..store.closed_store import described
 from ..store.selection import Selection
 
 

@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ...engine.durable import TEMPORARY, UnsyncedError, fsync_file, make_folder, put_in_place
 from ...engine.errors import InputError, SnapshotError
 from ...engine.row_format import Chunks
 from ...engine.spec.tables import Names, choices, names_in, table_number
-from ...engine.store.durable import TEMPORARY, UnsyncedError, fsync_file, make_folder, put_in_place
 from ..files.reader import Snapshot
 from ..files.writer import Progress, write_snapshot
 from ..store.selection import LoadReport, Selection

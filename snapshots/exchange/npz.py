@@ -12,8 +12,8 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from ...engine.durable import MAX_SEALED
 from ...engine.errors import InputError
-from ...engine.store.durable import MAX_SEALED
 from .aside import ColumnsAside
 from .named_arrays import METADATA, Column, NamedArrays
 

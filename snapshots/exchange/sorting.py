@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine import _core
+from ...engine.durable import make_folder
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS, Chunks, row_dtype
-from ...engine.store.durable import make_folder
 from .columns import chunk_rows
 
 _BUFFER_BYTES = 1 << 16

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...engine import _core
+from ...engine.durable import fsync_dir, open_regular
 from ...engine.errors import SnapshotError
-from ...engine.store.durable import fsync_dir, open_regular
 from ...engine.store.rocksdb import LiveFile, RocksDB
 from .format import ROCKSDB, Manifest, RocksDBFiles
 from .rocksdb_files import checksum_of, pieces_of

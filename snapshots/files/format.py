@@ -11,14 +11,14 @@ from typing import Any, Literal
 import numpy as np
 
 from ...engine import _core
+from ...engine.durable import seal, unseal
 from ...engine.errors import SnapshotError
 from ...engine.optim.kernel import CLIPS, kernels
 from ...engine.row_format import BUCKETS, KEY, LAST_STEP, row_dtype
 from ...engine.spec.names import is_folder_name
 from ...engine.spec.tables import FIELD, are_names
-from ...engine.store.durable import seal, unseal
-from ...engine.store.folder_view import MANIFEST as MANIFEST
-from ...engine.store.folder_view import OWN
+from ...engine.store.folder_state import MANIFEST as MANIFEST
+from ...engine.store.folder_state import OWN
 from ...engine.store.table_counts import FIELD as TABLE_ROWS
 
 FORMAT = 2

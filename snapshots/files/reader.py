@@ -13,10 +13,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...engine.durable import open_regular, read_record
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks
-from ...engine.store.durable import open_regular, read_record
-from ...engine.store.folder_view import snapshot_id
+from ...engine.store.folder_state import snapshot_id
 from .chain import table_of, verify_chain
 from .format import (
     HEADER_BYTES,

@@ -6,8 +6,8 @@ import errno
 import os
 from pathlib import Path
 
+from ...engine.durable import MORE_FILES
 from ...engine.errors import SnapshotError as SnapshotError
-from ...engine.store.durable import MORE_FILES
 
 _OF_PROCESS = {
     errno.EMFILE: MORE_FILES,

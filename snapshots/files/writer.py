@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine import _core
+from ...engine.durable import UnsyncedError, made_aside, remove_leftovers
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS
-from ...engine.store.durable import UnsyncedError, made_aside, remove_leftovers
 from .format import (
     HEADER_BYTES,
     LAST_SEQUENCE,
@@ -38,8 +38,8 @@ from .format import (
     npy_header,
     row_check,
 )
+from .may_replace import check_replaceable
 from .reader import Snapshot, list_snapshots
-from .replacing import check_replaceable
 from .threads import Behind
 
 Rows = NDArray[np.void]

@@ -17,7 +17,7 @@ from ...engine.store.folder import StoreFolder
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from ..files.format import bucket_file, deleted_file
 from ..files.reader import Snapshot
-from ..store.live import marked
+from ..store.closed_store import marked
 
 Row = NDArray[np.void]  # [1] of `row_dtype`
 

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ...engine.durable import check_regular, fsync_file, made_aside
 from ...engine.errors import SnapshotError
-from ...engine.store.durable import check_regular, fsync_file, made_aside
 from ..files.format import MANIFEST
 from ..files.reader import Snapshot
 from .retention import remove_snapshot

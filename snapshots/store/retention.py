@@ -6,9 +6,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from ...engine.durable import TEMPORARY, fsync_dir, remove_folder
 from ...engine.errors import SnapshotError
 from ...engine.numeric import whole_option
-from ...engine.store.durable import TEMPORARY, fsync_dir, remove_folder
 from ...engine.store.folder import StoreFolder
 from ..files.reader import Snapshot, list_snapshots
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.spec.tables import labels_of, names_in
-from ...engine.store.folder_view import FolderView
+from ...engine.store.folder_state import FolderState
 from ...engine.store.table_counts import counts_in
 from ..files.reader import Snapshot, list_snapshots
 
@@ -83,7 +83,7 @@ def store_status(path: Path) -> StoreStatus:
     return StoreStatus(path, holder(path), mark, live, rows, step, base or None, _sizes(path, view.live), restart)
 
 
-class _AtOneInstant(FolderView):
+class _AtOneInstant(FolderState):
     """A store folder with the mark as it was read first, since the holder may write another."""
 
     def __init__(self, path: Path) -> None:
@@ -116,7 +116,7 @@ def holder(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderView.remedy}") from error
+        raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderState.remedy}") from error
     return None
 
 

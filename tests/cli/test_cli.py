@@ -285,7 +285,7 @@ def test_load_killed_at_any_instant_leaves_rows_that_are_marked_as_what_they_are
     script = (
         "import os, random, signal, sys, time; from pathlib import Path\n"
         "from tierbed.engine.store.folder import StoreFolder\n"
-        "from tierbed.snapshots.store.live import load_live; from tierbed.snapshots import Snapshot\n"
+        "from tierbed.snapshots.store.closed_store import load_live; from tierbed.snapshots import Snapshot\n"
         "path = Path(sys.argv[1])\n"
         "with StoreFolder(path) as store: load_live(store, Snapshot.open(store.snapshots / '2'))\n"
         "for round in range(15):\n"

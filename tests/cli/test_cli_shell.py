@@ -271,3 +271,33 @@ def test_doctor_fails_where_the_core_cannot_work(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "tierbed doctor" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def without(package: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """A command where `package` is not installed."""
+    (folder / f"{package}.py").write_text(f"raise ModuleNotFoundError({f'No module named {package!r}'!r})")
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_doctor_names_a_package_that_is_missing(tmp_path: Path) -> None:
+    done = without("lazy_loader", tmp_path, COMMAND, "doctor", "--json")
+    assert (done.returncode, done.stderr) == (1, "")
+    (bad,) = (check for check in json.loads(done.stdout)["checks"] if "lazy_loader" in check["value"])
+    assert bad["name"] == "lazy-loader"
+    assert bad["remedy"].endswith("pip install --force-reinstall lazy-loader")
+
+
+def test_where_a_package_is_missing_all_else_says_so(tmp_path: Path) -> None:
+    done = without("lazy_loader", tmp_path, COMMAND, "snapshot", "list", str(tmp_path))
+    assert done.returncode == 1
+    assert "No module named 'lazy_loader'; `tierbed doctor` tells" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = without("lazy_loader", tmp_path, sys.executable, "-c", "from tierbed import Graph")
+    assert done.returncode == 1
+    assert "ImportError: tierbed needs the package lazy-loader" in done.stderr
+    assert "pip install --force-reinstall lazy-loader" in done.stderr
+    done = without("typer", tmp_path, COMMAND, "doctor", "--json")
+    assert done.returncode == 1
+    assert done.stderr.startswith("tierbed: No module named 'typer'; the command line needs it: pip install")
+    assert json.loads(done.stdout)["error"] in done.stderr

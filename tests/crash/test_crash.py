@@ -16,7 +16,7 @@ from .rounds import Rounds
 
 SEEDS, SLOW_SEEDS = range(101, 107), range(107, 116)
 BROKEN = {
-    "folders are not synced": "import tierbed.engine.store.durable as d; "
+    "folders are not synced": "import tierbed.engine.durable as d; "
     "d.fsync_dir.__code__ = (lambda path: None).__code__",  # wherever it was imported to
     "files are not synced": "import os, stat; os.fsync = lambda file, s=os.fsync: "
     "stat.S_ISDIR(os.fstat(file).st_mode) and s(file)",

@@ -19,7 +19,7 @@ from support.limits import descriptors
 from tierbed import cli
 from tierbed.engine import TierbedError
 from tierbed.engine.store.folder import StoreFolder
-from tierbed.engine.table.background import BackgroundSave
+from tierbed.engine.table.background_save import BackgroundSave
 from tierbed.snapshots import Snapshot, list_snapshots
 
 from .history import History, in_order

@@ -20,7 +20,7 @@ from support.stores import options
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.row_format import Chunks, row_dtype
 from tierbed.engine.spec.inputs import Lookup
-from tierbed.engine.store.cuda import image, tracking
+from tierbed.engine.store.cuda import changed_lines, image
 from tierbed.engine.store.image import MemoryImage
 from tierbed.snapshots import Snapshot
 
@@ -147,7 +147,7 @@ def test_changes_are_known_after_memory_ran_out(
         embedding.save_snapshot("first")
         embedding.save_snapshot("noted", "incremental")
         train(embedding, range(50))
-        OutOfMemory(monkeypatch, tracking, "keys_of")
+        OutOfMemory(monkeypatch, changed_lines, "keys_of")
         with pytest.raises(torch.OutOfMemoryError):
             embedding.save_snapshot("a", "full" if background else "incremental", background=background)
         embedding.save_snapshot("b", "incremental")

@@ -18,8 +18,8 @@ from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.ops.cuda.faults import Faults
 from tierbed.engine.row_format import Chunks
-from tierbed.engine.store.cuda.full import FullStore
-from tierbed.engine.store.full import FullTable
+from tierbed.engine.store.cuda.full import CudaFullStore
+from tierbed.engine.store.full import CpuFullStore
 
 HYPER = [0.1, 0.01, 0.0, 1e-3, 0.0, 0.0]
 
@@ -42,16 +42,16 @@ class Trained:
         self.there = DeviceTable(device, self.host)
         self.faults = Faults(device, "t", self.host.tables, None)
         self.there.faults = self.faults.word
-        self.here = FullTable(self.host.layout, "device")
+        self.here = CpuFullStore(self.host.layout, "device")
         layout, host_layout = self.there.layout, self.host.layout
-        self.store: FullStore | CachedTable | CachedStore
+        self.store: CudaFullStore | CachedTable | CachedStore
         if kind in ("device", "host"):
-            self.store = FullStore(layout, host_layout, None, self.faults, kind)
+            self.store = CudaFullStore(layout, host_layout, None, self.faults, kind)
         elif kind == "table":
-            below = FullStore(layout, host_layout, None, self.faults, "host")
+            below = CudaFullStore(layout, host_layout, None, self.faults, "host")
             self.store = CachedTable(layout, below, Cache(layout, budget), self.faults)
         else:
-            self.store = CachedStore(layout, FullTable(host_layout, "host"), Cache(layout, budget), self.faults)
+            self.store = CachedStore(layout, CpuFullStore(host_layout, "host"), Cache(layout, budget), self.faults)
 
     def pin(self, batch) -> None:
         self.store.pin(batch, None)
@@ -146,7 +146,7 @@ def test_a_scan_is_loaded_into_another_store(device: Device) -> None:
     rng = np.random.default_rng(1)
     for number in (1, 2):
         both.step(rng, number)
-    other = FullStore(both.there.layout, both.host.layout, None, both.faults)
+    other = CudaFullStore(both.there.layout, both.host.layout, None, both.faults)
     for _, rows in both.here.scan():
         memory, lines = both.host.lines(len(rows))
         packed = rows.view(np.uint8).reshape(len(rows), -1)[:, 12:]
@@ -182,7 +182,7 @@ def test_faults_are_raised_once_and_name_the_remedy(device: Device) -> None:
 def test_a_capacity_bounds_what_a_store_takes(device: Device) -> None:
     table = DeviceTable(device, Table([3], tables=1))
     faults = Faults(device, "users", 1, 8)
-    store = FullStore(table.layout, table.table.layout, 8, faults)
+    store = CudaFullStore(table.layout, table.table.layout, 8, faults)
     keys = np.arange(9, dtype=np.uint64)
     _, lines = table.table.lines(9)
     with pytest.raises(CapacityError, match="8"):

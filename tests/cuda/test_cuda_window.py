@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 
 import numpy as np
@@ -19,8 +20,8 @@ from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.batch import Batch
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.ops.cuda.faults import Faults
-from tierbed.engine.store.cuda.full import FullStore
-from tierbed.engine.store.full import FullTable
+from tierbed.engine.store.cuda.full import CudaFullStore
+from tierbed.engine.store.full import CpuFullStore
 
 
 class Cached:
@@ -32,13 +33,13 @@ class Cached:
         self.faults = Faults(device, "t", self.host.tables, None)
         self.there.faults = self.faults.word
         layout, host_layout = self.there.layout, self.host.layout
-        cache = Cache(layout, sets * 64 * (layout.line_bytes + 33))
+        self.cache = cache = Cache(layout, sets * 64 * (layout.line_bytes + 33))
         self.store: CachedStore | CachedTable
         if below == "table":
-            full = FullStore(layout, host_layout, capacity, self.faults, "host")
+            full = CudaFullStore(layout, host_layout, capacity, self.faults, "host")
             self.store = CachedTable(layout, full, cache, self.faults)
         else:
-            self.store = CachedStore(layout, FullTable(host_layout, "host"), cache, self.faults)
+            self.store = CachedStore(layout, CpuFullStore(host_layout, "host"), cache, self.faults)
 
     def batch(self, keys: range, last_table: int = 0) -> Batch:
         """As one that is made ahead."""
@@ -173,7 +174,7 @@ def test_a_device_that_fails_in_a_turn_leaves_no_thread_waiting(
             cached.store.flush()
 
     with monkeypatch.context() as patched:
-        patched.setattr(device, "follow", fail)
+        patched.setattr(device, "wait_event", fail)
         first, second = threading.Thread(target=turn), threading.Thread(target=turn)
         first.start()
         entered.wait()
@@ -277,3 +278,28 @@ def test_batches_have_their_steps_in_the_order_in_which_they_were_announced(devi
         cached.store.pin(first, None)
     assert cached.store.prefetch(first)  # nobody waits for it
     assert cached.misses == 5
+
+
+def bytes_of_tensors(device: Device) -> int:
+    """The memory on a device that tensors hold, whether anybody still reaches them or the collector has yet to come."""
+    found = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    tensors = [one for one in found if one.layout == torch.strided and one.device == device.torch_device]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+@on_devices
+@caches
+def test_a_closed_cache_gives_its_device_memory_back_at_once(device: Device, below: str) -> None:
+    cached = Cached(device, below, sets=64)
+    coming = cached.batch(range(40))
+    cached.store.announce(coming)
+    assert cached.store.prefetch(coming)
+    size = cached.cache.bytes
+    assert size > 64 * 64 * 32
+    gc.disable()
+    try:
+        held = bytes_of_tensors(device)
+        cached.store.close()
+        assert held - bytes_of_tensors(device) >= size
+    finally:
+        gc.enable()

@@ -18,7 +18,7 @@ from support.stores import STORES, options
 from tierbed.cli import main
 from tierbed.engine import SnapshotError, StoreError
 from tierbed.engine.store.folder import StoreFolder
-from tierbed.engine.store.folder_view import snapshot_id
+from tierbed.engine.store.folder_state import snapshot_id
 from tierbed.snapshots import Snapshot, latest_snapshot, list_snapshots
 
 SPARE = range(8)  # descriptors that a call may open

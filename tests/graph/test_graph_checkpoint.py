@@ -17,7 +17,7 @@ from support.checkpoints import IDS, Rating, files, rating, state, steps
 from support.embeddings import make
 from support.stores import STORES, options
 from tierbed.engine import GraphError, SnapshotError
-from tierbed.engine.store.durable import seal, unseal
+from tierbed.engine.durable import seal, unseal
 from tierbed.graph import Graph
 
 

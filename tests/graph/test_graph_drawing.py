@@ -35,14 +35,14 @@ def test_the_listing_has_stages_shapes_and_stores() -> None:
     graph = rating(embedding(), mlp(3 * DIM))
     graph(id_batches(8, 3)[0])
     found = sections(graph)
-    stages = ["prefetch", "gather", "forward", "backward", "update", "dense step", "outputs"]
+    stages = ["pin", "gather", "forward", "backward", "update", "dense step", "outputs"]
     assert [stage for stage, _ in found] == stages
     lines = dict(found)
-    assert lines["prefetch"] == ["    prefetch = prefetch(rows, [Lookup(ids, None, None, None)])  # rows in device_mem"]
-    assert lines["gather"] == ["    gather = gather(prefetch, 0)  # float32 [8, 3, 4], rows in device_mem"]
+    assert lines["pin"] == ["    pin = pin(rows, [Lookup(ids, None, None, None)])  # rows in device_mem"]
+    assert lines["gather"] == ["    gather = gather(pin, 0)  # float32 [8, 3, 4], rows in device_mem"]
     assert "    relu = aten.relu.default(addmm)  # float32 [8, 8]" in lines["forward"]
     assert lines["backward"][-1] == "    view_3 = aten.view.default(slice_1, [8, 3, 4])  # float32 [8, 3, 4]"
-    assert "    update = update(prefetch, [view_3])  # rows in device_mem" in lines["update"]
+    assert "    update = update(pin, [view_3])  # rows in device_mem" in lines["update"]
     assert "    # ids: int64 [8, 3]\n" in str(graph)
     assert "    # mlp_0_weight: float32 [8, 12]\n" in str(graph)
 
@@ -139,7 +139,7 @@ def test_a_picture_has_each_op_once_in_the_order_of_stages(tmp_path: Path) -> No
     check_places(svg)
     names = [text.text for text in svg.findall(f"{SVG}text")]
     assert names == [
-        "Rating", "inputs", "prefetch", "gather", "forward", "backward", "update", "dense step", "outputs",
+        "Rating", "inputs", "pin", "gather", "forward", "backward", "update", "dense step", "outputs",
     ]  # fmt: skip
     found = boxes(svg)
     assert len(found) < len(str(graph).splitlines())
@@ -192,7 +192,7 @@ def test_a_picture_says_whose_rows_come_up_ahead_of_the_step(tmp_path: Path) -> 
     graph(id_batches(6)[0])
     svg = drawn(graph, tmp_path)
     check_places(svg)
-    pinned = {box.text[1]: box.text[2:] for box in boxes(svg) if box.text[0] == "prefetch"}
+    pinned = {box.text[1]: box.text[2:] for box in boxes(svg) if box.text[0] == "pin"}
     assert pinned == {"users in device_mem": ["ahead, on a thread of its own"], "items in device_mem": []}
 
 

@@ -50,7 +50,7 @@ def test_one_embedding_twice_in_a_graph_gets_both_gradients() -> None:
         graph(first, second, second)
     torch.testing.assert_close(rows.get(torch.arange(50)), dense.weight.detach(), rtol=1e-5, atol=1e-6)
     code = str(graph)
-    assert code.count("= prefetch(") == 1
+    assert code.count("= pin(") == 1
     assert code.count("= update(") == 1
 
 
@@ -156,7 +156,7 @@ def test_evaluation_changes_no_row_and_inserts_none(how: str) -> None:
     assert torch.equal(graph(ids), graph(ids))
     assert rows.size() == 0
     assert all(torch.equal(state[name], value) for name, value in net.state_dict().items())
-    assert "prefetch" not in str(graph)
+    assert "pin(" not in str(graph)
 
 
 def test_an_evaluation_graph_sees_what_a_training_graph_learned() -> None:
@@ -294,4 +294,4 @@ def test_a_graph_prints_its_embedding_under_its_path() -> None:
     rows, net = embedding(), mlp(3 * DIM)
     graph = Rating(rows, net, torch.optim.SGD([*rows.parameters(), *net.parameters()], lr=0.1))
     graph(id_batches(8, 3)[0])
-    assert "prefetch(rows, [Lookup(ids," in str(graph)
+    assert "pin(rows, [Lookup(ids," in str(graph)

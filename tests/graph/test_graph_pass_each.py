@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support.graphs import embedding
-from tierbed.engine.ops import step
+from tierbed.engine.ops import row_ops
 from tierbed.engine.spec.inputs import Lookup
 from tierbed.graph.passes import common as passes
 from tierbed.graph.passes.dense import dense_step
@@ -64,10 +64,10 @@ class Sketch:
         if name is not None:
             setattr(self.module, name, OTHERS[name])
             rows = self.graph.get_attr(name)
-        batch = self.call(step.prefetch, rows, [Lookup(ids)])
-        rows = self.call(step.gather, batch, 0)
+        batch = self.call(row_ops.pin, rows, [Lookup(ids)])
+        rows = self.call(row_ops.gather, batch, 0)
         rows.meta["val"] = self.mode.from_tensor(torch.zeros(4, ROWS.dim))
-        self.call(step.update, batch, [self.call(aten.mul.Tensor, rows, 2.0)])
+        self.call(row_ops.update, batch, [self.call(aten.mul.Tensor, rows, 2.0)])
         return batch
 
     def end(self) -> fx.GraphModule:
@@ -92,7 +92,7 @@ def test_end_together_takes_every_update_and_dense_step_into_one_node() -> None:
     module, end = sketch.end(), StepEnd()
     end.max_norm = 1.0
     last = passes.end_together(module, end)
-    assert targets(module.graph) == [step.prefetch, step.gather, aten.mul.Tensor, end_step]
+    assert targets(module.graph) == [row_ops.pin, row_ops.gather, aten.mul.Tensor, end_step]
     arguments: Any = last.args
     held, rows, dense_grads = arguments
     assert held.target == "step_end"
@@ -108,7 +108,7 @@ def test_end_together_lets_accumulated_lookups_read() -> None:
     module, end = sketch.end(), StepEnd()
     end.every = 2
     last = passes.end_together(module, end)
-    assert targets(module.graph) == [step.read, aten.mul.Tensor, accumulate]
+    assert targets(module.graph) == [row_ops.read, aten.mul.Tensor, accumulate]
     arguments: Any = last.args
     assert arguments[1][0][:2] == (sketch.rows, [Lookup(sketch.ids)])
     module.graph.lint()
@@ -150,7 +150,7 @@ def test_cut_lookups_leaves_out_draws_and_writes_to_arguments() -> None:
         lambda sketch: sketch.call(aten.randint.default, 9, [4]),
         lambda sketch: sketch.call(aten.add_.Tensor, sketch.ids, 1),
         lambda sketch: sketch.call(torch.ops.tierbed_test.sample.default, sketch.ids),
-        lambda sketch: sketch.call(operator.getitem, sketch.call(step.read, sketch.rows, Lookup(sketch.ids)), 0),
+        lambda sketch: sketch.call(operator.getitem, sketch.call(row_ops.read, sketch.rows, Lookup(sketch.ids)), 0),
     ):
         sketch = Sketch()
         sketch.train(spoil(sketch))
@@ -196,7 +196,7 @@ def test_a_prefetch_of_the_same_ids_takes_the_earlier_batch() -> None:
     module.graph.lint()
     assert second.args == (second.args[0], first.args[1], first)
     assert [len(node.args) for node in (first, other)] == [2, 2]
-    step_of_rows = [step.prefetch, step.gather, step.update, aten.mul.Tensor]
+    step_of_rows = [row_ops.pin, row_ops.gather, row_ops.update, aten.mul.Tensor]
     made = aten.remainder.Scalar
     assert Counter(targets(module.graph)) == Counter([made, *step_of_rows, *step_of_rows, made, *step_of_rows])
 

@@ -90,7 +90,7 @@ def test_twenty_steps_of_mixed_lookups_equal_plain_torch(optimizer: Any) -> None
     for ours, other in zip((*gate.parameters(), *net.parameters()), theirs[1].param_groups[0]["params"], strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
     code = compiled(graph)
-    assert (code.count("= prefetch("), code.count("= update("), code.count("= weights_grad(")) == (1, 1, 2)
+    assert (code.count("= pin("), code.count("= update("), code.count("= weights_grad(")) == (1, 1, 2)
 
 
 def pooled_sum(graph: Any, ids: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -143,7 +143,7 @@ def test_weights_train_though_rows_are_only_read(how: str) -> None:
     bias, ids = gate.bias.detach().clone(), torch.tensor([[3, 4]])
     graph(ids, torch.ones(1, 1))
     code = compiled(graph)
-    assert "prefetch(" not in code
+    assert "pin(" not in code
     assert rows.size() == 0
     if how == "eval":
         assert "weights_grad" not in code
@@ -168,7 +168,7 @@ def test_equal_lookups_share_a_segment_and_other_pooling_makes_another() -> None
     torch.testing.assert_close(rows.get([1, 2]), before - 0.5 * (1 + 2 / 2 + 3 + 4))
     code = compiled(graph)
     bags = "Lookup(args, None, None, 'sum'), Lookup(args, None, None, 'mean'), Lookup(args, None, None, None)"
-    assert f"= prefetch(rows, [{bags}])" in code
+    assert f"= pin(rows, [{bags}])" in code
     assert code.count("= gather(") == 4
 
 

@@ -18,7 +18,7 @@ from tierbed import engine
 from tierbed.engine import InputError, MultiTableEmbedding
 from tierbed.graph import Graph
 
-STAGES = ["loader", "prefetch", "gather", "forward", "backward", "update", "dense step", "Python around"]
+STAGES = ["loader", "pin", "gather", "forward", "backward", "update", "dense step", "Python around"]
 
 
 def rating(rows: nn.Module, net: nn.Module) -> Graph:
@@ -95,7 +95,7 @@ def test_ops_have_the_names_of_the_listing() -> None:
     assert head.split() == ["stage", "total", "ms", "mean", "ms", "share"]
     names = [row.split()[0] for row in rows]
     assert all(f"    {name} = " in listed for name in names)
-    assert {"prefetch", "gather", "update", "dense_step", "addmm"} <= set(names)
+    assert {"pin", "gather", "update", "dense_step", "addmm"} <= set(names)
     longest = [float(row.split("%")[0].split()[-3]) for row in rows]
     assert longest == sorted(longest, reverse=True)
     assert [line.split()[0] for line in profile.by_op(3).splitlines()[1:]] == names[:3]
@@ -144,7 +144,7 @@ def test_a_part_that_inductor_compiled_is_one_op() -> None:
     graph.compile_dense()
     profile = graph.profile(batches()[:3])
     assert list(profile.stages) == [
-        "loader", "prefetch", "gather", "compiled", "update", "dense step", "Python around",
+        "loader", "pin", "gather", "compiled", "update", "dense step", "Python around",
     ]  # fmt: skip
     assert "    # compiled\n    dense_0 = self.dense_0(gather, mlp_0_weight," in str(graph)
     assert "dense_0" in profile.by_op()

@@ -72,7 +72,7 @@ def batches(place: torch.device = CPU) -> list[Batch]:
 
 
 def shares(graph: Graph) -> bool:
-    return "], prefetch)" in str(graph)
+    return "], pin)" in str(graph)
 
 
 def state(graph: WideAndDeep) -> list[bytes]:
@@ -168,7 +168,7 @@ def test_a_step_that_serves_many_sizes_shares_as_well(monkeypatch: pytest.Monkey
             one = ids[:bags], tables, torch.cat([ends[:bags], torch.tensor([2 * bags])]).clamp(max=2 * bags)
             losses.append(float(graph(one, tuple(part.clone() for part in one), features[: 2 * bags])))
         last = str(graph).rpartition("# compiled step")[2]
-        assert ("sym_size" in last, "], prefetch)" in last) == (True, shared)
+        assert ("sym_size" in last, "], pin)" in last) == (True, shared)
         results.append((losses, state(graph)))
     assert results[0] == results[1]
 
@@ -176,7 +176,7 @@ def test_a_step_that_serves_many_sizes_shares_as_well(monkeypatch: pytest.Monkey
 def test_listing_and_profile_tell_whose_rows_a_shared_batch_is_of() -> None:
     graph = WideAndDeep(True, lambda _: options("device"))
     profile = graph.profile(batches())
-    assert "prefetch_1 " in profile.by_op(50)
-    (line,) = [line for line in str(graph).splitlines() if "], prefetch)" in line]
-    assert line.strip().startswith("prefetch_1 = prefetch(deep, [")
-    assert line.endswith("], prefetch)  # deep in device_mem")
+    assert "pin_1 " in profile.by_op(50)
+    (line,) = [line for line in str(graph).splitlines() if "], pin)" in line]
+    assert line.strip().startswith("pin_1 = pin(deep, [")
+    assert line.endswith("], pin)  # deep in device_mem")

@@ -15,7 +15,7 @@ from torch import Tensor
 from support.forked import in_process
 from support.graphs import embedding, graph_of
 from tierbed.engine import EagerOptimizer, GraphError, MultiTableEmbedding
-from tierbed.engine.modules.training_step import training_step
+from tierbed.engine.modules.one_trainer import training_step
 from tierbed.graph import Graph
 
 IDS = torch.tensor([1, 2, 2])

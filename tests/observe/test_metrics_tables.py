@@ -23,7 +23,7 @@ from support.forked import CONTEXT
 from support.lifecycle_model import Model, Row
 from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding, _core, make_table_options
-from tierbed.engine.store.durable import read_record, seal, unseal
+from tierbed.engine.durable import read_record, seal, unseal
 from tierbed.engine.store.table_counts import FIELD
 
 every_store = pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.embeddings import make
 from support.stores import options
 from tierbed.engine import GraphError
 from tierbed.engine.ops import lookup as ops
-from tierbed.engine.ops.rows import Rows
+from tierbed.engine.ops.rows_contract import Rows
 from tierbed.engine.spec.inputs import Lookup
 from tierbed.graph import Graph
 

@@ -12,7 +12,7 @@ import torch
 from support.embeddings import make
 from support.stores import options
 from tierbed.engine import EagerOptimizer
-from tierbed.engine.interrupts import uninterrupted
+from tierbed.engine.signals import uninterrupted
 
 
 class Came(Exception):

@@ -23,7 +23,7 @@ from tierbed.snapshots.exchange import sorting
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.persistent_table import make_persistent_table_reader, make_persistent_table_writer
 from tierbed.snapshots.exchange.sorting import RowSorter
-from tierbed.snapshots.store.live import load_live
+from tierbed.snapshots.store.closed_store import load_live
 
 KINDS = (torch.int64, torch.float32)
 

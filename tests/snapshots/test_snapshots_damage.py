@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.small_snapshots import description, flip_bit, save
+from tierbed.engine.durable import seal, unseal
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import row_dtype
-from tierbed.engine.store.durable import seal, unseal
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files.format import npy_header
 

@@ -23,7 +23,7 @@ from support.examples import examples
 from support.forked import in_process
 from support.stores import options
 from tierbed.engine import SnapshotError, TierbedError
-from tierbed.engine.store.durable import MAX_SEALED, seal, unseal
+from tierbed.engine.durable import MAX_SEALED, seal, unseal
 from tierbed.snapshots import Manifest, Snapshot, list_snapshots
 from tierbed.snapshots.files.format import HEADER_BYTES, npy_header
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.small_snapshots import description
+from tierbed.engine.durable import seal, unseal
 from tierbed.engine.errors import StoreError
-from tierbed.engine.store.durable import seal, unseal
 from tierbed.engine.store.folder import StoreFolder
 
 MARK = description() | {"live": "rows"}

@@ -20,7 +20,7 @@ from tierbed.engine.ops.cuda.layout import Layout
 from tierbed.engine.processors.choose import PROCESSORS
 from tierbed.engine.processors.cuda import on_device
 from tierbed.engine.spec.initializers import InitialValues
-from tierbed.engine.store.cuda.table import FullTable
+from tierbed.engine.store.cuda.table import CudaFullTable
 
 NO_GPU = "no NVIDIA GPU" if not torch.cuda.is_available() else ""
 EMULATED = [
@@ -77,7 +77,7 @@ class DeviceTable:
         self.faults = tensor(device, [0], np.uint32)
         self.written = tensor(device, [0] * table.tables, np.int64)
         self.numbers = step.new_numbers(device.torch_device)
-        self.store = FullTable(self.layout, capacity)
+        self.store = CudaFullTable(self.layout, capacity)
 
     def batch(self, segments: Sequence[HostSegment], padding: int | None = None) -> Batch:
         return Batch(self.device, self.segments(segments), self.table.tables, padding, self.faults)

@@ -19,7 +19,7 @@ from support.embeddings import contents, make, train
 from support.stores import options
 from tierbed.cli import main
 from tierbed.engine import MultiTableEmbedding, SnapshotError, _core
-from tierbed.engine.store.durable import seal, unseal
+from tierbed.engine.durable import seal, unseal
 from tierbed.snapshots.files.format import npy_header
 
 MANIFEST = "manifest.msgpack"

@@ -19,7 +19,7 @@ from support.images import change, in_memory, small_chunks, table_of
 from support.scripts import run_script
 from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding, StoreError
-from tierbed.engine.table import background
+from tierbed.engine.table import background_save
 
 __all__ = ["no_thread_is_left", "small_chunks"]
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -59,7 +59,7 @@ def test_a_call_waits_where_too_much_is_kept(
 
 @pytest.mark.parametrize("waits", ["wait", "finish"])
 def test_a_save_does_not_rest_while_somebody_waits(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
-    monkeypatch.setattr(background, "REST", 1e9)
+    monkeypatch.setattr(background_save, "REST", 1e9)
     with make(options("device"), "adagrad") as embedding:
         change(embedding, 0)
         save = table_of(embedding).watch.save_in_background("snapshot 'one'", writer := Writer().let_go())
@@ -70,7 +70,7 @@ def test_a_save_does_not_rest_while_somebody_waits(monkeypatch: pytest.MonkeyPat
 def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
     script = (
         "import threading; from support.embeddings import make, train; from support.stores import options\n"
-        "from tierbed.engine.table import background\n"
+        "from tierbed.engine.table import background_save\n"
         "background.REST = 1e9\n"
         "def write(chunks):\n"
         "    threading.main_thread().join()\n"

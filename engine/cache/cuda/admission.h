@@ -1,4 +1,4 @@
-// A set-associative cache in device memory, and what it decided for the rows of a batch.
+// A set-associative cache in device memory, and what it decides for the rows of a batch.
 #pragma once
 #include "cache/kernels/cache_set.h"
 #include "ops/cuda/layout.h"
@@ -25,7 +25,7 @@ struct Cache {
 
 enum Gone : u8 { NOTHING, CLEAN, DIRTY };
 
-// What became of each row: its slot or NONE, its line or 0, whether it was there, and what its slot held before.
+// By row of a batch: its slot or NONE, its line or 0, whether it was up already, and what its slot held before.
 struct Admission {
     u32* slots;
     u64* lines;

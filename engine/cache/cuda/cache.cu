@@ -16,7 +16,7 @@ struct Counts {
     u32 found[3] = {};
 };
 
-// How many numbers a set has to sort by.
+// How many numbers `places` has for a set: one, or one for each bucket where a set has rows of several.
 TIERBED_FN u32 parts_of_set(u32 sets) { return sets < BUCKETS ? BUCKETS : 1; }
 
 TIERBED_FN bool note_hit(const Cache& cache, const Admission& all, u64 row, u32 slot, u32 now) {
@@ -94,19 +94,19 @@ extern "C" __global__ void admit_rows(Cache cache, u32 now, u32 done, u32 policy
         if (counted.found[k]) atomicAdd(&counts[k], static_cast<u64>(counted.found[k]));
 }
 
-// The tier below holds rows as they are now: of an admission, those that were fetched.
+// Notes that the tier below has the rows that were fetched for an admission as they are now.
 extern "C" __global__ void note_fetched(Cache cache, Admission all, const u32* count) {
     for_each(*count, [&](u64 i) {
         if (all.slots[i] != NONE && !all.hit[i]) cache.ways[all.slots[i]].stored = cache.updates(all.slots[i]);
     });
 }
 
-// The same of rows in slots [n].
+// Notes that the tier below has the rows in slots [n] as they are now.
 extern "C" __global__ void note_written(Cache cache, const i64* slots, u64 n) {
     for_each(n, [&](u64 i) { cache.ways[slots[i]].stored = cache.updates(static_cast<u64>(slots[i])); });
 }
 
-// Undoes an admission. With `restore` victims come back, without their slots become free.
+// Undoes an admission. With `restore` the rows that gave way come back; without it their slots become free.
 extern "C" __global__ void cancel_rows(Cache cache, Admission all, const u32* count, u32 restore) {
     for_each(*count, [&](u64 i) {
         const u32 slot = all.slots[i];
@@ -117,7 +117,7 @@ extern "C" __global__ void cancel_rows(Cache cache, Admission all, const u32* co
     });
 }
 
-// Takes rows out, where they are up; those that are `kept` [n] stay, as rows that the tier below does not hold.
+// Takes rows out of the cache. Rows flagged in kept [n] stay, and count as absent from the tier below.
 extern "C" __global__ void erase_cached(Cache cache, const u64* hashes, const u32* tables, const u32* count,
                                         const u8* kept) {
     for_each_item<GROUP>(*count, [&](Tile tile, u64 i) {
@@ -130,7 +130,7 @@ extern "C" __global__ void erase_cached(Cache cache, const u64* hashes, const u3
     });
 }
 
-// lines [n]: where each of the first `count` rows is, 0 where it is not up; missing [n]: 1 for the latter, else 0
+// lines [n]: where each of the first `count` rows is, 0 where it is not up; missing [n]: 1 where it is not up, else 0
 extern "C" __global__ void find_cached(Cache cache, const u64* hashes, const u32* tables, const u32* count, u64 n,
                                        u64* lines, i32* missing) {
     for_each_item<GROUP>(n, [&](Tile tile, u64 i) {

@@ -28,11 +28,11 @@ class Admission:
     """What `Cache.admit` decided for the rows of a batch, and what must happen before their lines are used."""
 
     batch: Batch
-    slots: Tensor  # [size], -1 where a set had no room
-    lines: Tensor  # [size], where each row is or shall be, 0 where its set had no room
-    hit: Tensor  # [size], whether the line holds the row already
-    gone: Tensor  # [size], whether the slot held another row, and whether that was dirty, as in admission.h
-    before: Tensor  # [size, WAY_BYTES], the record of that other row
+    slots: Tensor  # [size], the slot of each row, -1 where its set had no room
+    lines: Tensor  # [size], the address of each row's line, 0 where its set had no room
+    hit: Tensor  # [size], whether the line held the row already
+    gone: Tensor  # [size], what the slot held before: `Gone` of admission.h
+    before: Tensor  # [size, WAY_BYTES], the way of the row that the slot held before
     number: int  # of the batch
 
     def fits(self) -> bool:
@@ -52,7 +52,7 @@ class Cache:
     """Lines of `budget_bytes` in all, their metadata included. The cache decides and remembers; it moves no row.
 
     Batches have numbers, in the order in which they are admitted. A row is pinned while the last batch that needs it is
-    not over. A row is dirty while it differs from the tier below, as its record tells.
+    not over. A row is dirty while its `updates` differ from those that the tier below has.
     """
 
     def __init__(self, layout: Layout, budget_bytes: int, policy: str = "lru") -> None:
@@ -102,7 +102,7 @@ class Cache:
         return admission
 
     def fetched(self, admission: Admission) -> None:
-        """Note that the lines of an admission were filled, and equal the tier below."""
+        """Note that the lines of an admission were filled from the tier below, so that they are clean."""
         batch = admission.batch
         self._run("note_fetched", batch.size, 1, self.by_value(), admission.by_value(), batch.count)
 
@@ -112,7 +112,7 @@ class Cache:
         self._run("cancel_rows", batch.size, 1, cache, admission.by_value(), batch.count, np.uint32(restore))
 
     def find(self, batch: Batch) -> Tensor:
-        """Set `batch.lines`, 0 where a row is not up, and nothing else. Returns flags [size] int32 of those rows."""
+        """Set `batch.lines`, 0 where a row is not up. Returns flags [size] int32 of the rows that are not up."""
         missing = batch.empty(torch.int32)
         self._run(
             "find_cached", batch.size, GROUP, self.by_value(), batch.hashes, batch.tables, batch.count,
@@ -121,7 +121,7 @@ class Cache:
         return missing
 
     def erase(self, batch: Batch, kept: Tensor) -> None:
-        """Take rows out. Rows flagged in `kept` [size] bool stay, as rows that the tier below does not hold."""
+        """Take rows out. Rows flagged in `kept` [size] bool stay, and count as absent from the tier below."""
         self._run("erase_cached", batch.size, GROUP, self.by_value(), batch.hashes, batch.tables, batch.count, kept)
 
     def dirty(self) -> Tensor:
@@ -150,6 +150,10 @@ class Cache:
     def written(self, slots: Tensor) -> None:
         """Note that the tier below has the rows in slots [n] as they are."""
         self._run("note_written", len(slots), 1, self.by_value(), slots, np.uint64(len(slots)))
+
+    def close(self) -> None:
+        """Release the memory of the sets, which no kernel may be at work on. The cache is of no use after it."""
+        self._tags, self._ways, self._memory = (part.new_empty(0) for part in (self._tags, self._ways, self._memory))
 
     def by_value(self) -> np.ndarray:
         """The Cache of admission.h, a struct by value."""

@@ -8,19 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.cuda.batch import Batch, keys_of, lines_among, rows_of
+from ...ops.cuda.batch import Batch, keys_of
 from ...ops.cuda.device import launch
 from ...ops.cuda.faults import Faults
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
-from ...ops.cuda.step import copy_present, count_new, initialise_lines
+from ...ops.cuda.step import copy_present, count_new
 from ...row_format import Chunks, Keys, Tables
 from ...store.contract import Asked, Found, Lines, Room, Tier
+from ...store.cuda.changed_lines import WrittenBelow
 from ...store.cuda.full import SCAN_ROWS
-from ...store.cuda.tracking import WrittenBelow
 from ...store.full import check_room
 from .cache import Admission, Cache
-from .window import Window
+from .top import CacheTop
 
 
 class CachedStore:
@@ -28,12 +28,12 @@ class CachedStore:
 
     def __init__(self, layout: Layout, below: Tier, cache: Cache, faults: Faults) -> None:
         self._layout, self._below, self._faults = layout, below, faults
-        self._cache = cache
-        self._window = Window(layout.device, cache)
+        self._top = CacheTop(layout, cache, faults)
+        self._cache, self._window = self._top.cache, self._top.window
         self._program = layout.program("cache/cuda/cache.cu")
-        self._down, self._up = Staging(layout), Staging(layout)  # of victims, and of rows to fetch
-        self._overflows: tuple[Tensor, int] | None = None  # of the pinned batch: flags [size], and how many
-        self._reads = torch.zeros_like(cache.asked)  # that `peek` served
+        self._down, self._up = Staging(layout), Staging(layout)  # memory that rows pass on their way down, and up
+        self._overflows: tuple[Tensor, int] | None = None  # rows without a slot: flags [size], and how many
+        self._reads = torch.zeros_like(cache.asked)  # hits and misses of `peek`
         self._moved = {"bytes_in": 0, "bytes_out": 0}
         self._written: WrittenBelow | None = None
 
@@ -67,7 +67,7 @@ class CachedStore:
             (flags, count), self._overflows = self._overflows, None
             if dirty:
                 ranks = flags.cumsum(0, dtype=torch.int32)
-                self._down.reserve(count)  # not in use: `pin` waited after it was last filled
+                self._down.reserve(count)  # not in use: `pin` waited for its last use
                 self._down.identify(batch, flags, ranks)
                 self._down.bring(batch.lines, flags, ranks)
                 ranks.cpu()  # waits
@@ -93,11 +93,7 @@ class CachedStore:
 
     def erase(self, tables: Tables, keys: Keys) -> None:
         with self._window.turn():
-            batch = rows_of(self._layout.device, tables, keys, self._faults.word)
-            batch.lines = lines_among(self._window.up, batch, self._faults.word)
-            kept = batch.lines != 0
-            initialise_lines(batch, self._layout, kept)
-            self._cache.erase(batch, kept)
+            self._top.erase(tables, keys)
             self._below.erase(tables, keys)
 
     def scan(self) -> Chunks:
@@ -119,19 +115,18 @@ class CachedStore:
             return self._below.read(tables, keys, lines, touch)
 
     def close(self) -> None:
-        self._window.cancel()
-        self._below.close()
+        try:
+            self._top.close()
+        finally:
+            self._below.close()
 
     def where(self, table: int, key: int) -> list[dict[str, Any]]:
         with self._window.turn():
-            here = self._cache.where(table, key, self._down, self._faults.word, self._window.over)
-            return here + self._below.where(table, key)
+            return self._top.where(table, key, self._down) + self._below.where(table, key)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.turn():
-            device = self._cache.metrics()
-            device["hits"], device["misses"] = self.asked().sum(0).tolist()
-            return {"device": {**device, **self._moved}, **self._below.metrics()}
+            return {"device": {**self._top.metrics(self.asked()), **self._moved}, **self._below.metrics()}
 
     def asked(self) -> Asked:
         with self._window.turn():
@@ -141,9 +136,9 @@ class CachedStore:
     def _bring_up(self, batch: Batch, over: int, room: Room | None, ahead: bool) -> Admission | None:
         """Bring the rows of a batch up; batches up to number `over` are over. Waits for the device once.
 
-        `ahead` of its step: returns None, and nothing has changed, where a set has no room for a row of the batch, or
-        where the batch has a fault. Rows that no set has room for are in memory of their batch until it ends, so no
-        rows are brought up ahead meanwhile.
+        ahead: whether this is before the step of the batch. Then it returns None, and changes nothing, where a set has
+        no room for a row or the batch has a fault. It also returns None while the pinned batch has rows without a slot,
+        since these rows are in memory of that batch, and the tier below lacks them.
         """
         if ahead and self._overflows is not None:
             return None
@@ -215,7 +210,7 @@ class CachedStore:
         self._moved["bytes_out"] += count * self._layout.stored_bytes
 
     def _place(self, batch: Batch, ranks: Tensor, count: int) -> None:
-        """Give each row without a line a line in memory of the batch."""
+        """Give each of `count` rows without a line a line in memory of the batch. ranks: running sum of their flags."""
         if not count:
             return
         memory = torch.empty(count * self._layout.line_bytes, dtype=torch.uint8, device=ranks.device)

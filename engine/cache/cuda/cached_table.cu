@@ -1,5 +1,5 @@
-// A cache in device memory in front of a full table whose lines are in page-locked memory of the host: rows move by
-// kernels alone. Every row that is up has a line below, so it can always go down.
+// A cache in device memory in front of a full table with its lines in page-locked memory of the host. Kernels alone
+// move rows. Every row that is up has a line below, so it can always go down.
 #include "admission.h"
 #include "store/cuda/segments.h"
 #include "ops/cuda/tally.h"
@@ -20,16 +20,16 @@ struct Counts {
     }
 };
 
-TIERBED_FN void write_down(Tile tile, Slot* slots, u32 mask, const Segments& memory, const Way& way, u64 line) {
+TIERBED_FN void write_down(Tile tile, Slot* slots, u32 mask, const LineSegments& memory, const Way& way, u64 line) {
     const u32 row = find_row(tile, IndexView{slots, mask}, way.hash, way.table);
     copy_line(tile, memory.address(row - 1), line, SHAPE);
 }
 
 }  // namespace
 
-// Brings down what gave way for the first `count` rows. All of it, before anything comes up: a row that gave way may be
-// one that the batch needs.
-extern "C" __global__ void bring_down(Slot* slots, u32 mask, Segments memory, Admission all, const u32* count,
+// Brings down the rows that gave way for the first `count` rows. It runs before any row comes up, since the batch may
+// need a row that gave way.
+extern "C" __global__ void bring_down(Slot* slots, u32 mask, LineSegments memory, Admission all, const u32* count,
                                       u64* counts) {
     Counts counted;
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
@@ -70,7 +70,7 @@ extern "C" __global__ void bring_up(Cache cache, Admission all, const u64* hashe
 
 // lines [n]: where each of the first `count` rows can be read, 0 where it is nowhere; absent [n]: 1 for those, else 0;
 // asked [tables, 2]: hits and misses.
-extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, Segments memory, const u64* hashes,
+extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, LineSegments memory, const u64* hashes,
                                        const u32* tables, const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
                                        u64* asked) {
     Counts counted;
@@ -96,7 +96,7 @@ extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, Segme
 }
 
 // Brings every dirty row down; it stays up.
-extern "C" __global__ void flush_rows(Cache cache, Slot* slots, u32 mask, Segments memory, u64* counts) {
+extern "C" __global__ void flush_rows(Cache cache, Slot* slots, u32 mask, LineSegments memory, u64* counts) {
     Counts counted;
     for_each_item<COPY_LANES>(static_cast<u64>(cache.sets) * WAYS, [&](Tile tile, u64 slot) {
         if (!cache.dirty(slot)) return;

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from ..._core import GROUP
-from ...ops.cuda.batch import Batch, lines_among, rows_of
+from ...ops.cuda.batch import Batch
 from ...ops.cuda.device import Argument, launch
 from ...ops.cuda.faults import NO_ROOM, Faults
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.step import copy_present, initialise_lines, initialise_missing, lanes_for
 from ...row_format import Chunks, Keys, Tables
 from ...store.contract import Asked, Found, Lines, Room
-from ...store.cuda.full import FullStore
-from ...store.cuda.tracking import Marks
+from ...store.cuda.changed_lines import ChangedLines
+from ...store.cuda.full import CudaFullStore
 from .cache import Admission, Cache
-from .window import Window
+from .top import CacheTop
 
 
 class CachedTable:
@@ -29,16 +29,16 @@ class CachedTable:
     its first pin on. A row that no set has room for is used at that line.
     """
 
-    def __init__(self, layout: Layout, below: FullStore, cache: Cache, faults: Faults) -> None:
+    def __init__(self, layout: Layout, below: CudaFullStore, cache: Cache, faults: Faults) -> None:
         self._layout, self._below, self._faults = layout, below, faults
-        self._cache = cache
-        self._window = Window(layout.device, cache)
+        self._top = CacheTop(layout, cache, faults)
+        self._cache, self._window = self._top.cache, self._top.window
         below.table.alone = self._window.turn
         self._program = layout.program("cache/cuda/cached_table.cu")
-        self._lanes = lanes_for((layout.dim + 3) // 4)  # that copy a line
+        self._lanes = lanes_for((layout.dim + 3) // 4)  # how many lanes copy a line
         # rows that the table below had and had not, rows that went down, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
-        self._asked = torch.zeros_like(cache.asked)  # hits of lookups that only read, and all misses
+        self._asked = torch.zeros_like(cache.asked)  # [tables, 2]: hits of lookups that only read, and all misses
         self._new: dict[Batch, Tensor] = {}  # by announced batch: flags [size] of rows that got their line below ahead
 
     def announce(self, batch: Batch) -> None:
@@ -55,7 +55,7 @@ class CachedTable:
                 self._below.table.erase(batch, torch.where(new, batch.lines, 0))
 
     def pin(self, batch: Batch, room: Room | None) -> None:
-        """Pin as `Store.pin` says. Rows that do not fit into the table below set a fault, as in `FullStore`."""
+        """Pin as `Store.pin` says. Rows that do not fit into the table below set a fault, as in `CudaFullStore`."""
         self._window.pin(batch, lambda over: self._bring_up(batch, over, ahead=False))
         self._new.pop(batch, None)
         self._faults.post(batch)
@@ -76,13 +76,9 @@ class CachedTable:
 
     def erase(self, tables: Tables, keys: Keys) -> None:
         with self._window.turn():
-            batch = rows_of(self._layout.device, tables, keys, self._faults.word)
-            batch.lines = lines_among(self._window.up, batch, self._faults.word)
-            kept = batch.lines != 0
-            initialise_lines(batch, self._layout, kept)
-            self._cache.erase(batch, kept)
+            batch, kept = self._top.erase(tables, keys)
             self._below.table.find(batch)
-            initialise_lines(batch, self._layout, kept)  # the line below of a row that is up has its `updates`
+            initialise_lines(batch, self._layout, kept)  # a kept row's line below has `updates` as well
             self._below.table.erase(batch, torch.where(kept, 0, batch.lines))
 
     def scan(self) -> Chunks:
@@ -94,7 +90,7 @@ class CachedTable:
             cache, index = self._cache.by_value(), self._below.table.index()
             self._run("flush_rows", self._cache.capacity, self._lanes, cache, *index, self._counts)
 
-    def tracker(self) -> Marks:
+    def tracker(self) -> ChangedLines:
         return self._below.tracker()
 
     def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
@@ -103,18 +99,23 @@ class CachedTable:
             return self._below.read(tables, keys, lines, touch)
 
     def close(self) -> None:
-        self._window.cancel()
         self._new.clear()
-        self._below.close()
+        try:
+            self._top.close()
+        finally:
+            self._below.close()
 
     def where(self, table: int, key: int) -> list[dict[str, Any]]:
         with self._window.turn():
-            here = self._cache.where(table, key, self._below.staging, self._faults.word, self._window.over)
-            return here + self._below.where(table, key)
+            return self._top.where(table, key, self._below.staging) + self._below.where(table, key)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.turn():
-            return self._metrics()
+            found, new, written, _ = self._counts.tolist()
+            line = self._layout.stored_bytes
+            device = {**self._top.metrics(self.asked()), "bytes_in": found * line, "bytes_out": written * line}
+            moved = {"hits": found, "misses": new, "bytes_in": written * line, "bytes_out": found * line}
+            return {"device": device, "host": {**self._below.metrics()["host"], **moved}}
 
     def asked(self) -> Asked:
         with self._window.turn():
@@ -123,18 +124,11 @@ class CachedTable:
             asked: Asked = counts.cpu().numpy()
             return asked
 
-    def _metrics(self) -> dict[str, dict[str, float]]:
-        found, new, written, _ = self._counts.tolist()
-        device, line = self._cache.metrics(), self._layout.stored_bytes
-        device["hits"], device["misses"] = self.asked().sum(0).tolist()
-        device.update(bytes_in=found * line, bytes_out=written * line)
-        moved = {"hits": found, "misses": new, "bytes_in": written * line, "bytes_out": found * line}
-        return {"device": device, "host": {**self._below.metrics()["host"], **moved}}
-
     def _bring_up(self, batch: Batch, over: int, ahead: bool) -> Admission | None:
         """Bring the rows of a batch up; batches up to number `over` are over.
 
-        `ahead` of its step: waits for the device, and returns None where rows do not fit below or a set has no room.
+        ahead: whether this is before the step of the batch. Then it waits for the device, and returns None where the
+        table below or a set has no room for a row.
         """
         table = self._below.table
         ranks = table.find(batch)

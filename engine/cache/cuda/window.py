@@ -1,8 +1,8 @@
 """Batches that a cache on a device brings up ahead of their steps, in another thread and on a stream of its own.
 
-Steps, and whatever else uses the cache, come one at a time, as a table has a lock. The thread that works ahead uses
-sets and staging memory only between them. The lines of a batch that is up are pinned, so a step may work on them while
-the thread brings up others.
+The lock of a table lets one call at a time use the cache. The thread that works ahead holds no such lock: it uses sets
+and staging memory between those calls, in turns. The lines of a batch that is up are pinned, so a step may work on them
+while the thread brings up others.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from contextlib import contextmanager
 from threading import Condition
 
 from ...errors import StoreError
-from ...interrupts import uninterrupted
 from ...ops.cuda.batch import Batch
-from ...ops.cuda.device import Device, Mark
+from ...ops.cuda.device import Device, Event
+from ...signals import uninterrupted
 from .cache import Admission, Cache
 
 
 class _Coming:
-    """An announced batch, and how far it is."""
+    """An announced batch, and whether its rows are up."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.mark: Mark = None
-        self.admission: Admission | None = None  # set last; then the rows of the batch are up
+        self.event: Event = None
+        self.admission: Admission | None = None  # None until the rows of the batch are up
 
 
-class Window:
-    """The batch of a step, and the announced batches, in the order of their steps."""
+class CudaWindow:
+    """The pinned batch, and the announced batches in the order of their steps."""
 
     def __init__(self, device: Device, cache: Cache) -> None:
         self._device, self._cache = device, cache
@@ -37,9 +37,9 @@ class Window:
         self._coming: deque[_Coming] = deque()
         self._changed = Condition()
         self._wanted = 0  # how many steps wait for their turn
-        # a mark of launches of steps, for work ahead to come after, and the last batch that is over by then
-        self._of_steps: tuple[Mark, int] = (device.mark(), cache.now)
-        self._beside = device.mark()  # a mark of what was launched ahead of steps
+        # what work ahead must come after: an event after the launches of steps, and the last batch that is over by then
+        self._of_steps: tuple[Event, int] = (device.record_event(), cache.now)
+        self._ahead = device.record_event()  # an event after what was launched ahead of steps
 
     @property
     def over(self) -> int:
@@ -61,11 +61,11 @@ class Window:
             with self._changed:
                 self._wanted -= 1
                 try:
-                    self._device.follow(self._beside)
+                    self._device.wait_event(self._ahead)
                     try:
                         yield
                     finally:
-                        self._of_steps = self._device.mark(), self.over
+                        self._of_steps = self._device.record_event(), self.over
                 finally:
                     self._changed.notify_all()
 
@@ -84,14 +84,14 @@ class Window:
             if not any(one.batch is batch for one in waiting):
                 return True
             coming = waiting[0]
-            if coming.batch is not batch:  # its step has begun, and brings its rows up
+            if coming.batch is not batch:  # the step of the batch has begun, and brings its rows up
                 return False
-            mark, over = self._of_steps
-            self._device.follow(mark)
+            event, over = self._of_steps
+            self._device.wait_event(event)
             try:
                 admission = admit(over)
             finally:
-                coming.mark = self._beside = self._device.mark()
+                coming.event = self._ahead = self._device.record_event()
             coming.admission = admission
             return admission is not None
 
@@ -100,7 +100,7 @@ class Window:
         if self._take(batch):
             return True
         with self.turn():
-            if self._take(batch):  # its rows came up meanwhile
+            if self._take(batch):  # the rows came up while this thread waited
                 return True
             if self._coming:
                 self._coming.popleft()
@@ -119,6 +119,11 @@ class Window:
             with self.turn():
                 self._coming.clear()
 
+    def close(self) -> None:
+        """Forget every batch, the pinned one included."""
+        self._pinned = None
+        self._coming.clear()
+
     def _take(self, batch: Batch) -> bool:
         """Pin a batch if its rows are up. Returns whether they were. Needs no turn."""
         if self._pinned is not None:
@@ -131,7 +136,7 @@ class Window:
         if first.admission is None:
             return False
         self._coming.popleft()
-        self._device.follow(first.mark)
+        self._device.wait_event(first.event)
         self._pinned = first.admission
-        self._of_steps = self._device.mark(), self.over
+        self._of_steps = self._device.record_event(), self.over
         return True

@@ -1,17 +1,16 @@
 // One set of the set-associative cache: probe it, and choose the way that gives way.
 //
 // A set has a one-byte tag for each of its ways, 0 where the way is free, so that a probe looks at one line of tags and
-// at the ways that match. A row has a group of the set's ways for its home and replaces a row there, which takes one
-// look at few of them; where none there may go, or all are known to be needed, the next group is looked at as well, and
-// so on. One tile works on one set at a time and nobody else touches it; what is evicted does not depend on the tile's
-// size.
+// at the ways that match. One group of the set's ways is the home of a row, and the row replaces another one there.
+// Where every row there is pinned or known to be needed, the next group is looked at as well, and so on. One tile works
+// on one set at a time, and nobody else touches the set. Which rows give way does not depend on the tile's size.
 //
 // Batches have numbers, ascending in the order of their steps. A row is pinned while its latest batch is not over
 // (`last` beyond `done`), and dirty while its line has had updates that the tier below has not: nothing is counted up
 // or down when a step ends.
 #pragma once
 #include "ops/kernels/hash.h"
-#include "ops/kernels/unique.h"
+#include "ops/kernels/deduplicate.h"
 
 namespace tierbed {
 
@@ -24,7 +23,7 @@ struct Way {
     u32 last;    // the batch that touched it last
     u32 next;    // the next batch known to need it, 0 for none
     u32 uses;    // batches that touched it
-    u32 stored;  // the `updates` of the row in the tier below, 0 where that has none
+    u32 stored;  // the `updates` of the row in the tier below, 0 where that lacks the row
     u32 spare;
 };
 static_assert(sizeof(Way) == 32, "two ways a cache line");
@@ -104,21 +103,21 @@ TIERBED_FN u32 probe_set(Tile tile, const SetView& set, u64 hash, u32 table) {
     return NONE;
 }
 
-// Whether a row differs from what the tier below has of it. `updates` stops at its largest value, and cannot tell
-// there.
+// Whether a row differs from what the tier below has of it. `updates` stops at its largest value; there every row
+// counts as dirty.
 TIERBED_FN bool is_dirty(u32 updates, u32 stored) { return updates != stored || updates == 0xFFFFFFFFu; }
 
 // Numbers wrap around, and are compared by their distance.
 TIERBED_FN bool is_after(u32 number, u32 other) { return static_cast<i32>(number - other) > 0; }
 
-// How many batches after `number` the row is needed next, NEVER where that is not known.
+// How many batches after `number` the row is needed next, NEVER where no announced batch needs it.
 TIERBED_FN u32 batches_until(u32 next, u32 number) {
     return next != 0 && is_after(next, number) ? next - number : NEVER;
 }
 
-// The way to replace for batch `number`, looked for from `home` on: a free one, else of the unpinned ones that which is
-// needed last; of those not known to be needed the one unused for longest, or with the fewest uses, in the first group
-// that has any. NONE where all are pinned.
+// The way to replace for batch `number`, looked for from `home` on; NONE where all ways are pinned. A free way comes
+// first. Of unpinned ways, rows that no announced batch needs give way first: the least recently used one, or the one
+// with the fewest uses, of the first group that has any. Then the row that is needed last gives way.
 TIERBED_FN u32 victim_way(const SetView& set, u32 home, u32 number, u32 done, Replacement replacement) {
     for (u32 turn = 0; turn < WAYS; turn += GROUP) {
         const u32 first = (home + turn) % WAYS, free = first_free(set.tags + first);

@@ -11,7 +11,7 @@ namespace tierbed {
 // A slot is a way of a set, numbered through. Different sets may be used by several threads at once.
 class Cache {
 public:
-    // As many sets as the budget has room for, all they take included. std::invalid_argument where it has none for one.
+    // As many sets as the budget has room for, with their metadata. std::invalid_argument where it has no room for one.
     Cache(const LineShape& shape, std::size_t budget_bytes, Replacement replacement);
     Cache(const Cache&) = delete;
 
@@ -21,13 +21,13 @@ public:
         const u32 way = probe_set(THREAD, set(number), hash, table);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    // The slot to take for a row that is not there: victim_way's, or NONE.
+    // The slot to take for a row that no set holds, as victim_way chooses it, or NONE.
     u32 choose(u64 hash, u32 batch, u32 done) const {
         const u32 number = set_of(hash, sets_);
         const u32 way = victim_way(set(number), home_of(hash), batch, done, replacement_);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    // How many batches after `batch` the row of a slot is needed, NEVER for a free one.
+    // How many batches after `batch` the row of a slot is needed, NEVER for a free slot.
     u32 needed_in(u32 slot, u32 batch) const { return is_free(slot) ? NEVER : batches_until(way(slot).next, batch); }
     void take(u32 slot, const Way& row) {
         tags()[slot] = tag_of(row.hash);
@@ -43,8 +43,8 @@ public:
 
     u32 slot(u64 line) const { return static_cast<u32>((line - lines_.start()) / shape_.line_bytes); }
 
-    // Memory that the next calls for the row will look at, in the order in which it is asked for. A function that does
-    // nothing but this is inlined, or GCC takes it for one without effect.
+    // These bring memory that the next calls for the row read into the CPU's caches, in the order of those calls. They
+    // are inlined, since GCC drops a call of a function that only prefetches.
     TIERBED_INLINE void fetch_tags(u64 hash) const { prefetch(set(set_of(hash, sets_)).tags); }
     TIERBED_INLINE void fetch_way(u64 hash) const {
         const SetView view = set(set_of(hash, sets_));

@@ -5,8 +5,8 @@
 // order: a row is pinned while the last batch that touched it is not over, so ending a batch touches no row.
 //
 // Locks, in the order in which they are taken: `admission` is held by whoever brings rows up or down, `directory` while
-// sets, overflow and window are looked at or changed, `queue` for the batches. Lines change under none of them: those
-// of pinned rows are the step's, those of absent ones whose who admits them.
+// sets, overflow and window are looked at or changed, `queue` for the batches. No lock guards the lines: the line of a
+// pinned row belongs to its step, the line of an absent row to the thread that admits the row.
 #pragma once
 #include <atomic>
 #include <deque>
@@ -26,9 +26,9 @@ namespace tierbed {
 
 struct CacheOptions {
     std::size_t budget_bytes;    // of the sets
-    std::size_t overflow_bytes;  // that no prefetch and no row on its way down may exceed
+    std::size_t overflow_bytes;  // the most for prefetched rows and for rows on their way down
     Replacement replacement;
-    std::size_t io_threads;  // that write to a disk
+    std::size_t io_threads;  // how many threads write to a disk
 };
 
 class CachedTier : public Tier {
@@ -54,7 +54,7 @@ public:
     bool on_disk() const override { return false; }
     // Brings every dirty row down.
     void flush();
-    // Ends the thread and forgets batches; does not flush.
+    // Ends the writing thread and forgets batches; does not flush.
     void close();
 
     struct Metrics {
@@ -87,7 +87,7 @@ private:
         u32 number;
         enum { waiting, admitting, admitted } state;
     };
-    // On the heap, since a forked child must not touch any of it, not even to end it.
+    // On the heap, so that a forked child can leave it alone: even destroying it there would be wrong.
     struct Threads {
         std::mutex admission, directory, queue;
         std::condition_variable admitted;
@@ -95,10 +95,10 @@ private:
     };
     enum class For { ahead, step, write };
 
-    // With the locks that each group begins with. `queue`:
-    Announced* announced(u32 number);  // null where it was cancelled
+    // The methods below are called with the locks that their group names. With `queue`:
+    Announced* announced(u32 number);  // null where that batch was cancelled
     void update_done();
-    // `admission`. Calls of a tier are batches of their own.
+    // With `admission`. A call of `read` or `write` is a batch of its own, between these two.
     u32 begin_alone();
     void end_alone();
     // False where the overflow might get too large for a batch that is not needed yet.
@@ -106,12 +106,12 @@ private:
     void fetch(const Wanted& wanted);
     // Copies rows that are up to the lines `to` and lists the others. `touch`: the former count as used.
     std::vector<std::size_t> copy_present(const Wanted& wanted, const u64* to, bool touch);
-    // `admission` and `directory`: brings down what is in the overflow, what gives way, and rows.
+    // With `admission` and `directory`. Bring down the rows of the overflow, rows that give way, given rows.
     void sweep();
     void write_victims();
     void write_down(const Rows& rows);
     Resident resident(const Way& way, u64 line, i64 slot) const;
-    // None; fills the lines of rows from below, or with initial values where it has none. Returns `updates` of each.
+    // With none. Fills lines of rows from the tier below, or with initial values. Returns the `updates` of each row.
     std::vector<u32> read_below(const Rows& rows, bool touch);
     u32 done() const { return done_.load(std::memory_order_acquire); }
 

@@ -10,12 +10,12 @@
 
 namespace tierbed {
 
-// Distinct rows by bucket, and where they are to be told.
+// The distinct rows of a batch by bucket, and where the addresses of their lines are written.
 struct Wanted {
     const u32* tables;
     const u64* hashes;
     u64* lines;            // [n], out
-    const u64* own_lines;  // [n], lines that stand for their rows, 0 for the others; or null
+    const u64* own_lines;  // [n], lines outside of the cache that rows use, 0 for other rows; or null
     std::array<std::size_t, BUCKETS + 1> begin;
 
     std::size_t size() const { return begin[BUCKETS]; }
@@ -26,12 +26,12 @@ struct Absent {
     u32 row;             // of the batch
     u32 from;            // where the overflow has it, NONE where it must be fetched
     u32 before;          // the batch that had touched it there: one that is not over has its address
-    u32 next = 0;        // the next batch that needs it
-    u32 slot = NONE;     // that it gets, or
-    u32 place = NONE;    // that it gets in the overflow
-    bool free = false;   // the slot was
-    bool dirty = false;  // the row that the slot held differs from the tier below
-    Way way{};           // that row, or the absent one where it gets no slot
+    u32 next = 0;        // the next batch that needs the row, 0 for none
+    u32 slot = NONE;     // the slot that the row gets
+    u32 place = NONE;    // the place in the overflow that it gets where it gets no slot
+    bool free = false;   // whether the slot was free
+    bool dirty = false;  // whether the row that the slot held differs from the tier below
+    Way way{};           // of the row that the slot held; of the absent row where it gets no slot
 };
 
 struct CacheCounts {
@@ -39,37 +39,37 @@ struct CacheCounts {
     CacheCounts& operator+=(const CacheCounts& more);
 };
 
-// A batch is admitted by `probe`, by `mark` where that did not, by `choose` and `settle`. `restore` undoes `choose`,
-// `drop` the taking up of rows that could not be fetched.
+// A batch is admitted by `probe`, `choose` and `settle`, and by `mark` where `probe` did not pin. `restore` undoes
+// `choose`. `drop` takes out the rows that could not be fetched.
 class Directory {
 public:
     Directory(const LineShape& shape, std::size_t budget_bytes, Replacement replacement, std::size_t overflow_rows)
         : sets(shape, budget_bytes, replacement), overflow(shape, overflow_rows), shape_(shape) {}
 
-    // The next batch is announced.
+    // Notes an announced batch, the last until now.
     void announce(const Wanted& batch, u32 number);
 
-    // Tells where rows of the batch are and lists those that no set holds. With `marking`, pins those that are there.
+    // Writes where the rows of the batch are, and lists those that no set holds. With `marking`, pins rows that are up.
     void probe(const Wanted& batch, u32 number, bool marking);
     void mark(const Wanted& batch, u32 number);
-    // Rows of the batch that may take a place of the overflow which they have not yet.
+    // How many rows of the batch may yet need a place in the overflow.
     std::size_t coming() const;
 
-    // Gives rows of the overflow that announced batches need a slot of rows that are needed later, or by none, after
-    // `done`, the last batch that is over.
+    // Moves rows that announced batches need from the overflow to slots, in place of rows that are needed later or not
+    // at all. done: the last batch that is over.
     void take_back(u32 done);
-    // Takes slots for absent rows, for those that are needed soonest first. Batches up to `done` are over.
+    // Takes slots for absent rows; rows that are needed soonest come first. Batches up to `done` are over.
     void choose(const Wanted& batch, u32 number, u32 done);
     void restore();
-    // Gives every absent row its line, which holds what the overflow has of it. Displaced rows that are dirty move to
-    // the overflow if they are to `stay`.
+    // Gives every absent row its line, with the row's values where the overflow has them. stay: whether dirty rows that
+    // lost their slot move to the overflow.
     void settle(const Wanted& batch, bool stay);
-    // Each row that must be fetched has `updates` in the tier below.
+    // Notes the `updates` that the tier below has of each row that was fetched.
     void fetched(const u32* updates);
     void drop();
-    // What was done since `probe`.
+    // The counts since `probe`.
     const CacheCounts& counted() const { return counts_; }
-    // Adds its hits and misses.
+    // Adds the hits and misses of the batch, by table.
     void count_asked(const Wanted& batch, TableCounts& counts) const;
 
     // Calls body(absent) for each absent row, buckets ascending.
@@ -78,7 +78,7 @@ public:
         for (const std::vector<Absent>& of_bucket : absent_)
             for (const Absent& absent : of_bucket) body(absent);
     }
-    // Calls body(way, line, slot) for each row that is up, first those of the sets, then with slot -1 the others.
+    // Calls body(way, line, slot) for each row of the sets, then with slot -1 for each row of the overflow.
     template <class Body>
     void for_each_row(const Body& body) {
         for (u32 slot = 0; slot < sets.slots(); ++slot)
@@ -91,7 +91,7 @@ public:
         u64 line;
         u32 slot, place;  // one of them, the other NONE
     };
-    // `way` null where the row is not up.
+    // The place of a row; its `way` is null where the row is not up.
     Found find(u64 hash, u32 table);
     void erase(const Found& found);
 

@@ -10,33 +10,33 @@
 
 namespace tierbed {
 
-// A place is a line for one row. Nothing is safe in several threads but `find` beside itself.
+// A place is a line for one row. Only `find` may run in several threads at once.
 class Overflow {
 public:
     struct Place {
         Way way;
-        bool leaving;       // its line is being written down by another thread
-        bool gone;          // the row is elsewhere: the place is free when the write is over
+        bool leaving;       // whether another thread is writing the line to the tier below
+        bool gone;          // whether the row left during that write: the place is free when the write is over
         u32 before, after;  // places of rows in the order in which they came; free ones are chained by `after`
     };
 
-    // `capacity`: rows whose memory stays when they have left.
+    // capacity: how many rows have memory that is kept when they leave.
     Overflow(const LineShape& shape, std::size_t capacity) : shape_(shape), capacity_(capacity) {}
 
     // The row's place, or NONE.
     u32 find(u64 hash, u32 table) const { return index_.find(hash, table) - 1; }
     // Makes room for so many more rows: only this and `trim` can fail for lack of memory.
     void reserve(std::size_t rows);
-    // A place for a row that is not there; its line is the caller's to fill.
+    // Gives a new row a place, whose line the caller fills.
     u32 add(const Way& row);
     void remove(u32 place);
     // Gives back the memory beyond the capacity, where no row is in it.
     void trim();
 
-    // Rows whose batches are over, at most `most`, by hash: their places are leaving until `wrote`. Clean ones go at
-    // once. Rows that announced batches need stay while half of the area is free.
+    // Takes at most `most` dirty rows whose batches are over, by hash: their places are leaving until `wrote`. Clean
+    // rows go at once. Rows that announced batches need stay while half of the overflow is free.
     std::vector<u32> take(u32 done, std::size_t most);
-    // Ends that; `updates` of each row as it was written, or null where that failed.
+    // Ends the leaving of places. updates: of each row as it was written, or null where the write failed.
     void wrote(const std::vector<u32>& places, const std::vector<u32>* updates, u32 done);
 
     // Calls body(place) for each row in the order in which they came, but for those that come meanwhile. It may remove
@@ -51,7 +51,7 @@ public:
         }
     }
 
-    // Whether no batch has pinned the row and nobody writes it down.
+    // Whether no batch pins the row and no thread writes it down.
     bool is_idle(u32 place, u32 done) const { return !at(place).leaving && !is_after(at(place).way.last, done); }
     u32 updates(u32 place) const { return record(line(place), shape_)->updates; }
     bool is_dirty(u32 place) const { return tierbed::is_dirty(updates(place), at(place).way.stored); }
@@ -65,7 +65,7 @@ public:
     std::size_t rows() const { return rows_; }
     std::size_t peak_rows() const { return peak_; }
     std::size_t bytes() const;
-    // What a row takes at most, up to the capacity.
+    // The most bytes that a row takes, up to the capacity.
     static std::size_t row_bytes(const LineShape& shape) {
         return shape.line_bytes + sizeof(Place) + RowMap::MOST_BYTES;
     }
@@ -85,9 +85,9 @@ private:
     std::size_t places_ = 0;
     std::size_t rows_ = 0, rows_beyond_ = 0, peak_ = 0;  // places in use, those that are gone included
     RowMap index_;                                       // places + 1
-    std::vector<Chunk> chunks_;  // of places up to number `capacity_`, one more than rows; then of those beyond
-    std::array<u32, 2> free_{NONE, NONE};           // the first free place of either
-    u32 first_ = NONE, last_ = NONE, turn_ = NONE;  // of the rows; where `take` goes on
+    std::vector<Chunk> chunks_;  // first those of places up to number `capacity_`, then those beyond
+    std::array<u32, 2> free_{NONE, NONE};           // the first free place up to the capacity, and beyond it
+    u32 first_ = NONE, last_ = NONE, turn_ = NONE;  // the first and the last row, and where `take` goes on
 };
 
 }  // namespace tierbed

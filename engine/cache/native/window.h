@@ -1,4 +1,4 @@
-// Which coming batches need which rows: what replacement looks ahead with.
+// Which announced batches need which rows. By this, replacement looks ahead.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -15,15 +15,15 @@ public:
     static constexpr u32 SPAN = 32;
 
     bool full() const { return last_ + 1 - first_ == SPAN; }
-    // Whether any batch comes after that one.
+    // Whether any announced batch comes after batch `number`.
     bool looks_past(u32 number) const { return is_after(last_, number); }
 
-    // A batch is announced.
+    // Adds an announced batch.
     void add(u32 number) {
         if (empty()) first_ = number;
         last_ = number;
     }
-    // It needs the row. True where it is the first that does.
+    // Notes that the batch added last needs the row. Returns whether no earlier batch does.
     bool add_row(u32 bucket, u64 hash, u32 table) {
         u32* const bits = maps_[bucket].look_up(hash, table);
         if (bits)
@@ -33,13 +33,13 @@ public:
         return !bits;
     }
 
-    // The earliest batch begins.
+    // Takes out the earliest batch, which begins.
     void take(u32 number) {
         if (empty()) return;
         first_ = number + 1;
         if (empty()) clear();
     }
-    // It needs the row no more. Returns the next one that does, or 0.
+    // Notes that batch `number` needs the row no more. Returns the next batch that does, or 0.
     u32 take_row(u32 bucket, u64 hash, u32 table, u32 number) {
         u32* const bits = maps_[bucket].look_up(hash, table);
         const u32 others = bits ? *bits & ~bit_of(number) : 0;
@@ -62,7 +62,7 @@ public:
 private:
     bool empty() const { return is_after(first_, last_); }
     static u32 bit_of(u32 number) { return 1u << number % SPAN; }
-    // The first batch after `now` whose bit is set.
+    // The first batch after `now` that has its bit set.
     static u32 next_of(u32 bits, u32 now) {
         const u32 turn = static_cast<u32>((now + 1) % SPAN);
         const u32 turned = turn ? bits >> turn | bits << (SPAN - turn) : bits;

@@ -20,24 +20,24 @@ public:
     WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& done,
                 Histogram& latency, std::size_t threads);
 
-    // Looks for rows to bring down.
+    // Lets the thread look for rows to bring down.
     void wake();
     // Waits until `enough`, or until nothing is left that could go down now.
     void wait(std::unique_lock<std::mutex>& directory, const std::function<bool()>& enough);
     // Waits for the write that is under way; no other begins until `wake`.
     void wait_for_write(std::unique_lock<std::mutex>& directory);
-    // Throws what went wrong since the last call, and tries again.
+    // Throws the error since the last call, if there is one, and lets the thread try again.
     void raise();
-    // Tries again, whatever went wrong.
+    // Drops the error, and lets the thread try again.
     void forget();
     // Waits for the write that is under way and ends the thread; what is in the overflow stays there.
     void stop();
 
-    u64 rows = 0;  // that went down
+    u64 rows = 0;  // how many went down
 
 private:
     void run(std::size_t threads);
-    // Brings some rows down, during which the lock is free; with none to bring down, it is no longer awake.
+    // Brings some rows down, with the lock free meanwhile. With no rows to bring down, the thread goes to sleep.
     void write_some(std::unique_lock<std::mutex>& directory);
 
     Overflow& overflow_;

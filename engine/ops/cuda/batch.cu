@@ -4,7 +4,7 @@
 // Prefix sums over first occurrences (by the caller) number the rows, and a stable sort by row (by the caller) groups
 // their occurrences. A position whose table is NONE is padding.
 #include "items.h"
-#include "ops/kernels/unique.h"
+#include "ops/kernels/deduplicate.h"
 
 using namespace tierbed;
 

@@ -25,7 +25,7 @@ _PROGRAM = Program("ops/cuda/batch.cu")
 
 
 @dataclass(frozen=True)
-class Lookup:
+class LookupSpan:
     """A segment of a batch: the positions and output rows of one lookup."""
 
     begin: int  # its first position
@@ -102,7 +102,7 @@ class Batch:
     ) -> None:
         self.device = device
         self.wrong = torch.zeros_like(faults)  # with the ids
-        self.lookups: list[Lookup] = []
+        self.lookups: list[LookupSpan] = []
         self.size = self.sources = 0
         for keys, _, bags in segments:
             self._add(keys, bags)
@@ -186,7 +186,7 @@ class Batch:
             self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), begins, self.wrong)
         elif bags is not None:
             count, length = size // bags, bags
-        self.lookups.append(Lookup(self.size, self.sources, size, count, length, begins, bags is not None))
+        self.lookups.append(LookupSpan(self.size, self.sources, size, count, length, begins, bags is not None))
         self.size += size
         self.sources += count
 

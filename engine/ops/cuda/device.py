@@ -23,7 +23,7 @@ from .program import Program
 
 THREADS = 256  # of a block
 Argument = Tensor | np.generic | np.ndarray | None  # memory, a number of the parameter's type, a struct by value
-Mark = Any  # stands for what a thread had launched at one instant
+Event = Any  # stands for what a thread had launched at one instant
 R = TypeVar("R")
 _one_recording = Lock()  # a process makes one recording at a time
 
@@ -40,14 +40,14 @@ class Device(Protocol):
     def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
         """Launch a kernel with THREADS threads a block."""
 
-    def beside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         """A context in which what this thread launches runs beside the steps of other threads."""
 
-    def mark(self) -> Mark:
-        """A mark of what this thread has launched until now."""
+    def record_event(self) -> Event:
+        """An event that is over when all is done that this thread has launched until now."""
 
-    def follow(self, mark: Mark) -> None:
-        """Let what this thread launches from here on run after what `mark` stands for."""
+    def wait_event(self, event: Event) -> None:
+        """Let what this thread launches from here on begin when `event` is over."""
 
     def keep(self, memory: Tensor) -> None:
         """Keep another thread's memory from the allocator until all that this thread has launched is done."""
@@ -114,14 +114,14 @@ class CudaDevice:
                 function = self._functions[program, kernel]
             function((blocks,), (THREADS,), tuple(arguments))
 
-    def beside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._second_stream)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         return self._stream.record_event()
 
-    def follow(self, mark: Mark) -> None:
-        self._stream.wait_event(mark)
+    def wait_event(self, event: Event) -> None:
+        self._stream.wait_event(event)
 
     def keep(self, memory: Tensor) -> None:
         memory.record_stream(self._stream)

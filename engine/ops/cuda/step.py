@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import Batch, Lookup
+from .batch import Batch, LookupSpan
 from .device import THREADS, Argument, launch
 from .layout import Layout
 from .program import Program
@@ -195,7 +195,7 @@ def count_written(layout: Layout, batch: Batch) -> Tensor:
 
 
 def initialise_missing(batch: Batch, layout: Layout, ranks: Tensor) -> None:
-    """Give each row whose line is zero initial values in memory of the batch; ranks: as `FullTable.find` returns."""
+    """Give each row whose line is zero initial values in memory of the batch; ranks: from `CudaFullTable.find`."""
     if batch.size == 0:
         return
     memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
@@ -239,7 +239,7 @@ def lanes_for(words: int) -> int:
     return min(1 << max(words - 1, 0).bit_length(), 32)
 
 
-def _bags(batch: Batch, lookup: Lookup, mean: bool, weights: Tensor | None) -> np.ndarray:
+def _bags(batch: Batch, lookup: LookupSpan, mean: bool, weights: Tensor | None) -> np.ndarray:
     bags = np.zeros((), _BAGS)
     bags["inverse"] = batch.inverse.data_ptr() + 4 * lookup.begin
     bags["weights"] = 0 if weights is None else weights.data_ptr()

@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "pool.h"
+#include "thread_pool.h"
 
 namespace tierbed {
 namespace {
@@ -122,7 +122,7 @@ Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables,
     std::vector<Chunk> chunks;
     for (const Segment& segment : segments) {
         append_chunks(chunks, segment, size, sources);
-        Lookup lookup{size, sources, segment, {}};
+        LookupSpan lookup{size, sources, segment, {}};
         lookup.segment.keys = nullptr;
         lookup.segment.tables = nullptr;
         if (segment.offsets) {

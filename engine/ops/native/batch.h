@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "ops/kernels/unique.h"
+#include "ops/kernels/deduplicate.h"
 #include "layout.h"
 #include "memory.h"
 
@@ -39,14 +39,14 @@ struct Deduplicated {
     Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding);
 
     // A segment as the batch keeps it: ids and table ids are no longer needed.
-    struct Lookup {
+    struct LookupSpan {
         std::size_t begin;   // its first position
         std::size_t source;  // its first row among the output rows of all segments
         Segment segment;     // `keys` and `tables` null
         Buffer<i64> offsets;
     };
 
-    std::vector<Lookup> lookups;
+    std::vector<LookupSpan> lookups;
     std::size_t size = 0;     // positions
     std::size_t sources = 0;  // output rows
     std::size_t unique = 0;
@@ -68,7 +68,7 @@ public:
     explicit Batch(std::shared_ptr<const Deduplicated> shared);
     Batch(const Batch&) = delete;
 
-    using Lookup = Deduplicated::Lookup;
+    using LookupSpan = Deduplicated::LookupSpan;
     const std::shared_ptr<const Deduplicated>& shared() const { return shared_; }
     u64 key(std::size_t row) const { return key_of(tables[row], hashes[row]); }
     // [unique], made when they are asked for first
@@ -81,7 +81,7 @@ public:
             if (own_lines[row]) lines[row] = own_lines[row];
     }
 
-    const std::vector<Lookup>& lookups = shared_->lookups;
+    const std::vector<LookupSpan>& lookups = shared_->lookups;
     const std::size_t size = shared_->size, sources = shared_->sources, unique = shared_->unique;
     const bool pooled = shared_->pooled;
     const Buffer<u64>& hashes = shared_->hashes;

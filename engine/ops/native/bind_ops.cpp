@@ -3,7 +3,7 @@
 
 #include "bind.h"
 #include "instruction_sets.h"
-#include "pool.h"
+#include "thread_pool.h"
 #include "step.h"
 #include "update.h"
 

@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "instruction_sets.h"
-#include "pool.h"
+#include "thread_pool.h"
 
 namespace tierbed {
 namespace {
@@ -25,7 +25,7 @@ void count_rows(const Batch& batch, const Body& body, const Counted& counted) {
 }
 
 GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
-    const Batch::Lookup& of = batch.lookups.at(lookup);
+    const Batch::LookupSpan& of = batch.lookups.at(lookup);
     GatherJob job{};
     job.lines = batch.views.size() ? batch.views.data() : batch.lines.data();
     job.inverse = batch.inverse.data() + of.begin;

@@ -6,7 +6,7 @@
 #include "ops/kernels/catch_up.h"
 #include "ops/kernels/pool.h"
 #include "instruction_sets.h"
-#include "pool.h"
+#include "thread_pool.h"
 
 namespace tierbed {
 namespace {
@@ -25,7 +25,7 @@ Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>&
     if (!any) return {};
     Buffer<float> scale_of(batch.size);
     for (std::size_t k = 0; k < grads.size(); ++k) {
-        const Batch::Lookup& lookup = batch.lookups[k];
+        const Batch::LookupSpan& lookup = batch.lookups[k];
         const Pooling& pooling = grads[k].pooling;
         parallel_ranges(lookup.segment.bags, ROWS, [&](std::size_t from, std::size_t to) {
             for (std::size_t bag = from; bag < to; ++bag) {

@@ -17,14 +17,14 @@ from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines, initialise_missing
 from ...row_format import BUCKETS, Chunks, Keys, Tables, row_dtype
 from ..contract import Asked, Found, Lines, Room, WithoutAnnouncements
+from .changed_lines import ChangedLines
 from .image import Held, TableImage
-from .table import FullTable
-from .tracking import Marks
+from .table import CudaFullTable
 
 SCAN_ROWS = 1 << 16  # rows of a chunk
 
 
-class FullStore(WithoutAnnouncements[Batch]):
+class CudaFullStore(WithoutAnnouncements[Batch]):
     """`FullStore` of `engine/store/contract.py` on a GPU. `tier`: where lines are, "device" or "host".
 
     The index is on the device.
@@ -35,7 +35,7 @@ class FullStore(WithoutAnnouncements[Batch]):
     ) -> None:
         self.layout, self._host_layout = layout, host_layout
         self._capacity, self._faults, self._tier = capacity, faults, tier
-        self.table = FullTable(layout, capacity, on_host=tier == "host")
+        self.table = CudaFullTable(layout, capacity, on_host=tier == "host")
         self.staging = Staging(layout)
         self._pinned: Batch | None = None
 
@@ -93,8 +93,8 @@ class FullStore(WithoutAnnouncements[Batch]):
     def image(self, top: Any) -> TableImage:
         return TableImage(self.table, self.layout, self.held, self._faults.word)
 
-    def tracker(self) -> Marks:
-        return Marks(self.table)
+    def tracker(self) -> ChangedLines:
+        return ChangedLines(self.table)
 
     def read(self, tables: Tables, keys: Keys, lines: Lines, touch: bool = True) -> Found:
         """Copy each held row to its line in host memory."""
@@ -114,7 +114,7 @@ class FullStore(WithoutAnnouncements[Batch]):
 
     def close(self) -> None:
         self._faults.seen(wait=True)  # waits: kernels may be at work on memory of the host
-        self.table = FullTable(self.layout, None)
+        self.table = CudaFullTable(self.layout, None)
 
     def where(self, table: int, key: int) -> list[dict[str, Any]]:
         batch = one_row(self.layout.device, table, key, self._faults.word)

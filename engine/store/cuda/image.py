@@ -16,7 +16,7 @@ from ...ops.cuda.batch import Batch, rows_of
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...row_format import BUCKETS, Keys, Tables, row_dtype
-from .table import FullTable
+from .table import CudaFullTable
 
 Kept = tuple[NDArray[np.int64], NDArray[np.uint8]]  # places [n], ascending, and lines [n, stored_bytes]
 
@@ -40,7 +40,7 @@ class TableImage:
     aside before they were written.
     """
 
-    def __init__(self, table: FullTable, layout: Layout, held: Callable[[], Held], faults: Tensor) -> None:
+    def __init__(self, table: CudaFullTable, layout: Layout, held: Callable[[], Held], faults: Tensor) -> None:
         """held: returns what the table has at the time of the call."""
         self._table, self._layout, self._faults = table, layout, faults
         device = self._layout.device.torch_device

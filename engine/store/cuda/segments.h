@@ -1,13 +1,13 @@
 // Where the lines of a full table are: segments that double in size and never move.
 #pragma once
 #include "ops/cuda/layout.h"
-#include "store/kernels/table.h"
+#include "store/kernels/index.h"
 
 namespace tierbed {
 
 constexpr u32 PROBE_LANES = 8;  // 8 slots are 128 bytes
 
-struct Segments {
+struct LineSegments {
     const u64* begins;  // segment k holds 1 << (base_bits + k) lines
     u64 room;           // lines that there is memory for
     u32 base_bits;

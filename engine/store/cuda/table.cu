@@ -23,7 +23,7 @@ TIERBED_FN void claim_slot(const IndexView& index, const Slot& slot) {
 }  // namespace
 
 // lines [n]: where each of the first `count` rows is, 0 where it is absent; missing [n]: 1 where it is absent, else 0
-extern "C" __global__ void find_rows(Slot* slots, u32 mask, Segments memory, const u64* hashes, const u32* tables,
+extern "C" __global__ void find_rows(Slot* slots, u32 mask, LineSegments memory, const u64* hashes, const u32* tables,
                                      const u32* count, u64 n, u64* lines, i32* missing) {
     const u64 rows = *count;
     for_each_item<PROBE_LANES>(n, [&](Tile tile, u64 i) {
@@ -38,7 +38,7 @@ extern "C" __global__ void find_rows(Slot* slots, u32 mask, Segments memory, con
 // behind all lines in use, and initialises it, or with `record_only` says there that it was never written. Where they
 // do not all fit, or after a fault, none comes and `nowhere` is the line of each. erased: where the number + 1
 // of each is.
-extern "C" __global__ void insert_rows(Slot* slots, u32 mask, Segments memory, const u64* counts, const u32* const* erased,
+extern "C" __global__ void insert_rows(Slot* slots, u32 mask, LineSegments memory, const u64* counts, const u32* const* erased,
                                        const u64* hashes, const u32* tables, const u32* count, const i32* ranks, u64 n,
                                        u64* lines, InitialRow initial, u32 record_only, u64 nowhere, u32* faults) {
     const u64 used = counts[USED], free = counts[ERASED];
@@ -117,7 +117,7 @@ extern "C" __global__ void move_rows(const Slot* slots, u64 n, Slot* larger, u32
 }
 
 // Every row by its number: hashes, tables and lines [used], and how often it was written; erased rows have no line
-extern "C" __global__ void list_rows(const Slot* slots, u64 n, Segments memory, u64* hashes, u32* tables, u64* lines,
+extern "C" __global__ void list_rows(const Slot* slots, u64 n, LineSegments memory, u64* hashes, u32* tables, u64* lines,
                                      u32* updates) {
     for_each(n, [&](u64 i) {
         if (slots[i].row == 0) return;

@@ -23,7 +23,7 @@ COUNTS = ("used", "erased", "insertions")
 _SEGMENTS = np.dtype([("begins", "<u8"), ("room", "<u8"), ("base_bits", "<u4")], align=True)
 
 
-class FullTable:
+class CudaFullTable:
     """Every row in device memory, or its line in memory of the host that kernels reach.
 
     With a capacity the table has all of its memory from the start and never waits for the device: rows that do not fit
@@ -147,7 +147,7 @@ class FullTable:
         return hashes, tables, lines, updates
 
     def index(self) -> tuple[Tensor, np.uint32, np.ndarray]:
-        """The arguments by which kernels find lines: slots, mask, and the Segments of segments.h."""
+        """The arguments by which kernels find lines: slots, mask, and the LineSegments of segments.h."""
         segments = np.zeros((), _SEGMENTS)
         segments["begins"], segments["room"] = self._addresses.data_ptr(), self._room
         segments["base_bits"] = self._base_bits

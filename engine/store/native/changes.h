@@ -4,7 +4,7 @@
 
 #include "ops/native/batch.h"
 #include "row_names.h"
-#include "store/kernels/table.h"
+#include "store/kernels/index.h"
 
 namespace tierbed {
 

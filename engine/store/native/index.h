@@ -6,7 +6,7 @@
 #pragma once
 #include <array>
 
-#include "store/kernels/table.h"
+#include "store/kernels/index.h"
 #include "ops/native/layout.h"
 #include "ops/native/memory.h"
 

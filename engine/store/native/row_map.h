@@ -2,7 +2,7 @@
 #pragma once
 #include <vector>
 
-#include "store/kernels/table.h"
+#include "store/kernels/index.h"
 #include "ops/native/layout.h"
 
 namespace tierbed {

@@ -61,13 +61,13 @@ class EmulatedDevice:
         if not launch(blocks, THREADS, ctypes.c_uint64(self._seed), addresses):
             raise AssertionError(f"{kernel}: a lane waits in a collective that can never complete")
 
-    def beside(self) -> AbstractContextManager[None]:
+    def side_stream(self) -> AbstractContextManager[None]:
         return nullcontext()  # a thread of its own is all that there is
 
-    def mark(self) -> None:
+    def record_event(self) -> None:
         return None  # what was launched is done
 
-    def follow(self, mark: None) -> None:
+    def wait_event(self, event: None) -> None:
         pass
 
     def wait(self) -> None:

@@ -58,7 +58,7 @@ class OrderedDevice(EmulatedDevice):
         with _Watch(self):
             yield
 
-    beside = watch
+    side_stream = watch
 
     def unkept(self) -> list[str]:
         """Memory that one thread allocated and another used, without keeping it from being used again too early."""
@@ -90,12 +90,12 @@ class OrderedDevice(EmulatedDevice):
                 if memory is not None and word < self._begins[at] + memory.tensor.untyped_storage().nbytes():
                     self.use(memory, kernel, not reads)
 
-    def mark(self) -> Clock:  # type: ignore[override]
+    def record_event(self) -> Clock:  # type: ignore[override]
         return dict(self._clocks[get_ident()])
 
-    def follow(self, mark: Clock) -> None:  # type: ignore[override]
+    def wait_event(self, event: Clock) -> None:  # type: ignore[override]
         mine = self._clocks[get_ident()]
-        for thread, time in mark.items():
+        for thread, time in event.items():
             mine[thread] = max(mine.get(thread, 0), time)
 
     def keep(self, memory: Tensor) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..durable import read_record, remedy_for, unseal
 from ..errors import StoreError
-from .durable import read_record, remedy_for, unseal
 
 PLACES = ("live", "live-2")
 OWN = ("base", "place")  # fields of the mark that the folder itself keeps
@@ -33,7 +33,7 @@ def snapshot_id(folder: Path) -> str:
         return ""
 
 
-class FolderView:
+class FolderState:
     """The folder of a store, which another process may hold. `StoreFolder` says what is in it."""
 
     remedy = "give <persistent_path>/<embedding name>, and run as a user that can"

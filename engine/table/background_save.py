@@ -17,7 +17,7 @@ from ..store.image import Image
 from ..threads import LOOK, Thread, wait_for
 
 NICER = 10  # the niceness above that of the threads that train
-REST = 5.0  # rests are so many times as long as work: memory and disk are shared, whatever the priority
+REST = 5.0  # seconds of rest for each second of work: memory and disk are shared, whatever the priority
 
 log = logging.getLogger("tierbed")
 
@@ -25,8 +25,8 @@ log = logging.getLogger("tierbed")
 class BackgroundSave:
     """Hands the rows of an image to `write` in a thread of its own, and closes the image after it.
 
-    `what` names the snapshot in messages. `lock` is the table's lock; who waits lets go of it. Raises RuntimeError
-    where the system gives no thread.
+    `what` names the snapshot in messages. `lock` is the table's lock, which a call that waits releases meanwhile.
+    Raises RuntimeError where the system gives no thread.
     """
 
     def __init__(self, what: str, image: Image, write: Callable[[Chunks], object], lock: Any) -> None:
@@ -58,7 +58,7 @@ class BackgroundSave:
         if not self.done and self._process != os.getpid():
             raise StoreError(f"{self.what} is being saved by process {self._process}; wait for it there")
         self._hurry.set()
-        if self._over._is_owned():  # type: ignore[attr-defined]  # a signal came in a step, and its handler waits
+        if self._over._is_owned():  # type: ignore[attr-defined]  # by a step that a signal came in; its handler waits
             with self._over:
                 wait_for(self._over, self._ended.is_set, self._thread, timeout)
         else:
@@ -72,7 +72,7 @@ class BackgroundSave:
         return done
 
     def finish(self) -> BaseException | None:
-        """Wait until the save ends, unless in its thread. Returns what went wrong, once, if `wait` did not raise it."""
+        """Wait until the save ends, unless its own thread calls. Returns its error once, if `wait` did not raise it."""
         if not self.done and self._process == os.getpid() and current_thread() is not self._thread:
             self._hurry.set()
             with self._over:
@@ -88,12 +88,12 @@ class BackgroundSave:
         with closing(image.chunks()) as chunks:  # type: ignore[type-var]
             for chunk in chunks:
                 yield chunk
-                if not image.is_pressed and main_thread().is_alive():  # else steps or the end of the process wait
+                if not image.is_pressed and main_thread().is_alive():  # else steps or the exit of the process wait
                     self._hurry.wait(REST * (perf_counter() - begin))
                 begin = perf_counter()
 
     def _lose(self) -> None:
-        """End the save where its thread is no more and did not say so."""
+        """Note that the thread of the save ended without a result."""
         self._error = self._error or MemoryError(f"{self.what}: the thread that saves it ended without a word")
         self.image.close()
         self._ended.set()

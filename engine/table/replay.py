@@ -1,4 +1,4 @@
-"""A table in steps that a device records: what launches, apart from what the host does around each replay."""
+"""Steps that a device records and replays: the functions to record, and the host's part of each replay."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from .table import OpenTable
 
 
 def replay_key(table: OpenTable) -> Hashable | None:
-    """What the recording functions depend on: while it stays, what they launched may be run again.
+    """What a recording depends on: it may be replayed while this key is equal to that of the recording.
 
-    None while it may not: a snapshot is being saved in the background, and what changes has to be kept for it.
+    None where no recording may be replayed, since a snapshot is being saved in the background: a replay would not keep
+    the rows that it changes.
     """
     if table.watch.has_image:
         return None
@@ -23,15 +24,16 @@ def replay_key(table: OpenTable) -> Hashable | None:
 
 
 def record_pin(table: OpenTable, lookups: list[Lookup], dtype: torch.dtype, like: PinnedBatch | None) -> PinnedBatch:
-    """Launch what `OpenTable.pin` launches. What else a step does is `begin_replay`'s."""
+    """Launch the kernels of `OpenTable.pin`. `begin_replay` does the rest of `pin` before each replay."""
     batch = table.processor.batch(lookups, None if like is None else like.core)
     table.opened().pin(batch, table.room)
     table.settle(batch)
     return table.hold(batch, lookups, dtype)
 
 
-def record_update(table: OpenTable, pinned: PinnedBatch, gradients: Gradients) -> None:
-    """Launch what `OpenTable.update` launches."""
+def record_update(pinned: PinnedBatch, gradients: Gradients) -> None:
+    """Launch the kernels of `OpenTable.update`, and end the pin."""
+    table = pinned.table
     table.check_pinned(pinned)
     table.watch.before_batch(pinned.core)
     table.processor.update(pinned.core, gradients, table.rule)
@@ -39,7 +41,7 @@ def record_update(table: OpenTable, pinned: PinnedBatch, gradients: Gradients) -
 
 
 def record_peek(table: OpenTable, lookup: Lookup) -> Any:
-    """Launch what a lookup that only reads launches, up to what it is read for. Returns its batch."""
+    """Launch the kernels that find the rows of a lookup that only reads. Returns the batch of the lookup."""
     batch = table.processor.batch([lookup])
     table.opened().peek(batch)
     table.settle(batch)
@@ -47,9 +49,10 @@ def record_peek(table: OpenTable, lookup: Lookup) -> Any:
 
 
 def begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
-    """Before what was recorded runs: what the host does in `pin` and `update`, or in `read`, up to the launches.
+    """Do the host's part of a step before its replay: of `pin` and `update` where it `trains`, else of `read`.
 
-    Returns step and numbers for `OpenTable.updated`. Raises what they do, and nothing has changed.
+    Returns the step and the rule's numbers, for `OpenTable.updated`. Raises what these methods raise; then nothing has
+    changed.
     """
     if trains:
         table.release()
@@ -60,9 +63,8 @@ def begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tu
     if not trains:
         table.set_numbers()
         return table.step, table.hyper
-    assert table.optimizer is not None
-    step = table.next_step()
-    hyper = table.optimizer.hyper(step, clip_value)
+    optimizer, step = table.check_optimizer(), table.next_step()
+    hyper = optimizer.hyper(step, clip_value)
     table.before_write(step)
-    table.processor.set_numbers(table.optimizer.rule, hyper, step)
+    table.processor.set_numbers(optimizer.rule, hyper, step)
     return step, hyper

@@ -113,6 +113,6 @@ class Rows(nn.Module):
         """Let the rows follow one of the optimizer's param groups. OptimizerError."""
         raise NotImplementedError
 
-    def follow(self, rows_optimizer: RowOptimizer) -> None:
+    def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
         """Let the next updates be those of `rows_optimizer`. OptimizerError."""
         raise NotImplementedError

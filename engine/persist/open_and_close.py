@@ -1,4 +1,4 @@
-"""Where a table's rows live between runs: opens, closes, saves and restores the table of one store folder.
+"""Where the rows of a table are between runs: opening, closing, and going back to snapshots of one store folder.
 
 The live rows are scratch while a table is written: the mark goes before the first write and comes back with a clean
 close. Rows that are found without a mark are never served; the rows of the last snapshot are.
@@ -19,20 +19,20 @@ from ...snapshots.files.format import check_description
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.unread import cause_of
 from ...snapshots.files.writer import write_snapshot
-from ...snapshots.store.live import live_rows
+from ...snapshots.store.closed_store import live_rows
 from ...snapshots.store.saving import base_of
 from ...snapshots.store.selection import ALL, LoadReport, Selection
+from ..durable import remove_folder
 from ..errors import SnapshotError, StoreError, TierbedError
-from ..interrupts import uninterrupted
 from ..lifecycle.lifecycle import Lifecycle
 from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
 from ..processors.choose import processor_of
 from ..row_format import Chunks
+from ..signals import uninterrupted
 from ..spec.options import CachedSsdOptions, StoreOptions
 from ..spec.table_spec import TableSpec
 from ..store.contract import Table
-from ..store.durable import remove_folder
 from ..store.folder import StoreFolder
 from ..store.rocksdb import RocksDB
 from ..store.table_counts import FIELD, counted_chunks, counts_in
@@ -44,7 +44,7 @@ from .compatible import check_stored
 log = logging.getLogger("tierbed")
 
 
-class TableHome:
+class TablePersistence:
     """The store folder of an embedding, held while this object lives, or nothing where the options name no path."""
 
     def __init__(self, spec: TableSpec, options: StoreOptions, device: torch.device) -> None:
@@ -56,10 +56,10 @@ class TableHome:
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._fresh = options.open == "fresh"
         self._scratch = False  # whether the live rows in the folder differ from the table's
-        self._unmarked = False  # whether it is known that they carry no mark
+        self._unmarked = False  # whether it is known that the live rows carry no mark
 
     def open(self, optimizer: RowOptimizer | None) -> OpenTable:
-        """The table with the good rows of the folder. Raises StoreError, OptionError, OptimizerError."""
+        """Open the table with the folder's last consistent rows. Raises StoreError, OptionError, OptimizerError."""
         if self.folder is None:
             return self._build(optimizer, None, None)
         try:
@@ -85,7 +85,7 @@ class TableHome:
         replaced, and then StoreError is raised.
         """
         with table.lock:
-            table.rest()  # first: later calls may fail, and at the end of the process no thread may be left
+            table.rest()  # first: a later call may fail, and no thread may be left when the process ends
             if self.folder is not None and self._scratch and not table.is_lost:
                 try:
                     self.folder.check()
@@ -108,7 +108,7 @@ class TableHome:
         else:
             folder.clear_incoming()
             write_snapshot(folder.incoming, table.describe(), table.scan())
-        self._unmarked = False  # unknown as well where a later call fails
+        self._unmarked = False  # not known from here on, even if a later call fails
         if self._on_disk:
             folder.set_mark(self._mark_of(table))
         else:
@@ -227,14 +227,15 @@ class TableHome:
     ) -> tuple[OpenTable, LoadReport]:
         """The table with a snapshot's rows, or a selection of them; closes `running` when they are verified.
 
-        Rows go back to the snapshot after a kill, but not to a selection, which is kept by the next save or close.
+        After a kill the rows go back to this snapshot. Not so after a load of a selection: only the next save or close
+        makes that durable.
         """
         report = LoadReport()
         described = {**snapshot.description, "rows": snapshot.manifest.rows}
         if selection.has_every_row:
             report.rows = snapshot.manifest.rows
         else:
-            for _ in selection.chunks(snapshot.chunks(), described, report):  # counted first: `capacity` must know
+            for _ in selection.chunks(snapshot.chunks(), described, report):  # counted first, for `capacity`
                 pass
         stored = {**selection.description(described), "rows": report.rows}
         selected = selection.rows_of(snapshot, LoadReport())
@@ -254,10 +255,10 @@ class TableHome:
         base: str | None = None,
         same_rows: bool = False,
     ) -> OpenTable:
-        """A table with the rows of `source`, built aside; closes `running` when all are read.
+        """A table with the rows of `source`, built beside the live rows; closes `running` when all are read.
 
-        With `same_rows` the rows are the live rows, kept in another way. With `base`, rows go back to that snapshot
-        after a kill.
+        same_rows: whether the rows are the live rows of the folder, in another form. base: the snapshot that the rows
+        go back to after a kill; None to leave it as it is.
         """
         folder = self.folder
         place = folder.incoming if folder is not None and self._on_disk else None
@@ -332,15 +333,15 @@ class TableHome:
         return table
 
     def _write_at(self, bottom: RocksDB | Table, step: int) -> None:
-        """Called before each write of step `step`."""
+        """Make the folder ready for a write of step `step`. Called before each write."""
         if isinstance(bottom, RocksDB):
-            bottom.make_writable()  # first: live rows that cannot be written keep their mark
+            bottom.make_writable()  # first: where it fails, the live rows keep their mark
         self._begin_writing()
         if self.folder is not None:
             self.folder.note_step(step)
 
     def _begin_writing(self) -> None:
-        """Called before the first write. From here on the live rows in the folder are not the table's."""
+        """Take the mark off the live rows of the folder, which are not the table's from the first write on."""
         if self.folder is None or (self._scratch and self._unmarked):
             return
         with uninterrupted():
@@ -359,7 +360,7 @@ class TableHome:
 
 
 def _drop(table: OpenTable, place: Path | None) -> None:
-    """Undo a table that was built aside in `place`."""
+    """Close and remove a table that was built in `place`, beside the live rows."""
     table.close()
     if place is not None:
         with contextlib.suppress(OSError):  # the first error is the one to raise, and the next open removes the folder
@@ -382,7 +383,7 @@ def _no_space_to_open(folder: StoreFolder, error: TierbedError) -> str:
 
 
 def _lost(kept: int, reached: int | None) -> str:
-    """What an unclean end cost, for the log: the steps after `kept`, up to `reached` if it is known."""
+    """What an unclean end lost, for the log: the steps after `kept`, up to `reached` where that is known."""
     if reached is None or reached < kept:
         return "what was written since is lost"
     if reached == kept:

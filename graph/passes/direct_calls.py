@@ -10,17 +10,17 @@ import torch
 from torch import fx
 from torch.fx.graph_module import _exec_with_source
 
-from ...engine.ops import step
+from ...engine.ops import row_ops
 
 _OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 # the ops of a step, and the methods of their first argument that they call
 _METHODS: dict[Callable[..., Any], str] = {
-    step.prefetch: "pin",
-    step.gather: "gather",
-    step.weights_grad: "weights_grad",
-    step.update: "update",
-    step.read: "read",
-    step.read_weights_grad: "read_weights_grad",
+    row_ops.pin: "pin",
+    row_ops.gather: "gather",
+    row_ops.weights_grad: "weights_grad",
+    row_ops.update: "update",
+    row_ops.read: "read",
+    row_ops.read_weights_grad: "read_weights_grad",
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import msgpack  # type: ignore[import-untyped]
 
-from ..interrupts import uninterrupted
+from .signals import uninterrupted
 
 TEMPORARY = ".tmp-"  # begins the name of a file or folder that is being written
 MORE_FILES = "let this process open more files (ulimit -n)"  # the remedy where there is no descriptor left

@@ -1,4 +1,4 @@
-"""What a compiled step calls, in the order of a step: prefetch, gather, (the dense part), weights_grad, update.
+"""What a compiled step calls, in the order of a step: pin, gather, (the dense part), weights_grad, update.
 
 Evaluation calls read and read_weights_grad. Results are of the embedding's output dtype.
 """
@@ -11,10 +11,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ..spec.inputs import Lookup
-    from .rows import Pinned, Rows
+    from .rows_contract import Pinned, Rows
 
 
-def prefetch(embedding: Rows, lookups: list[Lookup], like: Pinned | None = None) -> Pinned:
+def pin(embedding: Rows, lookups: list[Lookup], like: Pinned | None = None) -> Pinned:
     """Deduplicate the ids of all lookups, bring their rows to the top tier and pin them.
 
     like: another embedding's batch of the same lookups, whose unique rows are taken.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import Thread, current_thread
 
 from ..errors import GraphError
-from ..ops.rows import Rows
+from ..ops.rows_contract import Rows
 
 _training: dict[int, tuple[Thread, str]] = {}  # by the handle of an embedding: its step's thread and owner
 os.register_at_fork(after_in_child=_training.clear)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
+from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import Chunks
-from ...engine.store.durable import remove_folder
 from ...engine.store.folder import StoreFolder
 from ..files.format import OF_THE_MARK, Manifest, check_name
 from ..files.reader import Snapshot

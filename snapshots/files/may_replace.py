@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ...engine.durable import check_exchange
 from ...engine.errors import SnapshotError
-from ...engine.store.durable import check_exchange
-from ...engine.store.folder_view import snapshot_id
+from ...engine.store.folder_state import snapshot_id
 from .format import MANIFEST
 from .reader import list_snapshots
 

@@ -1,4 +1,4 @@
-"""What a step calls, in place of functions of `step.py`, while a device records it: what launches, and no more.
+"""What a step calls, in place of the functions of `row_ops.py`, while a device records it: what launches, and no more.
 
 What the host does at each step, it does around each replay.
 """
@@ -10,34 +10,32 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from ..interrupts import uninterrupted
+from ..signals import uninterrupted
 from ..spec.inputs import Lookup
 from ..table.pinned import PinnedBatch
-from ..table.recorded import begin_replay, record_peek, record_pin, record_update
+from ..table.replay import begin_replay, record_peek, record_pin, record_update
 from ..table.table import OpenTable
 from .saved_rows import SavedRows
 
 
-def prefetch(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
-    """Launch what `step.prefetch` launches; `step.gather` and `step.weights_grad` take the batch that it returns."""
+def pin(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
+    """Launch what `row_ops.pin` launches. `gather` and `weights_grad` of `row_ops` take the batch that it returns."""
     return record_pin(embedding.opened().table, lookups, embedding.output_dtype, like)
 
 
 def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-    """Launch what `step.update` launches."""
-    table = batch.table
-    assert isinstance(table, OpenTable)
-    record_update(table, batch, batch.gradients(grads, weights))
+    """Launch what `row_ops.update` launches."""
+    record_update(batch, batch.gradients(grads, weights))
 
 
 def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
-    """Launch what `step.read` launches."""
+    """Launch what `row_ops.read` launches."""
     table = embedding.opened().table
     return table.processor.gather(record_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
 
 
 def read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
-    """Launch what `step.read_weights_grad` launches."""
+    """Launch what `row_ops.read_weights_grad` launches."""
     table = embedding.opened().table
     return table.processor.weights_grad(record_peek(table, lookup), 0, lookup, grad)
 

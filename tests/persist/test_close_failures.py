@@ -10,7 +10,7 @@ import torch
 from support.embeddings import contents, make, train
 from support.stores import options
 from tierbed.engine import StoreError
-from tierbed.engine.store.durable import made_aside
+from tierbed.engine.durable import made_aside
 
 
 @pytest.mark.parametrize("store", ["host", "ssd"])

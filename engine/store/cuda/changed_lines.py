@@ -10,27 +10,27 @@ import torch
 from ... import _core
 from ...ops.cuda.batch import Batch, keys_of
 from ...row_format import BUCKETS, Keys, Tables
-from .table import FullTable
+from .table import CudaFullTable
 
 
-class Marks:
-    """Marks the changed lines of a full table, for batches that have lines there.
+class ChangedLines:
+    """ChangedLines the changed lines of a full table, for batches that have lines there.
 
     The mark of an erased row passes to the next row in its line. By the time of `names` that row has changed, or was
     never written.
     """
 
-    def __init__(self, table: FullTable) -> None:
+    def __init__(self, table: CudaFullTable) -> None:
         self._table = table
-        self._marks = torch.zeros(1, dtype=torch.bool, device=table.nowhere.device)  # by number + 1; 0: no line
+        self._changed = torch.zeros(1, dtype=torch.bool, device=table.nowhere.device)  # by number + 1; 0: no line
 
     def note(self, batch: Batch) -> None:
-        if len(self._marks) <= self._table.room:
-            larger = torch.zeros(self._table.room + 1, dtype=torch.bool, device=self._marks.device)
-            larger[: len(self._marks)] = self._marks
-            self._marks = larger
+        if len(self._changed) <= self._table.room:
+            larger = torch.zeros(self._table.room + 1, dtype=torch.bool, device=self._changed.device)
+            larger[: len(self._changed)] = self._changed
+            self._changed = larger
         with self._table.alone():
-            self._marks.index_fill_(0, self._table.numbers_of(self._table.lines_of(batch)) + 1, True)
+            self._changed.index_fill_(0, self._table.numbers_of(self._table.lines_of(batch)) + 1, True)
 
     def names(self) -> tuple[Tables, Keys]:
         """The names of the marked rows; waits for the device."""
@@ -38,13 +38,13 @@ class Marks:
             return self._names()
 
     def forget(self) -> None:
-        self._marks.zero_()
+        self._changed.zero_()
 
     def _names(self) -> tuple[Tables, Keys]:
-        if not self._marks[1:].any():
+        if not self._changed[1:].any():
             return np.empty(0, np.uint32), np.empty(0, np.uint64)
         hashes, tables, lines, _ = self._table.rows()
-        marked = (self._marks[1 : len(lines) + 1] & (lines[: len(self._marks) - 1] != 0)).nonzero()[:, 0]
+        marked = (self._changed[1 : len(lines) + 1] & (lines[: len(self._changed) - 1] != 0)).nonzero()[:, 0]
         hashes, tables = hashes[marked], tables[marked]
         keys = keys_of(self._table.device, hashes, tables)
         return tables.cpu().numpy().view(np.uint32), keys.cpu().numpy().view(np.uint64)

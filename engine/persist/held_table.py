@@ -17,24 +17,24 @@ from ...snapshots.asking.serving import StoreServer, start_server
 from ...snapshots.files.format import Manifest
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import LoadReport, Selection
+from ..durable import remedy_for
 from ..errors import ClosedError, OptimizerError, StoreError
-from ..interrupts import uninterrupted
 from ..optim.optimizers import RowOptimizer
+from ..signals import uninterrupted
 from ..spec.options import StoreOptions
 from ..spec.table_spec import TableSpec
-from ..store.durable import remedy_for
-from ..table.background import BackgroundSave
+from ..table.background_save import BackgroundSave
 from ..table.table import OpenTable
-from .recovery import TableHome
-from .saves import HomeSnapshots, SavedAs
+from .open_and_close import TablePersistence
+from .saves import SavedAs, TableSnapshots
 
 log = logging.getLogger("tierbed")
 
-_by_folder: weakref.WeakValueDictionary[str, TableHandle] = weakref.WeakValueDictionary()
+_by_folder: weakref.WeakValueDictionary[str, HeldTable] = weakref.WeakValueDictionary()
 
 
-class TableHandle:
-    """Opens the table. A process holds a folder once: opening it again, as notebooks do, closes the older handle.
+class HeldTable:
+    """Opens a table and holds it. A process has one handle of a folder: a second, as in notebooks, closes the first.
 
     Raises StoreError, OptionError, OptimizerError.
     """
@@ -54,12 +54,12 @@ class TableHandle:
             older = _by_folder.get(folder)
             if older is not None:
                 older.close()
-        self._home = TableHome(spec, options, device)
-        self._snapshots = HomeSnapshots(self._home)
+        self._persistence = TablePersistence(spec, options, device)
+        self._snapshots = TableSnapshots(self._persistence)
         try:
-            self._table = self._home.open(optimizer)
+            self._table = self._persistence.open(optimizer)
         except BaseException:
-            self._home.release()
+            self._persistence.release()
             raise
         if folder is not None:
             _by_folder[folder] = self
@@ -72,14 +72,14 @@ class TableHandle:
             raise ClosedError(
                 f"embedding {self._name!r} was closed, or another embedding opened its folder; create it again"
             )
-        if self._process != os.getpid() and (self._home.folder is not None or self._table.has_thread):
+        if self._process != os.getpid() and (self._persistence.folder is not None or self._table.has_thread):
             raise StoreError(
                 f"embedding {self._name!r} was opened by process {self._process}, which holds its folder or its "
                 "threads; use it there"
             )
         return self._table
 
-    def follow(self, optimizer: RowOptimizer) -> None:
+    def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """Train the rows by `optimizer` from here on. Opens the table again where lines need room for its state.
 
         Raises OptimizerError where the rows carry another optimizer's state.
@@ -98,13 +98,13 @@ class TableHandle:
         if known and (held.widths, held.initial) == (wanted.widths, wanted.initial):
             table.optimizer, table.state = optimizer, wanted
             return
-        self._home.check_row(optimizer)
-        self._replace(table, lambda: self._home.reopen(table, optimizer))
+        self._persistence.check_row(optimizer)
+        self._replace(table, lambda: self._persistence.reopen(table, optimizer))
 
     def move(self, device: torch.device) -> None:
         """Open the table again on another device, with the rows that it has. InputError, OptionError, StoreError."""
         table = self.table
-        self._replace(table, lambda: self._home.move(table, device))
+        self._replace(table, lambda: self._persistence.move(table, device))
         self.device = device
 
     def forget_announced(self) -> None:
@@ -173,7 +173,7 @@ class TableHandle:
             return self._snapshots.of_step(self._table.step)
 
     def compare(self, awaited: SavedAs) -> None:
-        """Warn where the rows are not the rows that a state_dict named."""
+        """Log a warning where the rows are not those that a state_dict names."""
         mine = self.named()
         if mine.may_be(awaited):
             return
@@ -199,32 +199,32 @@ class TableHandle:
         give_up: Callable[[], bool],
         overwrite: bool = False,
     ) -> Manifest | None:
-        """As `Served`."""
+        """Save a snapshot for another process, as `Served.save_between_steps` says."""
         while True:
             table = self.table
-            with table.boundary.visit(table, give_up) as entered:
+            with table.between_steps.visit(table, give_up) as entered:
                 if not entered:
                     return None
                 if table.stack is not None:
                     progress(0)
                     return self._snapshots.save(table, name, kind, progress, overwrite)
-            sleep(0.05)  # another takes its place
+            sleep(0.05)  # the table was closed, and another is about to take its place
 
     def status(self) -> dict[str, Any]:
-        """As `Served`."""
+        """The name, step and rows for another process, as `Served.status` says."""
         table = self.table
         return {"name": self._name, "step": table.step, "rows": table.counts.rows}
 
     def close(self) -> None:
-        """Bring the rows down and let the folder go.
+        """Bring the rows down and let the folder go. May be called again; does nothing in a forked process.
 
         Where that fails, everything stays open, to be closed again. Where the folder was removed or replaced, or a
-        write failed in the middle for lack of memory, nothing is written and all is let go. May be called again; does
-        nothing in a forked process. At the end, raises what an earlier call did wrong.
+        write failed in the middle for lack of memory, nothing is written and all is let go. When all is closed, raises
+        the error of an earlier call, if there is one.
         """
         try:
             self._close()
-        except OSError as error:  # of what torch, too, needs of the system
+        except OSError as error:  # from a system call of torch or of this close
             if self._table is None:
                 raise
             remedy = remedy_for(error, "mend what is wrong")
@@ -234,12 +234,12 @@ class TableHandle:
 
     def _close(self) -> None:
         if self._table is not None and self._process == os.getpid():
-            with _disable_current_modes():  # garbage may be collected during a trace, which would record this
+            with _disable_current_modes():  # a trace may be under way, and would record what this does
                 unsaved = self._table.watch.finish_saving()
                 self._stop_serving()
-                late = self._table.late_error(wait=True) or unsaved  # concerns no row: rows are kept first
+                late = self._table.deferred_error(wait=True) or unsaved  # raised at the end: the rows are kept first
                 try:
-                    self._home.close(self._table)
+                    self._persistence.close(self._table)
                 except BaseException:
                     if self._table.stack is None:  # the table was closed without its rows, which are lost
                         self._let_go()
@@ -259,11 +259,11 @@ class TableHandle:
                 log.error("embedding %r: %s", self._name, error)
                 return
             self._stop_serving()
-            kept = self._home.after_failed_close(self._table)
+            kept = self._persistence.after_failed_close(self._table)
             log.error("embedding %r could not be closed: %s; %s", self._name, error, kept)
 
     def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
-        before.watch.finish_saving()  # what went wrong with it was logged
+        before.watch.finish_saving()  # its error was logged
         try:
             self._table = build()
         except BaseException:
@@ -274,9 +274,9 @@ class TableHandle:
 
     def _serve(self) -> None:
         """Answer other processes that ask for snapshots, while the folder is held."""
-        if self._home.folder is not None:
+        if self._persistence.folder is not None:
             with uninterrupted():
-                self._server = start_server(self._home.folder.path, self)
+                self._server = start_server(self._persistence.folder.path, self)
 
     def _stop_serving(self) -> None:
         if self._server is not None:
@@ -288,4 +288,4 @@ class TableHandle:
         if self._table is not None:
             self._closed_at = self._table.step
         self._table = None
-        self._home.release()
+        self._persistence.release()

@@ -1,4 +1,4 @@
-"""The boundary between two steps of a table, where another thread may have its rows."""
+"""The time between two steps of a table, when another thread may have its rows."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _LOOK_AGAIN = 0.05  # seconds between two looks of a waiting visitor
 
 
 class Visited(Protocol):
-    """What the boundary needs of an open table."""
+    """What a visit between two steps needs of an open table."""
 
     lock: RLock
     processor: Any
-    untold: TierbedError | None
+    visitors_error: TierbedError | None
 
     @property
     def in_step(self) -> bool: ...
 
     def release(self) -> None: ...
 
-    def late_error(self, wait: bool) -> TierbedError | None: ...
+    def deferred_error(self, wait: bool) -> TierbedError | None: ...
 
 
-class Boundary:
-    """Lets one visiting thread at a time in between two steps, to which steps give way.
+class BetweenSteps:
+    """Lets one thread at a time visit the table between two steps. A step waits for a visitor before it begins.
 
-    A lock alone may go back to the thread that let it go. And from its pin to its update a step uses the table without
-    holding the lock, when the rows that it evicts have gone already.
+    The lock of the table does not suffice. The thread of the steps may take the lock again before the visitor gets it.
+    And between the pin and the update of a step the lock is free, while the rows that it evicts have left already.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Boundary:
         self._over = Event()
 
     def give_way(self, table: Visited) -> None:
-        """Wait until the visitor has gone. Called before a step, where `wanted` is set. Ctrl-C is heard meanwhile."""
+        """Wait until the visitor has gone. Called before a step, where `wanted` is set. Ctrl-C ends the wait."""
         table.release()
         self._arrived.set()
         self._over.wait()
@@ -49,8 +49,8 @@ class Boundary:
     def visit(self, table: Visited, give_up: Callable[[], bool]) -> Iterator[bool]:
         """A block of another thread between two steps, with the table's lock held and no step under way.
 
-        Yields False, and the block may do nothing, where `give_up` returned True while the visitor waited. Raises what
-        an earlier call of the steps' thread did wrong and the device found late; that thread raises it too.
+        Yields False where `give_up` returned True while the visitor waited; then the block must not use the table.
+        Raises the error of an earlier step that the device found late. The thread of the steps raises it as well.
         """
         self._arrived.clear()
         self._over.clear()
@@ -81,6 +81,6 @@ class Boundary:
 
 def _catch_up_with_device(table: Visited) -> None:
     table.processor.wait()  # steps may run on another stream than this thread
-    if late := table.late_error(wait=True):
-        table.untold = late
+    if late := table.deferred_error(wait=True):
+        table.visitors_error = late
         raise late

@@ -18,7 +18,7 @@ import numpy as np
 from ...engine import _core
 from ...engine.row_format import Chunks, row_dtype
 from ...engine.store.rocksdb import SCAN_BYTES
-from .apart_child import END, FAILED, HEADER, READY
+from .reader_child import END, FAILED, HEADER, READY
 
 _PIPE_BYTES = 1 << 20
 _SAID_BYTES = 500
@@ -66,7 +66,7 @@ def rows_apart(folder: Path, width: int, shards: int, max_rows: int) -> Chunks:
 def _child(
     folder: Path, width: int, shards: int, most: int
 ) -> Iterator[tuple[IO[bytes], int, subprocess.Popen[bytes]]]:
-    script = str(Path(__file__).with_name("apart_child.py"))
+    script = str(Path(__file__).with_name("reader_child.py"))
     assert _core.__file__ is not None
     arguments = [_core.__file__, str(Path(folder).absolute()), str(width), str(shards), str(most)]
     said_to = os.memfd_create("tierbed")
