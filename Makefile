@@ -16,7 +16,7 @@ test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-slow: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=slow -n 2 --dist worksteal
 
 # what a new op, optimizer or tier must pass: WHAT=optimizer, and NAME=adam for the cells of that one, slow ones as well
 check: install

@@ -22,9 +22,9 @@ from support.cells import pytest_collection_modifyitems  # noqa: E402
 
 __all__ = ["pytest_collection_modifyitems"]
 
-settings.register_profile("suite", max_examples=60, deadline=None)
-settings.register_profile("sanitize", max_examples=20, deadline=None)  # by --hypothesis-profile
-settings.load_profile("suite")
+for profile, max_examples in {"suite": 20, "slow": 200, "sanitize": 20}.items():
+    settings.register_profile(profile, max_examples=max_examples, deadline=None)
+settings.load_profile("suite")  # --hypothesis-profile takes another
 
 # Seconds: a guard against what hangs, no bar. Four times what the longest test took on a machine that was busy.
 LIMIT, SLOW_LIMIT = 600, 3600

@@ -63,7 +63,7 @@ def check_all(cache: _core.CachedTier, model: Model) -> None:
 
 def test_rows_that_are_on_their_way_down_are_served(make_cache: MakeCache) -> None:
     cache, model, random = make_cache(4, overflow_rows=500), Model(), np.random.default_rng(0)
-    for _ in range(150):
+    for _ in range(60):
         step(cache, model, some(random))
     check_all(cache, model)
     metrics = cache.metrics()
@@ -156,7 +156,7 @@ def test_reading_prefetching_and_training_threads(make_cache: MakeCache, middle:
     step(cache, model, fixed)
     reads = Model()
     reads.updates = dict.fromkeys(fixed, 1)
-    batches = [batch_of(some(random)) for _ in range(120)]
+    batches = [batch_of(some(random)) for _ in range(60)]
     announced, ended, wrong = threading.Semaphore(0), threading.Semaphore(4), list[BaseException]()
 
     def prefetch() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from support.cache_model import Both
 from support.caches import Row
-from tierbed.engine import _core
 
 many_rows = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 150)), max_size=120)
 
@@ -26,9 +25,11 @@ def test_it_keeps_the_rows_that_the_plain_one_keeps(how: list[tuple[list[Row], b
         both.check()
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-@pytest.mark.parametrize("sets", [2, 64, 131])
-def test_long_runs(sets: int, policy: str) -> None:
+@pytest.mark.parametrize(("sets", "threads"), [(2, 1), (64, 2), (131, 16)], indirect=["threads"])
+@pytest.mark.rotated("policy")
+def test_long_runs_on_any_number_of_threads(sets: int, policy: str) -> None:
     both, random = Both(sets, policy), np.random.default_rng(sets)
     chances = np.arange(1, 240 * sets) ** -0.9
     for step in range(45):
@@ -36,13 +37,6 @@ def test_long_runs(sets: int, policy: str) -> None:
         both.step([(int(key) % 2, int(key)) for key in keys], step % 3 > 0)
     both.check()
     assert both.plain.counts["evictions_dirty"] > 0
-
-
-@pytest.mark.parametrize("threads", [2, 16])
-def test_threads_decide_nothing(threads: int) -> None:
-    _core.set_threads(threads)
-    test_long_runs(131, "lru")
-    _core.set_threads(1)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])

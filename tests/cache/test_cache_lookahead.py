@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.cache_model import Both
@@ -31,10 +31,11 @@ def act(both: Both, action: str, rows: list[Row]) -> None:
         both.unpin(action == "unpin written")
     elif action == "cancel":
         both.cancel()
+    else:
+        return
     both.check()
 
 
-@settings(max_examples=100)
 @given(
     how=st.lists(st.tuples(actions, some_rows), max_size=60),
     sets=st.sampled_from([1, 2]),
@@ -49,9 +50,15 @@ def test_it_keeps_the_rows_that_the_plain_one_keeps(
         act(both, action, rows)
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-@pytest.mark.parametrize(("sets", "overflow_rows"), [(1, 400), (2, 400), (67, 40_000)])
-def test_long_runs(sets: int, overflow_rows: int, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("sets", "overflow_rows", "threads"),
+    [(1, 400, 1), (2, 400, 1), (67, 40_000, 2), (67, 40_000, 16)],
+    indirect=["threads"],
+)
+@pytest.mark.rotated("policy")
+def test_long_runs_on_any_number_of_threads(sets: int, overflow_rows: int, policy: str) -> None:
     both, random = Both(sets, policy, overflow_rows), np.random.default_rng(sets)
     chances = np.arange(1, 200 * sets) ** -0.7
     steps = 250 if sets < 3 else 40
@@ -67,13 +74,6 @@ def test_long_runs(sets: int, overflow_rows: int, policy: str) -> None:
     decided = ["victims that are needed", "taken back", "kept beside the sets", "further groups"]
     assert all(both.plain.reached[what] > 0 for what in decided), both.plain.reached
     assert both.plain.counts["evictions_dirty"] > 0
-
-
-@pytest.mark.parametrize("threads", [2, 16])
-def test_threads_decide_nothing(threads: int) -> None:
-    _core.set_threads(threads)
-    test_long_runs(67, 40_000, "lru")
-    _core.set_threads(1)
 
 
 def test_looking_ahead_keeps_what_is_needed_soonest() -> None:

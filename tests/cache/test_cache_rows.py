@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.caches import (
@@ -25,6 +25,7 @@ from support.caches import (
     set_bytes,
     tier_below,
 )
+from support.examples import examples
 from tierbed.engine import _core
 from tierbed.engine._core import WAYS
 
@@ -38,7 +39,7 @@ actions = st.tuples(
 
 
 @KINDS
-@settings(max_examples=30)
+@examples(0.5)
 @given(
     how=st.lists(actions, max_size=25),
     sets=st.sampled_from([1, 2, 70]),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from support.places import TESTS
 
-WAITS = """
-import signal, subprocess, sys, threading
+HANG = """
+import collections, itertools, signal, subprocess, sys, threading
 import pytest
 
 def test_a_process_that_a_test_starts_can_be_interrupted():
@@ -24,49 +24,33 @@ def test_a_test_can_be_interrupted():
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
-@pytest.mark.limit(2)
+@pytest.mark.limit(1)
 def test_that_hangs():
     threading.Event().wait()
 
 def test_after_it():
     pass
-"""
-
-HOLDS_THE_LOCK = """
-import collections, itertools
-import pytest
-
-def test_before_it():
-    pass
 
 @pytest.mark.limit(1)
-def test_that_hangs():
-    collections.deque(itertools.repeat(0), 0)  # a loop of C, which looks for no signal
+def test_that_hangs_and_looks_for_no_signal():
+    collections.deque(itertools.repeat(0), 0)  # a loop of C
 """
 
 
-def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A suite of one file, with the conftest of this one, whose caller ignores SIGINT."""
-    (folder / "test_one.py").write_text(text)
+def test_neither_a_caller_that_ignores_sigint_nor_a_test_that_hangs_stops_the_others(tmp_path: Path) -> None:
+    """Native code that hangs stops its worker, in the end, and shows where."""
+    (tmp_path / "test_one.py").write_text(HANG)
     options = ["-p", "conftest", "-n", "1", "--dist", "worksteal"]
     command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-m", "pytest", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-
-def test_neither_a_caller_that_ignores_sigint_nor_a_test_that_hangs_stops_the_others(tmp_path: Path) -> None:
-    done = run(WAITS, tmp_path)
-    assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
-    assert "Failed: it hangs: not over after 2 s" in done.stdout
-    assert "in test_that_hangs" in done.stderr
-
-
-def test_native_code_that_hangs_ends_the_run_and_shows_where(tmp_path: Path) -> None:
-    done = run(HOLDS_THE_LOCK, tmp_path)
-    assert "crashed while running 'test_one.py::test_that_hangs'" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "2 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+    assert "Failed: it hangs: not over after 1 s" in done.stdout
+    assert "in test_that_hangs\n" in done.stderr
+    assert "crashed while running 'test_one.py::test_that_hangs_and_looks_for_no_signal'" in done.stdout
     assert "Timeout (0:00:02)!" in done.stderr
-    assert "in test_that_hangs" in done.stderr
+    assert "in test_that_hangs_and_looks_for_no_signal\n" in done.stderr
     assert done.returncode == 1
 
 

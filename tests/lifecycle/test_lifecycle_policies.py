@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from support.embeddings import TABLES, held, make, train
+from support.examples import examples
 from support.lifecycle_model import Model, NoRoomError, Row, unsigned, written
 from support.rows import SPECIAL_KEYS
 from support.stores import options
@@ -99,7 +100,7 @@ class Checked:
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@settings(max_examples=25)
+@examples(0.3)
 @given(sequence=st.lists(calls, max_size=25), seed=st.integers(-(2**63), 2**64 - 1))
 def test_any_calls_leave_the_rows_that_the_policy_says(
     policy: dict[str, Any], sequence: list[tuple[str, list[Row]]], seed: int
@@ -111,6 +112,7 @@ def test_any_calls_leave_the_rows_that_the_policy_says(
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "distance_lfu", "ttl"])
+@pytest.mark.rotated("threads")
 def test_many_rows_leave_at_once_in_the_order_of_the_policy(eviction: str, threads: int) -> None:
     """More than a 64th of the capacity is one row: rows leave that the batch alone did not ask for."""
     policy = {"eviction": eviction, "capacity": 1000, **({"ttl_steps": 3} if eviction == "ttl" else {})}

@@ -47,6 +47,7 @@ def state(embedding: MultiTableEmbedding) -> tuple[bytes, dict[str, int]]:
 
 @policies
 @stores
+@pytest.mark.rotated("store")
 def test_rows_do_not_depend_on_the_store(tmp_path: Path, policy: dict[str, Any], store: str) -> None:
     with make(options("device", **policy), "adam") as first, make(options(store, tmp_path, **policy), "adam") as second:
         expected = go_on(first, 0, 12)
@@ -165,6 +166,7 @@ def test_a_policy_that_begins_with_a_later_run_knows_the_rows(tmp_path: Path, st
 
 @policies
 @stores
+@pytest.mark.rotated("store")
 def test_a_step_that_is_released_changes_no_row_that_stays(tmp_path: Path, policy: dict[str, Any], store: str) -> None:
     """What it would have brought is not there, and later steps find room as if it had never been asked for."""
     with make(options(store, tmp_path, **policy), "adam") as embedding:

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from support.embeddings import TABLES, contents, make, train
+from support.examples import examples
 from support.forked import CONTEXT
 from support.lifecycle_model import Model, Row
 from support.stores import STORES, options
@@ -45,7 +46,7 @@ calls = st.one_of(
     st.tuples(st.sampled_from(["train", "train", "train", "announced", "put", "read", "delete"]), rows_of_a_call),
     st.tuples(st.sampled_from(["save", "load", "reopen"]), st.just([])),
 )
-few_runs = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few_runs = examples(0.2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def call(embedding: MultiTableEmbedding, kind: str, rows: list[Row]) -> None:

@@ -5,27 +5,20 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.killed import Trainer, embedding_at, holds, remarks, steps
+from support.killed import Trainer, embedding_at, holds, remarks, steps, trainer
 from support.small_snapshots import flip_bit
 from support.stores import STORES
 from tierbed.engine import SnapshotError, StoreError
 from tierbed.engine.store import rocksdb
 from tierbed.snapshots import list_snapshots
 
+__all__ = ["trainer"]
 every_store = pytest.mark.parametrize("store", STORES)
 on_memory_and_disk = pytest.mark.parametrize("store", ["device", "ssd_host"])
-
-
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    warm = Trainer()
-    yield warm
-    warm.close()
 
 
 @pytest.fixture(autouse=True)
@@ -145,12 +138,13 @@ def test_a_damaged_last_snapshot_is_not_passed_over_for_an_older_one(
         holds(embedding, 3)
 
 
-def test_twenty_kills_at_random_instants_never_serve_mixed_rows(
-    tmp_path: Path, trainer: Trainer, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kills", [10, pytest.param(40, marks=pytest.mark.slow)])
+def test_kills_at_random_instants_never_serve_mixed_rows(
+    tmp_path: Path, kills: int, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     chance = random.Random(5)
     seen = []
-    for number in range(20):
+    for number in range(kills):
         # the store changes from kill to kill; every seventh run begins in a new folder
         path, store = tmp_path / str(number // 7), STORES[number % 5]
         events = trainer.train(
@@ -168,16 +162,17 @@ def test_twenty_kills_at_random_instants_never_serve_mixed_rows(
             assert len(said) == 1
             assert (f"restored its last snapshot 's{last}'" if last else "started empty") in said[0]
         seen.append((len(names), last))
-    assert sum(trained > 0 for trained, _ in seen) >= 5
-    assert sum(last > 0 for _, last in seen) >= 5
-    assert len({last for _, last in seen}) >= 5
+    assert sum(trained > 0 for trained, _ in seen) >= kills / 4
+    assert sum(last > 0 for _, last in seen) >= kills / 4
+    assert len({last for _, last in seen}) >= 3
 
 
+@pytest.mark.parametrize("kills", [10, pytest.param(40, marks=pytest.mark.slow)])
 def test_kills_while_it_closes_and_opens_leave_what_was_closed_or_saved(
-    tmp_path: Path, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kills: int, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     chance, clean = random.Random(7), 0
-    for number in range(15):
+    for number in range(kills):
         path, store = tmp_path / str(number // 5), STORES[number % 5]
         events = trainer.train(path, store, end="close", after=(chance.randrange(1, 4), chance.uniform(0, 0.05)))
         closed = int(events[-1].split()[1])
@@ -190,4 +185,4 @@ def test_kills_while_it_closes_and_opens_leave_what_was_closed_or_saved(
                 assert closed <= count <= closed + 3
                 clean += 1
             holds(embedding, count)
-    assert 0 < clean < 15
+    assert 0 < clean < kills

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.killed import Trainer, embedding_at, holds, remarks
+from support.killed import Trainer, embedding_at, holds, remarks, trainer
 from support.scripts import run_cold, run_script
+
+__all__ = ["trainer"]
 
 # how many steps ahead are announced, by store
 AHEAD = {"device": 0, "ssd": 1, "ssd_host": 3}
-
-
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    warm = Trainer()
-    yield warm
-    warm.close()
 
 
 def last_step(events: list[str]) -> int:
@@ -90,16 +84,19 @@ def test_an_end_without_a_goodbye_is_as_a_kill(
 
 
 # more than a byte cannot be written to any file from here on: as on a full disk, but of this process alone
-FULL = """
+UNCLOSED = [("device", "saved"), ("ssd_host", "none")]
+FULL = f"""
 import resource, sys
 from pathlib import Path
 from support.killed import embedding_at, steps
 
-embedding = embedding_at(Path(sys.argv[1]), sys.argv[2])
-steps(embedding, 3)
-if sys.argv[3] == "saved":
-    embedding.save_snapshot("s3")
-steps(embedding, 2)
+EVERY = {UNCLOSED}
+embeddings = [embedding_at(Path(sys.argv[1], saved), store) for store, saved in EVERY]
+for embedding, (_, saved) in zip(embeddings, EVERY, strict=True):
+    steps(embedding, 3)
+    if saved == "saved":
+        embedding.save_snapshot("s3")
+    steps(embedding, 2)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
 raise RuntimeError("as planned")
 """
@@ -124,21 +121,20 @@ def test_a_forked_child_ends_without_a_word(tmp_path: Path, store: str) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(("store", "saved"), [("device", "saved"), ("ssd_host", "none")])
-def test_an_end_that_cannot_close_says_once_what_is_kept(
-    tmp_path: Path, store: str, saved: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    ended = run_cold(FULL, tmp_path, store, saved)
+def test_an_end_that_cannot_close_says_once_what_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ended = run_cold(FULL, tmp_path)
     assert ended.returncode == 1
     assert ended.stderr.count("Traceback") == 1
-    said = ended.stderr.splitlines()[-1]
-    assert said.startswith("embedding 'rows' could not be closed: ")
-    assert "File too large" in said
+    said = ended.stderr.splitlines()[-len(UNCLOSED) :]
+    assert ended.stderr.count("could not be closed") == len(said)
     kept = {
         "saved": "restores its last snapshot 's3', of step 3; what was written since, steps 4 to 5, is lost",
         "none": "starts empty: it has no snapshot of its own",
     }
-    assert said.endswith(f"; the next run {kept[saved]}")
-    with embedding_at(tmp_path, store) as embedding:
-        holds(embedding, 3 if saved == "saved" else 0)
-    assert len(remarks(caplog)) == 1
+    for store, saved in UNCLOSED:
+        (line,) = (line for line in said if line.endswith(f"; the next run {kept[saved]}"))
+        assert line.startswith("embedding 'rows' could not be closed: ")
+        assert "File too large" in line
+        with embedding_at(tmp_path / saved, store) as embedding:
+            holds(embedding, 3 if saved == "saved" else 0)
+        assert len(remarks(caplog)) == 1

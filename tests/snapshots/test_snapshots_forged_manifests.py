@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.embeddings import contents, make, train
+from support.examples import examples
 from support.forged import KINDS, change, command, copied, is_sound, save_each_kind
 from support.stores import options
 from tierbed.engine import SnapshotError, StoreError, TierbedError, _core
@@ -116,20 +117,11 @@ def check_drawn(sound: Path, kind: str, place: int, value: Any, name: str | None
         check(sound, Path(folder), kind, store, forge)
 
 
-@settings(max_examples=8)
+@examples(0.2)
 @drawn
 @example(kind="full", place=0, value={"a": 1}, name="extra", store="ssd")
 @example(kind="full", place=0, value=["x"], name="base", store="device")
 def test_a_manifest_of_any_value_anywhere_is_sound_where_it_loads_and_can_be_saved_and_opened_after(
-    sound: Path, kind: str, place: int, value: Any, name: str | None, store: str
-) -> None:
-    check_drawn(sound, kind, place, value, name, store)
-
-
-@pytest.mark.slow
-@settings(max_examples=60)
-@drawn
-def test_many_manifests_of_any_value_anywhere_are_sound_where_they_load(
     sound: Path, kind: str, place: int, value: Any, name: str | None, store: str
 ) -> None:
     check_drawn(sound, kind, place, value, name, store)

@@ -14,11 +14,12 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from support.embeddings import contents, make, train
+from support.examples import examples
 from support.forked import in_process
 from support.stores import options
 from tierbed.engine import SnapshotError, TierbedError
@@ -77,7 +78,7 @@ def test_bytes_are_no_manifest_bare_or_sealed(data: bytes) -> None:
     assert decode(sealed(data)) is None
 
 
-@settings(max_examples=300)
+@examples(2)
 @given(
     kind=st.sampled_from(KINDS), edits=st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(max_size=6)), max_size=3)
 )
@@ -109,7 +110,6 @@ def copied(sound: Path, to: Path) -> Path:
     return to
 
 
-@settings(max_examples=100)
 @given(
     kind=st.sampled_from(KINDS),
     file=st.integers(0, 1 << 20),

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.embeddings import DIM, contents, make, train
+from support.examples import examples
 from support.images import change, check_image, in_memory, joined, small_chunks, table_of
 from support.lifecycle_model import POLICIES, batches
 from support.stores import STORES, options
@@ -31,7 +32,7 @@ policies = pytest.mark.parametrize(
 
 @stores
 @policies
-@settings(max_examples=5)
+@examples(0.2)
 @given(gaps=st.lists(st.integers(0, 25), min_size=1, max_size=12), before=st.integers(0, 4))
 @pytest.mark.rotated("policy")
 def test_an_image_is_of_one_instant_whatever_happens_while_it_is_read(

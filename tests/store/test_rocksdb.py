@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.rocksdb_rows import STORED, WIDTH, Rows, keys_from, read_all, write
 from support.rows import any_key
 from tierbed.engine import StoreError, _core
@@ -36,7 +37,7 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-@settings(max_examples=30)
+@examples(0.5)
 @given(actions=actions, shards=st.sampled_from([1, 3, 8]), mode=st.sampled_from(["buffered", "mmap"]))
 def test_it_holds_what_a_dict_of_rows_holds(actions: Any, shards: int, mode: str) -> None:
     model: dict[tuple[int, int], int] = {}

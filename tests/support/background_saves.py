@@ -24,29 +24,34 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 class Writer:
-    """Keeps what it is given; waits before it reads on until it may."""
+    """Keeps what it is given. It reads `allowed` chunks, and the others once it is let go."""
 
     all: ClassVar[list[Writer]] = []
 
     def __init__(self, allowed: int = 0) -> None:
         self.all.append(self)
         self.rows = b""
-        self.allowed = threading.Semaphore(allowed)
+        self._allowed = threading.Semaphore(allowed)
+        self._let_go = False
         self.began = threading.Event()
 
     def __call__(self, chunks: Chunks) -> None:
         def slowly() -> Chunks:
             while True:
                 self.began.set()
-                self.allowed.acquire()
+                if not self._let_go:
+                    self._allowed.acquire()
                 if (chunk := next(chunks, None)) is None:
                     return
                 yield chunk
 
         self.rows = joined(slowly())
 
-    def let_go(self) -> None:
-        self.allowed.release(1 << 20)
+    def let_go(self) -> Writer:
+        """It waits no more. A semaphore is not released a million times: Python's counts in a loop."""
+        self._let_go = True
+        self._allowed.release()
+        return self
 
 
 def waits_of(embedding: MultiTableEmbedding) -> int:

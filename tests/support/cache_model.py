@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from functools import cache
 
 from support.caches import TABLE, Row, batch_of, cache_over, identities
 from tierbed.engine import _core
@@ -14,12 +15,17 @@ BUCKETS, NEVER = 64, 2**32
 COUNTS = ("hits", "misses", "insertions", "evictions_clean", "evictions_dirty", "overflows", "prefetch_waits")
 
 
+@cache
+def hash_of(row: Row) -> int:
+    return naive.hash_row(*row)
+
+
 def bucket_of(row: Row) -> int:
-    return naive.hash_row(*row) >> 58
+    return hash_of(row) >> 58
 
 
 def set_of(row: Row, sets: int) -> int:
-    low = naive.hash_row(*row) % 2**32
+    low = hash_of(row) % 2**32
     if sets < BUCKETS:
         return low * sets >> 32
     first, end = (number * sets // BUCKETS for number in (bucket_of(row), bucket_of(row) + 1))
@@ -49,6 +55,7 @@ class Plain:
 
     def __init__(self, sets: int, policy: str, overflow_rows: int) -> None:
         self.sets: list[list[Way | None]] = [[None] * WAYS for _ in range(sets)]
+        self.in_sets: dict[Row, Way] = {}
         self.overflow: dict[Row, Way] = {}  # in the order in which they came
         self.below: dict[Row, int] = {}
         self.coming: dict[int, set[Row]] = {}
@@ -60,7 +67,16 @@ class Plain:
         return self.sets[set_of(row, len(self.sets))]
 
     def find(self, row: Row) -> Way | None:
-        return next((way for way in self.ways(row) if way and way.row == row), None) or self.overflow.get(row)
+        return self.in_sets.get(row) or self.overflow.get(row)
+
+    def place(self, way: Way, at: int) -> Way | None:
+        """Put it into its set, in the place of what is returned."""
+        ways = self.ways(way.row)
+        gone, ways[at] = ways[at], way
+        if gone:
+            del self.in_sets[gone.row]
+        self.in_sets[way.row] = way
+        return gone
 
     def next_of(self, row: Row) -> int:
         return min((number for number, rows in self.coming.items() if row in rows), default=0)
@@ -100,13 +116,13 @@ class Plain:
             if gone:
                 self.counts["evictions_dirty" if gone.dirty else "evictions_clean"] += 1
                 self.leave(gone)
-            self.ways(row)[at] = way
+            self.place(way, at)
             self.overflow.pop(row, None)
             self.counts["insertions"] += 1
         return True
 
     def victim(self, row: Row, number: int, done: int) -> int | None:
-        ways, home = self.ways(row), (naive.hash_row(*row) >> 32) * GROUP % WAYS
+        ways, home = self.ways(row), (hash_of(row) >> 32) * GROUP % WAYS
         turns = [(home + turn) % WAYS for turn in range(WAYS)]
         order: dict[int, tuple[int, int, int]] = {}
         for at in turns:
@@ -129,10 +145,10 @@ class Plain:
             at = self.victim(row, done, done) if way.last <= done else None
             if at is None:
                 continue
-            gone = self.ways(row)[at]
-            if until(gone.next if gone else 0, done) <= until(way.next, done):
+            there = self.ways(row)[at]
+            if until(there.next if there else 0, done) <= until(way.next, done):
                 continue
-            self.ways(row)[at] = self.overflow.pop(row)
+            gone = self.place(self.overflow.pop(row), at)
             self.reached["taken back"] += 1
             if gone and gone.dirty:
                 self.overflow[gone.row] = gone

@@ -16,10 +16,13 @@ import pytest
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # installed packages alone: it does not look where the tests are; the first optimizer imports torch._dynamo
-# with tierbed.graph alone, its names would be resolved in each process
-CONTEXT.set_forkserver_preload(
-    ["hypothesis", "pytest", "tierbed.graph.graph", "tierbed.engine.modules.multi_table", "torch.optim.adagrad"]
-)
+TIERBED = [
+    "tierbed.graph.graph",
+    "tierbed.engine.modules.multi_table",
+    "tierbed.engine.processors.cpu",
+    "tierbed.engine.optim.adagrad",
+]
+CONTEXT.set_forkserver_preload(["hypothesis", "pytest", *TIERBED, "torch._dynamo", "torch.optim.adagrad"])
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 1 << 14, 1 << 18

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -204,6 +205,19 @@ class Trainer(Warm):
         answer = self.order(plan, after, SENT.get(end, signal.SIGKILL))
         assert (answer["signal"], answer["code"]) in ENDS.get(end, [(0, 0)]), answer
         return answer["events"]
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    """One for all files of a worker: it takes seconds to start."""
+    return _trainer()
+
+
+@cache
+def _trainer() -> Trainer:
+    started = Trainer()
+    atexit.register(started.close)
+    return started
 
 
 def returned_until_killed(save: Callable[[Path, int], None], path: Path, seed: int) -> list[int]:

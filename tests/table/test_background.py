@@ -97,7 +97,7 @@ def test_the_thread_that_saves_does_not_wait_for_itself() -> None:
     """Garbage may be collected in it, and close the table."""
     with make(options("device"), "adagrad") as embedding:
         change(embedding, 0)
-        expected, writer = contents(embedding).tobytes(), Writer(allowed=1 << 20)
+        expected, writer = contents(embedding).tobytes(), Writer().let_go()
 
         def write(chunks: Chunks) -> None:
             assert table_of(embedding).watch.finish_saving() is None
@@ -128,7 +128,7 @@ def test_a_close_beside_a_reader(tmp_path: Path, store: str) -> None:
     for delay in np.linspace(0, 0.02, 8):
         embedding = make(options(store, tmp_path, open="fresh"), "adagrad")
         train(embedding, range(2000))
-        table, writer = table_of(embedding), Writer(allowed=1 << 20)
+        table, writer = table_of(embedding), Writer().let_go()
         save = table.watch.save_in_background("snapshot 'one'", writer)
         time.sleep(delay)
         table.close()

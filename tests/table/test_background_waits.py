@@ -62,7 +62,7 @@ def test_a_save_does_not_rest_while_somebody_waits(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(background_save, "REST", 1e9)
     with make(options("device"), "adagrad") as embedding:
         change(embedding, 0)
-        save = table_of(embedding).watch.save_in_background("snapshot 'one'", writer := Writer(allowed=1 << 20))
+        save = table_of(embedding).watch.save_in_background("snapshot 'one'", writer := Writer().let_go())
         getattr(save, waits)()
         assert writer.rows == contents(embedding).tobytes()
 
@@ -83,7 +83,7 @@ def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
 
 def test_a_save_that_ended_holds_nobody_up() -> None:
     with make(options("device"), "adagrad") as embedding:
-        table, writer = table_of(embedding), Writer(allowed=1 << 20)
+        table, writer = table_of(embedding), Writer().let_go()
         table.watch.save_in_background("snapshot 'one'", writer).wait()
         with table.lock:
             other = threading.Thread(target=table.watch.finish_saving)

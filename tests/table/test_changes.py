@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from support.changed_rows import FIRST, SECOND, Calls, Row, by_name, calls, check_noted, in_order, in_small_chunks
 from support.embeddings import make, train
+from support.examples import examples
 from support.rows import Table, any_key
 from support.small_snapshots import chunked
 from support.stores import STORES, options
@@ -146,7 +147,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @stores
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@settings(max_examples=15)
+@examples(0.3)
 @given(before=calls, during=calls, after=calls, chunk=st.integers(1, 9))
 @pytest.mark.rotated("policy")
 def test_noted_changes_make_the_rows_of_now_of_those_before(

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.embeddings import ask_to_leave, contents, held, make, train
+from support.examples import examples
 from support.stores import STORES, options
 from tierbed.engine import CapacityError, ClosedError, InputError, StoreError
 from tierbed.engine.spec.inputs import Lookup
@@ -45,7 +46,7 @@ def test_deleted_rows_are_like_rows_that_were_never_seen(tmp_path: Path, store: 
 
 
 @stores
-@settings(max_examples=15)
+@examples(0.3)
 @given(calls=st.lists(st.tuples(st.booleans(), some_rows), max_size=8))
 def test_any_order_of_deletes_and_steps(
     tmp_path_factory: pytest.TempPathFactory, store: str, calls: list[tuple[bool, list[tuple[int, int]]]]

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from support.embeddings import attach, contents, make, train
+from support.examples import examples
 from support.forked import in_process
 from support.stores import STORES, options
 from tierbed.engine import InputError, MultiTableEmbedding, OptimizerError, StoreError
@@ -54,7 +55,7 @@ def test_rows_are_those_of_the_plain_run(tmp_path: Path, plain: NDArray[np.void]
 
 
 @pytest.mark.parametrize("store", STORES)
-@settings(max_examples=20)
+@examples(0.3)
 @given(data=st.data())
 def test_hints_that_are_wrong_late_or_skipped_change_no_row(
     tmp_path_factory: pytest.TempPathFactory, plain: NDArray[np.void], store: str, data: st.DataObject

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from support.cuda_tables import on_devices, on_one_device, tables_on
 from support.embeddings import DIM, TABLES, attach, contents
+from support.examples import examples
 from support.stores import STORES, options
 from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
@@ -121,7 +122,7 @@ def check(given: list[list[Part]], *pairs: Pair) -> None:
 
 
 @pytest.mark.parametrize("store", STORES)
-@settings(max_examples=8)
+@examples(0.2)
 @given(given=steps)
 def test_steps_are_those_without_sharing(
     tmp_path_factory: pytest.TempPathFactory, store: str, given: list[list[Part]]
@@ -132,7 +133,7 @@ def test_steps_are_those_without_sharing(
 
 @on_one_device
 @pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(0.1, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(given=steps)
 def test_steps_on_a_device_are_those_without_sharing(
     tmp_path_factory: pytest.TempPathFactory, device: Device, store: str, given: list[list[Part]]
