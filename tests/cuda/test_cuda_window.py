@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -303,3 +304,23 @@ def test_a_closed_cache_gives_its_device_memory_back_at_once(device: Device, bel
         assert held - bytes_of_tensors(device) >= size
     finally:
         gc.enable()
+
+
+@on_devices
+@caches
+def test_a_cache_that_its_own_thread_closes_while_rows_come_up_is_not_used_without_memory(
+    device: Device, below: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = Cached(device, below, sets=4)
+    coming = cached.batch(range(40))
+    cached.store.announce(coming)
+    admit = Cache.admit
+
+    def collected(cache: Cache, *arguments: Any) -> Any:
+        admitted = admit(cache, *arguments)
+        cached.store.close()  # as where garbage is collected here, with the embedding in it
+        return admitted
+
+    monkeypatch.setattr(Cache, "admit", collected)
+    cached.store.prefetch(coming)
+    device.wait()

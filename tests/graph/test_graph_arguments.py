@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from support.graphs import embedding, graph_of
@@ -167,3 +168,42 @@ def test_a_batch_norm_without_momentum_is_told_to_take_one() -> None:
     with pytest.raises(GraphError, match=r"graph\.net\(x\).*give the batch norm a momentum, such as 0\.1"):
         made(None)(x)
     made(0.1)(x)
+
+
+def test_an_argument_may_have_the_name_by_which_a_step_calls_an_op() -> None:
+    rows = embedding()
+
+    def build(rows: MultiTableEmbedding, ids: Tensor, aten_mul_Tensor_op: Tensor, pin: Tensor) -> Tensor:
+        return rows(ids) * aten_mul_Tensor_op * pin
+
+    graph = trained(build, rows)
+    ids = torch.arange(3)
+    expected = (rows.get(ids) * 6.0).sum()
+    assert torch.equal(graph(ids, torch.tensor(2.0), torch.tensor(3.0)), expected)
+
+
+def test_accumulated_gradients_are_taken_while_another_thread_traces_the_embedding() -> None:
+    rows = embedding()
+    graph = trained(lambda rows, ids: rows(ids), rows)
+    graph.accumulate_grads(2)
+    graph(torch.arange(3))
+    shadow = rows.shadow
+    with FakeTensorMode() as tracing:
+        traced = tracing.from_tensor(shadow)
+    pin = rows.pin
+
+    def pinned(*arguments: Any) -> Any:
+        rows._parameters["shadow"] = shadow
+        return pin(*arguments)
+
+    def gradients(*arguments: Any) -> None:
+        rows._parameters["shadow"] = traced
+        tracing.in_kernel_invocation = True  # as at the instant at which its ops compute shapes
+        keep(*arguments)
+
+    keep = graph._Graph__end.keep
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "pin", pinned)
+        patch.setattr(graph._Graph__end, "keep", gradients)
+        graph(torch.arange(3))
+    assert rows.metrics()["table"]["step"] == 1
