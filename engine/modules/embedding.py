@@ -92,6 +92,13 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         return self.spec.name
 
     @property
+    def device(self) -> torch.device:
+        """Where lookups take place: the device that the module was moved to."""
+        shadow = self.shadow
+        device = shadow.device  # of the fake tensor by which another thread traces, it is meta for an instant
+        return getattr(shadow, "fake_device", device) if device.type == "meta" else device
+
+    @property
     def dim(self) -> int:
         """Floats of a row that a lookup returns, all columns together."""
         return self.spec.dim
