@@ -25,8 +25,18 @@ def hits(rows: MultiTableEmbedding) -> float:
     return rows.metrics()["table"]["prefetch_hits"]
 
 
+OF_OTHER_TESTS = set[threading.Thread]()
+
+
+@pytest.fixture(autouse=True)
+def threads_of_other_tests() -> None:
+    """Embeddings that other tests left to the garbage collector may have threads still."""
+    OF_OTHER_TESTS.clear()
+    OF_OTHER_TESTS.update(threading.enumerate())
+
+
 def threads() -> int:
-    return sum(thread.name == "tierbed-prefetch" for thread in threading.enumerate())
+    return sum(thread.name == "tierbed-prefetch" for thread in {*threading.enumerate()} - OF_OTHER_TESTS)
 
 
 def loader() -> DataLoader[Any]:

@@ -71,7 +71,7 @@ def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
     script = (
         "import threading; from support.embeddings import make, train; from support.stores import options\n"
         "from tierbed.engine.table import background_save\n"
-        "background.REST = 1e9\n"
+        "background_save.REST = 1e9\n"
         "def write(chunks):\n"
         "    threading.main_thread().join()\n"
         "    print(sum(len(rows) for _, rows in chunks))\n"
