@@ -54,7 +54,8 @@ def check_stored(
     if (stored["optimizer"], stored["states"]) != (optimizer.rule, list(optimizer.states)):
         raise OptimizerError(
             f"{what} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, not of "
-            f"{optimizer.rule}; train with that optimizer, or take another name or persistent_path"
+            f"{optimizer.rule}; train with that optimizer, begin its state anew by loading a snapshot with "
+            "weights_only=True, or take another name or persistent_path"
         )
 
 

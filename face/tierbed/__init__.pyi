@@ -3,9 +3,9 @@
 from . import engine as engine
 from . import graph as graph
 from . import one_embedding as one_embedding
+from . import optim as optim
 from . import snapshots as snapshots
 from .engine import errors as errors
-from .engine import optim as optim
 from .engine.errors import CapacityError as CapacityError
 from .engine.errors import ClosedError as ClosedError
 from .engine.errors import GraphError as GraphError

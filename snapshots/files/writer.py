@@ -133,7 +133,7 @@ def check_free(folder: Path, overwrite: bool | None = False) -> None:
         return
     if not overwrite:
         replaceable = overwrite is not None and os.path.lexists(folder / MANIFEST)
-        remedy = ", or save with overwrite=True" if replaceable else ""
+        remedy = ", or save with overwrite=True (--overwrite in a shell)" if replaceable else ""
         raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first{remedy}")
     check_replaceable(folder)
 

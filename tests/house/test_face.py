@@ -56,6 +56,15 @@ def test_each_name_of_a_face_is_there_and_typed(name: str) -> None:
         module.no_such_name  # noqa: B018
 
 
+def test_optim_is_a_module_to_import_from() -> None:
+    from tierbed import engine, optim
+
+    assert import_module("tierbed.optim") is optim
+    assert {name: getattr(optim, name) for name in engine.optim.__all__} == {
+        name: getattr(engine.optim, name) for name in optim.__all__
+    }
+
+
 def test_one_import_has_what_the_parts_have() -> None:
     import tierbed
 
