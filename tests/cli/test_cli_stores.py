@@ -58,6 +58,7 @@ def test_a_snapshot_saved_by_the_shell_loads_on_every_store(cli: Cli, tmp_path: 
 
 @pytest.mark.parametrize("store", LIVE)
 @pytest.mark.parametrize("name", ["full", "more"])
+@pytest.mark.rotated("name")
 def test_a_snapshot_loaded_by_the_shell_is_what_the_next_run_resumes(
     cli: Cli, tmp_path: Path, store: str, name: str
 ) -> None:
@@ -91,6 +92,7 @@ def test_some_tables_are_loaded_and_the_base_stays(cli: Cli, tmp_path: Path, sto
 
 @pytest.mark.parametrize("optimizer", ["adam", "catch-up"])
 @pytest.mark.parametrize("store", LIVE)
+@pytest.mark.rotated("optimizer")
 def test_weights_alone_train_on_with_another_optimizer(cli: Cli, tmp_path: Path, store: str, optimizer: str) -> None:
     trained(tmp_path, store, optimizer)
     with make(options(store, tmp_path), optimizer) as embedding:

@@ -82,11 +82,9 @@ def test_ctrl_c_at_any_instant_leaves_whole_puts(tmp_path: Path, store: str) -> 
         value, came = 0, 0
         put(embedding, range(300), 0.0)
         with Interrupts() as interrupts:
-            end = time.monotonic() + 1.5
-            while time.monotonic() < end:
+            while came < 40:
                 value += 1
                 came += interrupts.cut(partial(put, embedding, range(value % 7, 300), float(value)))
-        assert came > 20
         rows = held(embedding)
         assert len(rows) == embedding.size()
         assert all(len(set(row)) == 1 for row in rows.values()), "a row of two puts"
@@ -124,15 +122,13 @@ def test_ctrl_c_in_any_action_loses_no_row(tmp_path: Path, store: str, action: s
     embedding.save_snapshot("base")
     came, count = 0, 0
     with Interrupts() as interrupts:
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
+        while came < 20:
             count += 1
             try:
                 came += interrupts.cut(partial(ACTIONS[action], embedding, f"s{count}"))
             except StoreError:  # a load that was cut between two tables closes the embedding, and says so
                 assert action == "load"
                 embedding = make_it()
-    assert came > 5
     assert len(held(embedding)) == embedding.size() == 2000
     assert np.allclose(list(held(embedding).values()), 1.0)
     embedding.close()

@@ -31,7 +31,7 @@ def fill_while_training(path: Path, store: str) -> None:
     for _ in range(20):
         assert twins.train() is None
     with disk.full():
-        twins.train_until_it_fails(3)
+        twins.train_until_it_fails(2)
         twins.reads_as_before()
         with pytest.raises((SnapshotError, StoreError)) as error:
             twins.tested.save_snapshot("no-room")
@@ -50,7 +50,7 @@ def fill_while_rows_leave(path: Path, store: str, life: str) -> None:
     for _ in range(20):
         assert twins.train() is None
     with disk.full():
-        twins.train_until_it_fails(3)
+        twins.train_until_it_fails(2)
     for _ in range(20):
         twins.train()
     assert twins.train() is None
@@ -61,6 +61,7 @@ def fill_while_rows_leave(path: Path, store: str, life: str) -> None:
 
 @pytest.mark.parametrize("life", LIVES)
 @pytest.mark.parametrize("store", ON_DISK)
+@pytest.mark.rotated("life")
 def test_a_disk_that_fills_while_rows_leave_loses_no_other_row(disk_path: Path, store: str, life: str) -> None:
     in_process(fill_while_rows_leave, disk_path, store, life)
 
@@ -171,6 +172,7 @@ def restart_where_a_run_died(path: Path, store: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["resume", "fresh"])
 @pytest.mark.parametrize("store", ON_DISK)
+@pytest.mark.rotated("mode")
 def test_a_run_that_filled_the_disk_and_died_can_be_followed_by_another(disk_path: Path, store: str, mode: str) -> None:
     in_process(restart_where_a_run_died, disk_path, store, mode)
 

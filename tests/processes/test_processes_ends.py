@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 import pytest
 
 from support.killed import Trainer, embedding_at, holds, remarks, trainer
-from support.scripts import run_cold, run_script
+from support.scripts import run_script
 
 __all__ = ["trainer"]
 
@@ -86,7 +87,7 @@ def test_an_end_without_a_goodbye_is_as_a_kill(
 # more than a byte cannot be written to any file from here on: as on a full disk, but of this process alone
 UNCLOSED = [("device", "saved"), ("ssd_host", "none")]
 FULL = f"""
-import resource, sys
+import os, resource, sys
 from pathlib import Path
 from support.killed import embedding_at, steps
 
@@ -97,6 +98,7 @@ for embedding, (_, saved) in zip(embeddings, EVERY, strict=True):
     if saved == "saved":
         embedding.save_snapshot("s3")
     steps(embedding, 2)
+os.dup2(os.open(sys.argv[2], os.O_WRONLY), 2)  # a pipe
 resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
 raise RuntimeError("as planned")
 """
@@ -122,11 +124,15 @@ def test_a_forked_child_ends_without_a_word(tmp_path: Path, store: str) -> None:
 
 
 def test_an_end_that_cannot_close_says_once_what_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ended = run_cold(FULL, tmp_path)
+    ours, theirs = os.pipe()
+    with os.fdopen(ours) as pipe:
+        ended = run_script(FULL, tmp_path, f"/proc/{os.getpid()}/fd/{theirs}")
+        os.close(theirs)
+        stderr = pipe.read()
     assert ended.returncode == 1
-    assert ended.stderr.count("Traceback") == 1
-    said = ended.stderr.splitlines()[-len(UNCLOSED) :]
-    assert ended.stderr.count("could not be closed") == len(said)
+    assert stderr.count("Traceback") == 1
+    said = stderr.splitlines()[-len(UNCLOSED) :]
+    assert stderr.count("could not be closed") == len(said)
     kept = {
         "saved": "restores its last snapshot 's3', of step 3; what was written since, steps 4 to 5, is lost",
         "none": "starts empty: it has no snapshot of its own",

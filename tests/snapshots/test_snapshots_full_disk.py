@@ -24,6 +24,7 @@ __all__ = ["disk_path"]
 
 MB, KB = 1 << 20, 1 << 10
 LEFT = [0, 8 * KB, 60 * KB, 160 * KB]  # of what a command that writes all rows needs
+FEW_OR_ALL = pytest.mark.parametrize("sizes", [LEFT[::2], pytest.param(LEFT, marks=pytest.mark.slow)], ids=["2", "4"])
 
 
 @contextlib.contextmanager
@@ -98,7 +99,7 @@ def test_a_save_that_finds_no_room_leaves_what_there_was(disk_path: Path, store:
         in_process(save, disk_path, store, kind)
 
 
-def load(path: Path, store: str) -> None:
+def load(path: Path, store: str, sizes: list[int]) -> None:
     disk = Disk(path, 24 * MB)
     with opened(path, store) as embedding:
         grow(embedding)
@@ -106,7 +107,7 @@ def load(path: Path, store: str) -> None:
         for _ in range(3):
             grow(embedding)
         before, rows, failures = found(path), contents(embedding).tobytes(), 0
-        for left in LEFT:
+        for left in sizes:
             if tried(disk, left, lambda: embedding.load_snapshot("first")):
                 failures += 1
                 assert contents(embedding).tobytes() == rows
@@ -121,12 +122,13 @@ def load(path: Path, store: str) -> None:
         grow(embedding)
 
 
+@FEW_OR_ALL
 @pytest.mark.parametrize("store", STORES)
-def test_a_load_that_finds_no_room_keeps_the_rows(disk_path: Path, store: str) -> None:
-    in_process(load, disk_path, store)
+def test_a_load_that_finds_no_room_keeps_the_rows(disk_path: Path, store: str, sizes: list[int]) -> None:
+    in_process(load, disk_path, store, sizes)
 
 
-def closed(path: Path, words: list[str]) -> None:
+def closed(path: Path, words: list[str], sizes: list[int]) -> None:
     disk = Disk(path, 24 * MB)
     with opened(path, "ssd") as embedding:
         for kind in ["full", "incremental", "checkpoint", "incremental"]:
@@ -136,7 +138,7 @@ def closed(path: Path, words: list[str]) -> None:
     before = found(path)
     arguments = [word.format(store=path / "rows", out=path / "out") for word in words]
     failures = 0
-    for left in LEFT:
+    for left in sizes:
         with room(disk, left):
             code = command(*arguments)
         assert code in (0, 1)
@@ -146,7 +148,7 @@ def closed(path: Path, words: list[str]) -> None:
         assert found(path) == before
         assert not list(path.glob("out*"))
     assert (failures == 0) == (words[1] == "prune")  # which needs no room
-    if failures == len(LEFT):
+    if failures == len(sizes):
         assert command(*arguments) == 0
     assert {name: held for name, held in found(path).items() if name in before}.items() <= before.items()
     with opened(path, "ssd") as embedding:
@@ -165,9 +167,12 @@ COMMANDS = {
 }
 
 
+@FEW_OR_ALL
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=list(COMMANDS))
-def test_a_command_that_finds_no_room_fails_and_leaves_what_there_was(disk_path: Path, words: list[str]) -> None:
-    in_process(closed, disk_path, words)
+def test_a_command_that_finds_no_room_fails_and_leaves_what_there_was(
+    disk_path: Path, words: list[str], sizes: list[int]
+) -> None:
+    in_process(closed, disk_path, words, sizes)
 
 
 @pytest.mark.parametrize("what", ["snapshot", "export"])

@@ -77,7 +77,7 @@ def test_a_disk_that_fills_loses_no_row_and_with_space_it_goes_on(disk_path: Pat
 
 
 def die_after_flushes(folder: Path) -> None:
-    tier = RocksDB(folder, WIDTH, new_shards=8, options=SMALL)
+    tier = RocksDB(folder, WIDTH, new_shards=2, options=SMALL)
     write(tier, keys_from(0, COUNT), 1)
     tier.flush()
     with file_size_limit(1 << 14):
@@ -94,7 +94,7 @@ def test_a_flush_that_returned_after_one_that_failed_survives_a_kill(tmp_path: P
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    tier = RocksDB(tmp_path, WIDTH, 8)
+    tier = RocksDB(tmp_path, WIDTH, 2)
     assert read_all(tier, keys_from(0, 400)) == [509] * 400
     tier.close()
 
