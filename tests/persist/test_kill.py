@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import shutil
@@ -172,7 +173,9 @@ def test_kills_while_it_closes_and_opens_leave_what_was_closed_or_saved(
     tmp_path: Path, kills: int, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     chance, clean = random.Random(7), 0
-    for number in range(kills):
+    for number in itertools.count():
+        if number >= kills and 0 < clean < number:  # some before the mark of a close and some after it
+            break
         path, store = tmp_path / str(number // 5), STORES[number % 5]
         events = trainer.train(path, store, end="close", after=(chance.randrange(1, 4), chance.uniform(0, 0.05)))
         closed = int(events[-1].split()[1])
@@ -185,4 +188,3 @@ def test_kills_while_it_closes_and_opens_leave_what_was_closed_or_saved(
                 assert closed <= count <= closed + 3
                 clean += 1
             holds(embedding, count)
-    assert 0 < clean < kills
