@@ -13,7 +13,7 @@ What is kept tells them apart, by the next batch that needs a row and the last o
 - The optimum (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966) keeps the rows whose
   next use is nearest. A row costs the same whichever it is, so no choice of rows misses less.
 - The windowed optimum sees the next `window` batches alone: rows that they need are kept, the nearest next use first,
-  and the rest of the cache is LRU's.
+  of equal ones the latest used, and the rest of the cache is LRU's.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 I64 = NDArray[np.int64]
 
 NEVER = 1 << 40  # the next use of a row that no batch needs again
+LATER = 1 << 22  # more than the number of any batch
 
 
 def misses(batches: Sequence[NDArray[np.integer]], capacity: int, window: int | None) -> I64:
@@ -53,8 +54,8 @@ def misses(batches: Sequence[NDArray[np.integer]], capacity: int, window: int | 
         if len(held) > capacity:
             seen = next_use[held]
             known = seen <= (NEVER if window is None else number + window)
-            # the nearest known use first, then the latest used
-            rank = np.where(known, seen, 2 * NEVER - recency[held])
+            # the nearest known use first, of equal ones and of unknown ones the latest used
+            rank = (np.where(known, np.minimum(seen, LATER), LATER) << 40) - recency[held]
             order = np.argpartition(rank, capacity) if capacity else np.arange(len(held))
             cached[held[order[capacity:]]] = False
             held = held[order[:capacity]]

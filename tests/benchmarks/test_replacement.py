@@ -8,7 +8,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.places import BENCHMARKS
@@ -73,6 +73,7 @@ def test_the_optimum_is_the_least_of_all_choices(batches: list[list[int]], capac
 
 
 @given(some_batches, st.integers(0, 5), st.integers(0, 3))
+@example([[0], [1], [0, 1], [], [0]], 1, 1)  # two rows that the window needs at once
 def test_lru_and_windows_are_those_of_the_definition(batches: list[list[int]], capacity: int, window: int) -> None:
     assert misses(batches, capacity, window) == by_definition(batches, capacity, window)
 
