@@ -1,7 +1,4 @@
 """The optimizers that torch.optim has not, as `import tierbed.optim` finds them; they are those of `engine.optim`."""
 
-from .engine.optim import CatchUpAdam as CatchUpAdam
-from .engine.optim import Ftrl as Ftrl
-from .engine.optim import RowWiseAdagrad as RowWiseAdagrad
-
-__all__ = ["CatchUpAdam", "Ftrl", "RowWiseAdagrad"]
+from .engine.optim import *  # noqa: F403  the stub there is the one list of their names
+from .engine.optim import __all__ as __all__  # type: ignore[attr-defined]  # made from that stub
