@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
+from support.figures import check_quick_run
 from support.places import BENCHMARKS
-from support.scripts import run_script
 
 sys.path.insert(0, str(BENCHMARKS))
 import graph_steps
@@ -28,14 +26,7 @@ MODEL = Model(rows=50, tables=2, batch=8, hidden=(4,))
 
 @pytest.mark.slow
 def test_every_section_has_figures_for_sides_that_agree(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    done = run_script(Path(benchmark.__file__), "--quick", "--folder", tmp_path, "--json", figures)
-    assert done.returncode == 0, done.stderr
-    shown = json.loads(figures.read_text())["figures"]
-    assert {figure["section"] for figure in shown} == set(benchmark.SECTIONS)
-    for figure in shown:
-        assert np.isfinite(figure["value"])
-        assert f"| {figure['section']} | {figure['what']} |" in done.stdout
+    check_quick_run(benchmark, tmp_path)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])

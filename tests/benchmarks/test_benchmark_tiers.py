@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from support.figures import check_quick_run
 from support.places import BENCHMARKS
-from support.scripts import run_script
 
 sys.path.insert(0, str(BENCHMARKS))
 import tier_stores
@@ -21,14 +20,7 @@ from traces import Cycles, ScanMixed, WrappedZipf, Zipf, ids
 
 
 def test_every_section_has_figures_for_stores_that_agree(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    done = run_script(Path(tiers.__file__), "--quick", "--folder", tmp_path, "--json", figures)
-    assert done.returncode == 0, done.stderr
-    shown = json.loads(figures.read_text())["figures"]
-    assert {figure["section"] for figure in shown} == set(tiers.SECTIONS)
-    for figure in shown:
-        assert np.isfinite(figure["value"])
-        assert f"| {figure['section']} | {figure['what']} |" in done.stdout
+    check_quick_run(tiers, tmp_path)
 
 
 def test_stores_that_differ_have_no_figure() -> None:
