@@ -130,7 +130,7 @@ def run_over_workers(path: Path, start: str) -> bool:
     return same and contents(piped.rows).tobytes() == contents(plain.rows).tobytes()
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_worker_processes_feed_a_run(tmp_path: Path, start: str) -> None:
     assert in_process(run_over_workers, tmp_path, start)
 
