@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-TESTERS := $(shell n=$$(nproc); echo $$((n < 8 ? n * 3 / 2 : 12)))
+TESTERS := $(shell n=$$(nproc); echo $$((n < 6 ? n * 2 : 12)))
 DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engine/optim/*.py)
 
@@ -12,8 +12,9 @@ NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engin
 demo: install
 	$(BIN)/python examples/movielens.py $(if $(DATA),--data $(DATA)) --store ssd --out build/movielens
 
-# processes of one thread each, three for two cores: tests wait for disks and children. Tests of threads set their number
-test: lint types
+# processes of one thread each, two for a core: tests wait for disks and children. Tests of threads set their number
+test: install
+	$(MAKE) --jobs=2 lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(TESTERS) --dist worksteal
 
 test-slow: install
