@@ -366,6 +366,7 @@ class RocksTier(Tier):
         buffer_bytes: int,
         read_mode: str,
         async_io: bool,
+        read_threads: int,
         options: Sequence[tuple[str, str]],
     ) -> None: ...
     def flush(self) -> None: ...

@@ -16,7 +16,7 @@ from .plain import PlainDict
 from .rocksdb_options import CACHE_MB, READ_MODES, options_text, require_rocksdb
 
 CACHE_POLICIES = ("lru", "lfu")
-IO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # the other cores are for the dense part of a step
+BESIDE = max(1, min(4, (os.cpu_count() or 1) // 2))  # threads; the other cores are for the dense part of a step
 OPEN_MODES = ("resume", "fresh", "error")
 EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
 MOST_SIGHTS = 255  # the most sightings of a row that are counted
@@ -40,7 +40,7 @@ class StoreOptions(PlainDict):
     is needed. None: never. docs/lifecycle.md says how eviction, admission and ttl_steps work.
     """
 
-    io_threads = IO_THREADS  # an option of cached_ssd alone; on other stores prefetch works with this number
+    io_threads: int | None = None  # an option of cached_ssd alone; in the class, for what all stores do with it
     store: str = field(init=False)
     persistent_path: str | os.PathLike[str] | None = None
     capacity: int | None = None
@@ -51,6 +51,11 @@ class StoreOptions(PlainDict):
     eviction: str = field(default="none", kw_only=True)
     admission: float | None = field(default=None, kw_only=True)
     ttl_steps: int | None = field(default=None, kw_only=True)
+
+    @property
+    def threads_beside(self) -> int:
+        """How many threads work beside those of a step, where they do not wait for a disk."""
+        return self.io_threads or BESIDE
 
     def __post_init__(self) -> None:
         if self.persistent_path is not None:
@@ -160,7 +165,8 @@ class CachedSsdOptions(CachedHostMemOptions):
     number.
     read_mode: "buffered" reads files through the page cache. "mmap" maps files; it is faster where they are in memory,
     and ends the process where the disk fails to read. "direct" bypasses the page cache.
-    io_threads: threads that bring rows up ahead of their step, and as many that write rows down.
+    io_threads: the most threads that read rows at once, that bring rows up ahead of their step, and that write rows
+    down. None: as many readers as the disk answers to, up to 64, and half of the cores for the others.
     async_io: read by io_uring where the RocksDB of this build does.
     rocksdb_cache_mb: MiB of RocksDB's own cache of blocks, for "direct" reads alone, 32 where None; other reads have
     the page cache.
@@ -173,7 +179,7 @@ class CachedSsdOptions(CachedHostMemOptions):
     host_cache_budget_mb: float = 0
     shards: int | None = field(default=None, kw_only=True)
     read_mode: str = field(default="buffered", kw_only=True)
-    io_threads: int = field(default=IO_THREADS, kw_only=True)
+    io_threads: int | None = field(default=None, kw_only=True)
     async_io: bool = field(default=True, kw_only=True)
     rocksdb_cache_mb: float | None = field(default=None, kw_only=True)
     rocksdb_options: str | Mapping[str, Any] | None = field(default=None, kw_only=True)
@@ -195,7 +201,9 @@ class CachedSsdOptions(CachedHostMemOptions):
                 f"rocksdb_cache_mb={self.rocksdb_cache_mb!r}: with read_mode={self.read_mode!r} the page cache has the "
                 "blocks; give read_mode='direct', or leave it out"
             )
-        self._set("io_threads", whole_option("io_threads", self.io_threads, "a whole number from 1 to 64", 1, 64))
+        if self.io_threads is not None:
+            wanted = "a whole number from 1 to 64, or None"
+            self._set("io_threads", whole_option("io_threads", self.io_threads, wanted, 1, 64))
         if not isinstance(self.async_io, bool):
             raise OptionError(f"async_io={self.async_io!r}: give True or False")
         if self.rocksdb_options is not None:
@@ -310,7 +318,7 @@ def make_cached_ssd_store_options(
     overflow_mb: float = 64,
     shards: int | None = None,
     read_mode: str = "buffered",
-    io_threads: int = IO_THREADS,
+    io_threads: int | None = None,
     async_io: bool = True,
     rocksdb_cache_mb: float | None = None,
     rocksdb_options: str | Mapping[str, Any] | None = None,

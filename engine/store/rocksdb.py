@@ -18,6 +18,7 @@ from .contract import Found, Lines
 
 SHARDS = 4
 WRITE_BUFFER_BYTES = 192 << 20  # the most that the memtables of all shards take
+READ_THREADS = 64  # a disk answers no faster to more
 SCAN_BYTES = 1 << 20  # of a chunk
 MB = 1 << 20
 
@@ -48,6 +49,7 @@ class RocksDB:
     `shards`: how many shards the folder has, all of which must be there; None makes a new folder with `new_shards`.
     `read_only`: nothing is written to the folder, and a write of rows raises StoreError. A folder on a full disk is
     opened in this way too, until `make_writable`.
+    `read_threads`: the most threads that wait for the disk at once.
     `options`: the string of `options_text`; its options go over tierbed's own.
     """
 
@@ -62,6 +64,7 @@ class RocksDB:
         cache_mb: float = CACHE_MB,
         read_mode: str = "buffered",
         async_io: bool = True,
+        read_threads: int = READ_THREADS,
         options: str = "",
         read_only: bool = False,
     ) -> None:
@@ -85,6 +88,7 @@ class RocksDB:
                     buffer_bytes=WRITE_BUFFER_BYTES,
                     read_mode=read_mode,
                     async_io=async_io,
+                    read_threads=read_threads,
                     options=_core.parse_rocksdb_options(options),
                 )
             except RuntimeError as error:

@@ -10,7 +10,7 @@ from ..cache.cached import CachedStore
 from ..spec.options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions
 from ..spec.rocksdb_options import options_text
 from ..store.contract import Store, Table, Tier
-from ..store.rocksdb import SHARDS, RocksDB
+from ..store.rocksdb import READ_THREADS, SHARDS, RocksDB
 
 if TYPE_CHECKING:
     from ..processors.processor import Processor
@@ -50,6 +50,7 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
             cache_mb=options.rocksdb_cache_mb or 0,
             read_mode=options.read_mode,
             async_io=options.async_io,
+            read_threads=options.io_threads or READ_THREADS,
             options=options_text(options.rocksdb_options),
         )
         try:

@@ -91,16 +91,16 @@ void bind_rocksdb(nb::module_& m) {
             "__init__",
             [](RocksTier* self, const std::string& folder, u32 width, bool create, bool read_only, u32 shards,
                std::size_t block_bytes, std::size_t cache_bytes, std::size_t buffer_bytes, const std::string& read_mode,
-               bool async_io, const NamedOptions& options) {
+               bool async_io, std::size_t read_threads, const NamedOptions& options) {
                 const RocksOptions all{
-                    create,   read_only, shards, block_bytes, cache_bytes, buffer_bytes, read_mode_of(read_mode),
-                    async_io, options};
+                    create,   read_only,    shards, block_bytes, cache_bytes, buffer_bytes, read_mode_of(read_mode),
+                    async_io, read_threads, options};
                 nb::gil_scoped_release unlocked;
                 new (self) RocksTier(folder, width, all);
             },
             nb::arg("folder"), nb::arg("width"), nb::kw_only(), nb::arg("create"), nb::arg("read_only"),
             nb::arg("shards"), nb::arg("block_bytes"), nb::arg("cache_bytes"), nb::arg("buffer_bytes"),
-            nb::arg("read_mode"), nb::arg("async_io"), nb::arg("options"))
+            nb::arg("read_mode"), nb::arg("async_io"), nb::arg("read_threads"), nb::arg("options"))
         .def("flush", &RocksTier::flush, unlocked)
         .def("compact", &RocksTier::compact, unlocked)
         .def("close", &RocksTier::close, unlocked)

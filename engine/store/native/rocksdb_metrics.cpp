@@ -26,8 +26,9 @@ void add_latencies(RocksMetrics& metrics, const std::string& name, const Histogr
 
 }  // namespace
 
-RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, const std::vector<rocksdb::DB*>& shards,
-                        const rocksdb::Cache* cache, const rocksdb::Statistics& statistics) {
+RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, std::size_t read_threads,
+                        const std::vector<rocksdb::DB*>& shards, const rocksdb::Cache* cache,
+                        const rocksdb::Statistics& statistics) {
     const auto ticker = [&](u32 type) { return statistics.getTickerCount(type); };
     const u64 written = counts.rows_written * row_bytes;
     const u64 flushed = ticker(rocksdb::FLUSH_WRITE_BYTES), compacted = ticker(rocksdb::COMPACT_WRITE_BYTES);
@@ -45,6 +46,7 @@ RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, const std::vec
         {"bytes_in", written},
         {"bytes_out", counts.hits * row_bytes},
         {"bytes", memtables + readers + blocks},
+        {"read_threads", read_threads},
         {"memtable_bytes", memtables},
         {"index_filter_bytes", readers},
         {"block_cache_bytes", blocks},

@@ -28,8 +28,9 @@ struct RocksMetrics {
     std::vector<std::pair<std::string, double>> reals;  // seconds, ratios
 };
 
-// Sums over the shards; `cache` may be null.
-RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, const std::vector<rocksdb::DB*>& shards,
-                        const rocksdb::Cache* cache, const rocksdb::Statistics& statistics);
+// Sums over the shards; `cache` may be null. read_threads: of the next read.
+RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, std::size_t read_threads,
+                        const std::vector<rocksdb::DB*>& shards, const rocksdb::Cache* cache,
+                        const rocksdb::Statistics& statistics);
 
 }  // namespace tierbed

@@ -51,7 +51,8 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     : shape_{width, width, line_bytes_of(width)},
       folder_(folder),
       process_(getpid()),
-      database_(std::make_unique<rocksdb::Options>(shard_options(options))) {
+      database_(std::make_unique<rocksdb::Options>(shard_options(options))),
+      readers_(std::make_unique<ReadThreads>(options.read_threads)) {
     end_forked_children_early();
     rocksdb::Options& database = *database_;
     database.env = fence_->env();
@@ -121,7 +122,8 @@ void RocksTier::close() {
 void RocksTier::leave_alone() {
     for (auto& shard : shards_) static_cast<void>(shard.release());
     shards_.clear();
-    static_cast<void>(fence_.release());  // whose files they use
+    static_cast<void>(fence_.release());    // whose files they use
+    static_cast<void>(readers_.release());  // which may be in a call, or of the process that forked this
 }
 
 void RocksTier::fail() const noexcept {

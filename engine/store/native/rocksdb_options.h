@@ -25,7 +25,8 @@ struct RocksOptions {
     std::size_t cache_bytes;   // of blocks, for direct reads: the page cache has them otherwise
     std::size_t buffer_bytes;  // of memtables, the most of all shards together
     ReadMode read_mode;
-    bool async_io;  // where the library has it
+    bool async_io;             // where the library has it
+    std::size_t read_threads;  // the most of a call, the caller among them
     NamedOptions more;
 };
 

@@ -24,8 +24,8 @@ namespace tierbed {
 namespace {
 
 constexpr std::size_t KEY_BYTES = 13;
-constexpr std::size_t READS = 256;               // keys a MultiGet
-constexpr std::size_t BATCH_BYTES = 256u << 10;  // a WriteBatch
+constexpr std::size_t LEAST_READS = 8, MOST_READS = 256;  // keys a MultiGet
+constexpr std::size_t BATCH_BYTES = 256u << 10;           // a WriteBatch
 constexpr std::chrono::milliseconds POLL(2);
 constexpr char RELOAD[] = "load the last snapshot";
 
@@ -89,52 +89,52 @@ void RocksTier::read(const Rows& rows, bool* found, bool) {
     require_open();
     const std::shared_lock opened(opening_);
     const Timer timer(counts_.fetch);
-    const Begins begin = begins_of(rows);
+    const std::vector<Range> ranges = ranges_of(rows);
     std::atomic<u64> hits{0};
-    parallel_for(BUCKETS, [&](std::size_t bucket) {
-        if (begin[bucket] < begin[bucket + 1])
-            hits += read_bucket(static_cast<u32>(bucket), rows, begin[bucket], begin[bucket + 1], found);
-    });
+    readers_->run(ranges.size(), [&](std::size_t i) { hits += read_range(rows, ranges[i], found); });
     counts_.hits += hits;
     counts_.misses += rows.n - hits;
 }
 
-std::size_t RocksTier::read_bucket(u32 bucket, const Rows& rows, std::size_t begin, std::size_t end,
-                                   bool* found) const {
-    rocksdb::DB& db = *shard_of(bucket).db;
+// The more threads read, the smaller the ranges are, so that all end at about the same time.
+std::vector<RocksTier::Range> RocksTier::ranges_of(const Rows& rows) const {
+    const std::size_t most = std::clamp(rows.n / (4 * readers_->wanted()), LEAST_READS, MOST_READS);
+    const Begins begin = begins_of(rows);
+    std::vector<Range> ranges;
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
+        for (std::size_t first = begin[bucket]; first < begin[bucket + 1]; first += most)
+            ranges.push_back({bucket, first, std::min(first + most, begin[bucket + 1])});
+    return ranges;
+}
+
+std::size_t RocksTier::read_range(const Rows& rows, const Range& range, bool* found) const {
+    rocksdb::DB& db = *shard_of(range.bucket).db;
     rocksdb::ReadOptions options;
     options.async_io = info_.async_io;
-    const std::vector<Place> places = sorted(rows, begin, end);
-    const std::size_t most = std::min(READS, places.size());
+    const std::vector<Place> places = sorted(rows, range.begin, range.end);
     std::vector<Key> names;
     std::vector<rocksdb::Slice> slices;
-    names.reserve(most);
-    slices.reserve(most);
-    std::vector<rocksdb::PinnableSlice> values(most);
-    std::vector<rocksdb::Status> statuses(most);
+    names.reserve(places.size());
+    slices.reserve(places.size());
+    for (const Place& place : places) {
+        names.emplace_back(range.bucket, place.table, place.key);
+        slices.push_back(names.back().slice());
+    }
+    std::vector<rocksdb::PinnableSlice> values(places.size());
+    std::vector<rocksdb::Status> statuses(places.size());
+    call([&] {
+        db.MultiGet(options, db.DefaultColumnFamily(), places.size(), slices.data(), values.data(), statuses.data(),
+                    true);
+    });
     std::size_t hits = 0;
-    for (std::size_t first = 0; first < places.size(); first += READS) {
-        const std::size_t count = std::min(READS, places.size() - first);
-        names.clear();
-        slices.clear();
-        for (std::size_t i = 0; i < count; ++i) {
-            names.emplace_back(bucket, places[first + i].table, places[first + i].key);
-            slices.push_back(names.back().slice());
-        }
-        call([&] {
-            db.MultiGet(options, db.DefaultColumnFamily(), count, slices.data(), values.data(), statuses.data(), true);
-        });
-        for (std::size_t i = 0; i < count; ++i) {
-            const std::size_t row = begin + places[first + i].row;
-            found[row] = !statuses[i].IsNotFound();
-            if (found[row]) {
-                check(statuses[i], folder_, "read");
-                check_size("row", values[i].size(), stored_bytes_of(shape_.width), folder_);
-                std::memcpy(floats(rows.lines[row]), values[i].data(), values[i].size());
-                ++hits;
-            }
-            values[i].Reset();
-        }
+    for (std::size_t i = 0; i < places.size(); ++i) {
+        const std::size_t row = range.begin + places[i].row;
+        found[row] = !statuses[i].IsNotFound();
+        if (!found[row]) continue;
+        check(statuses[i], folder_, "read");
+        check_size("row", values[i].size(), stored_bytes_of(shape_.width), folder_);
+        std::memcpy(floats(rows.lines[row]), values[i].data(), values[i].size());
+        ++hits;
     }
     return hits;
 }
@@ -286,8 +286,10 @@ std::vector<rocksdb::DB*> RocksTier::databases() const {
 RocksMetrics RocksTier::metrics() const {
     require_open();
     const std::shared_lock opened(opening_);
-    return call(
-        [&] { return metrics_of(counts_, stored_bytes_of(shape_.width), databases(), cache_.get(), *statistics_); });
+    return call([&] {
+        return metrics_of(counts_, stored_bytes_of(shape_.width), readers_->wanted(), databases(), cache_.get(),
+                          *statistics_);
+    });
 }
 
 RocksTier::Scan::Scan(const RocksTier& tier)

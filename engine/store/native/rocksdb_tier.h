@@ -17,6 +17,7 @@
 #include <sys/types.h>
 
 #include "ops/native/layout.h"
+#include "read_threads.h"
 #include "rocksdb_checkpoint.h"
 #include "rocksdb_fence.h"
 #include "rocksdb_metrics.h"
@@ -92,6 +93,12 @@ public:
     };
 
 private:
+    // Rows of one bucket, by their numbers in a call.
+    struct Range {
+        u32 bucket;
+        std::size_t begin, end;
+    };
+
     struct Shard {
         std::string folder;
         std::shared_ptr<rocksdb::DB> db;
@@ -100,7 +107,9 @@ private:
         std::mutex flushing;              // of who asks for a flush or for a failed one again
     };
 
-    std::size_t read_bucket(u32 bucket, const Rows& rows, std::size_t begin, std::size_t end, bool* found) const;
+    std::vector<Range> ranges_of(const Rows& rows) const;
+    // Returns how many were found.
+    std::size_t read_range(const Rows& rows, const Range& range, bool* found) const;
     // Writes the rows, or erases them.
     void change(const Rows& rows, bool erase);
     void apply(Shard& shard, rocksdb::WriteBatch& batch) const;
@@ -137,6 +146,7 @@ private:
     std::shared_ptr<rocksdb::Cache> cache_;
     std::shared_ptr<rocksdb::Statistics> statistics_;
     std::vector<std::unique_ptr<Shard>> shards_;
+    std::unique_ptr<ReadThreads> readers_;
     RocksCounts counts_;
 };
 

@@ -1,0 +1,118 @@
+#include "read_threads.h"
+
+#include <algorithm>
+#include <ctime>
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+namespace tierbed {
+namespace {
+
+u64 now(clockid_t clock) {
+    timespec time;
+    clock_gettime(clock, &time);
+    return static_cast<u64>(time.tv_sec) * 1'000'000'000 + static_cast<u64>(time.tv_nsec);
+}
+
+// Blocks that this thread had to read from a disk. Only these count as waiting: a thread waits for a core, too.
+long blocks_read() {
+    rusage usage;
+    getrusage(RUSAGE_THREAD, &usage);
+    return usage.ru_inblock;
+}
+
+}  // namespace
+
+ReadThreads::ReadThreads(std::size_t limit)
+    : cores_(std::max(1u, std::thread::hardware_concurrency())),
+      limit_(limit),
+      process_(getpid()),
+      wanted_(std::min(cores_, limit)) {}
+
+ReadThreads::~ReadThreads() {
+    {
+        const std::lock_guard lock(mutex_);
+        stopping_ = true;
+    }
+    called_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+}
+
+void ReadThreads::run(std::size_t tasks, const std::function<void(std::size_t)>& task) {
+    Call call{task, tasks, std::min<std::size_t>(wanted_, std::max<std::size_t>(tasks, 1)) - 1};
+    if (call.places == 0 || process_ != getpid()) {
+        take(call);
+    } else {
+        {
+            const std::lock_guard lock(mutex_);
+            calls_.push_back(&call);
+            ask_for(call.places);
+        }
+        take(call);
+        std::unique_lock lock(mutex_);
+        if (call.places) calls_.erase(std::find(calls_.begin(), calls_.end(), &call));
+        left_.wait(lock, [&] { return call.present == 0; });
+    }
+    if (call.failure) std::rethrow_exception(call.failure);
+    learn(call);
+}
+
+// With the lock. Fewer come where the system gives no more threads.
+void ReadThreads::ask_for(std::size_t threads) {
+    for (std::size_t asleep = idle_; asleep < threads; ++asleep) {
+        if (threads_.size() + 1 >= limit_) break;
+        try {
+            threads_.emplace_back([this] { work(); });
+        } catch (const std::exception&) {
+            break;
+        }
+    }
+    for (std::size_t i = 0; i < threads; ++i) called_.notify_one();
+}
+
+void ReadThreads::work() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        ++idle_;
+        called_.wait(lock, [&] { return stopping_ || !calls_.empty(); });
+        --idle_;
+        if (stopping_) return;
+        Call& call = *calls_.front();
+        if (--call.places == 0) calls_.pop_front();
+        ++call.present;
+        lock.unlock();
+        take(call);
+        lock.lock();
+        if (--call.present == 0) left_.notify_all();
+    }
+}
+
+void ReadThreads::take(Call& call) {
+    u64 wait = 0, work = 0;
+    for (std::size_t i; (i = call.next.fetch_add(1)) < call.tasks;) {
+        const u64 began = now(CLOCK_MONOTONIC), worked = now(CLOCK_THREAD_CPUTIME_ID);
+        const long before = blocks_read();
+        try {
+            call.task(i);
+        } catch (...) {
+            const std::lock_guard lock(mutex_);
+            if (!call.failure) call.failure = std::current_exception();
+            call.next = call.tasks;
+        }
+        const u64 busy = now(CLOCK_THREAD_CPUTIME_ID) - worked;
+        work += busy;
+        if (blocks_read() != before) wait += std::max(now(CLOCK_MONOTONIC) - began, busy) - busy;
+    }
+    call.wait_ns += wait;
+    call.work_ns += work;
+}
+
+void ReadThreads::learn(const Call& call) {
+    if (call.tasks < cores_) return;  // too few to tell
+    const double ratio = static_cast<double>(call.wait_ns) / static_cast<double>(std::max<u64>(call.work_ns, 1));
+    const double wanted = static_cast<double>(cores_) * (1 + std::min(ratio, static_cast<double>(limit_)));
+    wanted_ = std::clamp<std::size_t>((wanted_ + static_cast<std::size_t>(wanted) + 1) / 2, 1, limit_);
+}
+
+}  // namespace tierbed
