@@ -72,6 +72,7 @@ METRICS: dict[str, Metric] = {
     # of RocksDB
     "rows_written": Metric("counter", "rows written"),
     "rows_erased": Metric("counter", "rows erased, whether they were there or not"),
+    "read_threads": Metric("gauge", "threads that the next read takes: as many as the disk answers to, or the limit"),
     "memtable_bytes": Metric("gauge", "written rows in memory that are not in files yet"),
     "index_filter_bytes": Metric("gauge", "indexes and filters of files in memory, outside of the block cache"),
     "block_cache_bytes": Metric("gauge", "blocks of files in RocksDB's own cache"),

@@ -40,7 +40,6 @@ class StoreOptions(PlainDict):
     is needed. None: never. docs/lifecycle.md says how eviction, admission and ttl_steps work.
     """
 
-    io_threads: int | None = None  # an option of cached_ssd alone; in the class, for what all stores do with it
     store: str = field(init=False)
     persistent_path: str | os.PathLike[str] | None = None
     capacity: int | None = None
@@ -55,7 +54,7 @@ class StoreOptions(PlainDict):
     @property
     def threads_beside(self) -> int:
         """How many threads work beside those of a step, where they do not wait for a disk."""
-        return self.io_threads or BESIDE
+        return BESIDE
 
     def __post_init__(self) -> None:
         if self.persistent_path is not None:
@@ -183,6 +182,10 @@ class CachedSsdOptions(CachedHostMemOptions):
     async_io: bool = field(default=True, kw_only=True)
     rocksdb_cache_mb: float | None = field(default=None, kw_only=True)
     rocksdb_options: str | Mapping[str, Any] | None = field(default=None, kw_only=True)
+
+    @property
+    def threads_beside(self) -> int:
+        return self.io_threads or BESIDE
 
     def __post_init__(self) -> None:
         require_rocksdb()

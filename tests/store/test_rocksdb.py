@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.rocksdb_rows import STORED, WIDTH, Rows, keys_from, read_all, write
 from support.rows import any_key
-from tierbed.engine import StoreError, _core
+from tierbed.engine import OptionError, StoreError, _core
 from tierbed.engine.store import rocksdb
 from tierbed.engine.store.rocksdb import RocksDB
 
@@ -228,4 +229,49 @@ def test_metrics_follow_what_was_done(tmp_path: Path) -> None:
     for call in ("fetch", "write"):
         p50, p99, most = (metrics[f"{call}_seconds_{name}"] for name in ("p50", "p99", "max"))
         assert 0 < p50 <= p99 <= most < 60
+    tier.close()
+
+
+def own_values(count: int) -> Rows:
+    """Rows that each hold their key."""
+    rows = Rows(keys_from(0, count))
+    rows.memory[:, 0] = rows.keys
+    return rows
+
+
+def read_again(tier: RocksDB, names: list[tuple[int, int]], times: int) -> None:
+    for _ in range(times):
+        assert read_all(tier, names) == [key for _, key in names]
+
+
+@pytest.mark.parametrize("read_threads", [1, 3, 64])
+def test_callers_that_read_at_once_get_their_rows(tmp_path: Path, read_threads: int) -> None:
+    tier = RocksDB(tmp_path, WIDTH, read_threads=read_threads)
+    rows = own_values(4000)
+    tier.write(rows.tables, rows.keys, rows.lines)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda first: read_again(tier, keys_from(first, 2000), 5), (0, 700, 1400, 2000)))
+    assert 1 <= tier.metrics()["ssd"]["read_threads"] <= read_threads
+    tier.close()
+
+
+def test_more_threads_read_where_they_wait_for_the_disk(tmp_path: Path) -> None:
+    """Rows that were just written wait for nothing. Direct reads do, where the system counts what they read."""
+    rows = own_values(20_000)
+    tier = RocksDB(tmp_path, WIDTH)
+    tier.write(rows.tables, rows.keys, rows.lines)
+    tier.flush()
+    at_first = tier.metrics()["ssd"]["read_threads"]
+    read_again(tier, keys_from(0, 2000), 5)
+    assert tier.metrics()["ssd"]["read_threads"] == at_first
+    tier.close()
+    try:
+        tier = RocksDB(tmp_path, WIDTH, rocksdb.SHARDS, read_mode="direct", cache_mb=0)
+    except OptionError:
+        pytest.skip("this file system reads through the page cache alone")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
+    read_again(tier, keys_from(0, 2000), 5)
+    if resource.getrusage(resource.RUSAGE_SELF).ru_inblock == before:
+        pytest.skip("this system does not count the blocks that a thread reads")
+    assert tier.metrics()["ssd"]["read_threads"] > at_first
     tier.close()
