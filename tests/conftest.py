@@ -18,6 +18,7 @@ from hypothesis import settings
 
 pytest.register_assert_rewrite("support")  # before anything imports it
 
+from support import warm  # noqa: E402
 from support.cells import pytest_collection_modifyitems  # noqa: E402
 
 __all__ = ["pytest_collection_modifyitems"]
@@ -50,6 +51,10 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if getattr(config.option, "maxworkerrestart", "") is None:
         config.option.maxworkerrestart = "0"  # or a new worker may run the test again that ended the last
+    if not hasattr(config, "workerinput"):  # the workers of a run share one
+        server = warm.Server()
+        config.add_cleanup(server.close)
+        os.environ[warm.SERVER] = server.address
     config.stash[STDERR] = os.dup(2)  # which tests redirect
     config.addinivalue_line("markers", "limit(seconds): how long the test may take before it counts as hanging")
     if core := config.getoption("core"):

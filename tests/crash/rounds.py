@@ -16,6 +16,7 @@ import numpy as np
 
 from support.embeddings import contents
 from support.killed import Warm
+from support.warm import Server
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots
@@ -24,7 +25,7 @@ from .expected import Expected, Saved
 from .history import DIM, History, in_order
 from .plan import Round, Session
 from .power import Disk
-from .trainer import Recovered
+from .trainer import Recovered, run
 
 KILLED, HUNG = 9, 14
 
@@ -52,15 +53,15 @@ class Rounds:
     """Runs rounds below a folder, by trainers that run a script first, for tests of the harness."""
 
     def __init__(self, folder: Path, script: str = "") -> None:
-        self.folder = folder
-        shim = str(build_shim(folder))
-        self._warm = Warm(f"{script}\nfrom crash.trainer import main; main()", LD_PRELOAD=shim, OMP_NUM_THREADS="1")
+        self.folder, self.script = folder, script
+        self._server = Server(LD_PRELOAD=str(build_shim(folder)), OMP_NUM_THREADS="1")
+        self._warm = Warm(run, self._server)
         self._recovered = Recovered()
         logging.getLogger("tierbed").addHandler(self._recovered)
 
     def close(self) -> None:
         logging.getLogger("tierbed").removeHandler(self._recovered)
-        self._warm.close()
+        self._server.close()
 
     def run(self, plan: Round) -> Result:
         """Raises AssertionError where the folder is not as it must be."""
@@ -85,7 +86,7 @@ class Rounds:
         kill = session.kill
         after = [kill.events, kill.wait] if kill.inside is None else None
         orders = dataclasses.asdict(session) | fields | {"number": number}
-        answer = self._warm.order({"place": str(place), "plan": orders}, after)
+        answer = self._warm.order({"place": str(place), "plan": orders, "script": self.script}, after)
         assert answer["signal"] != HUNG, "the trainer hung"
         assert answer["signal"] == KILLED, f"the trainer ended by itself: {answer['signal'], answer['code']}"
         lines = expected.follow(place / "log")

@@ -17,8 +17,9 @@ from crash.power import Disk
 from crash.rounds import build_shim
 
 from support.embeddings import contents, make, train
-from support.killed import Warm, serve
+from support.killed import Warm
 from support.stores import options
+from support.warm import Server
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, list_snapshots
@@ -62,16 +63,12 @@ def overwrite(
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
-    serve(overwrite)
-
-
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     shim = str(build_shim(tmp_path_factory.mktemp("shim")))
-    made = Warm("import test_overwrite_kill; test_overwrite_kill.main()", LD_PRELOAD=shim, OMP_NUM_THREADS="1")
-    yield made
-    made.close()
+    server = Server(LD_PRELOAD=shim, OMP_NUM_THREADS="1")
+    yield Warm(overwrite, server)
+    server.close()
 
 
 @pytest.mark.parametrize(
