@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -52,9 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "maxworkerrestart", "") is None:
         config.option.maxworkerrestart = "0"  # or a new worker may run the test again that ended the last
     if not hasattr(config, "workerinput"):  # the workers of a run share one
-        server = warm.Server()
-        config.add_cleanup(server.close)
-        os.environ[warm.SERVER] = server.address
+        servers = contextlib.ExitStack()
+        servers.enter_context(warm.servers())
+        config.add_cleanup(servers.close)
     config.stash[STDERR] = os.dup(2)  # which tests redirect
     config.addinivalue_line("markers", "limit(seconds): how long the test may take before it counts as hanging")
     if core := config.getoption("core"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-import subprocess
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import numpy as np
 
 from support.embeddings import contents
 from support.killed import Warm
-from support.warm import Server
+from support.warm import SHIMMED
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots
@@ -42,26 +41,17 @@ class Result:
     seconds: float = 0.0
 
 
-def build_shim(folder: Path) -> Path:
-    """The library to preload into trainers."""
-    library, source = folder / "crash_io.so", Path(__file__).with_name("crash_io.cpp")
-    subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    return library
-
-
 class Rounds:
     """Runs rounds below a folder, by trainers that run a script first, for tests of the harness."""
 
     def __init__(self, folder: Path, script: str = "") -> None:
         self.folder, self.script = folder, script
-        self._server = Server(LD_PRELOAD=str(build_shim(folder)), OMP_NUM_THREADS="1")
-        self._warm = Warm(run, self._server)
+        self._warm = Warm(run, SHIMMED)
         self._recovered = Recovered()
         logging.getLogger("tierbed").addHandler(self._recovered)
 
     def close(self) -> None:
         logging.getLogger("tierbed").removeHandler(self._recovered)
-        self._server.close()
 
     def run(self, plan: Round) -> Result:
         """Raises AssertionError where the folder is not as it must be."""

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from support.warm import Child, leave
+from support.warm import SERVER, Child, leave
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 1 << 14, 1 << 18
 
 
-def in_process(task: Callable[..., Any], *arguments: Any) -> Any:
+def in_process(task: Callable[..., Any], *arguments: Any, server: str = SERVER) -> Any:
     """What `task(*arguments)` returns in a new process. One that fails fails here."""
-    child, pipe = with_pipe(_answer, task, *arguments)
+    child, pipe = with_pipe(_answer, task, *arguments, server=server)
     with child, pipe:
         try:
             answer = pipe.recv()
@@ -36,11 +36,11 @@ def in_process(task: Callable[..., Any], *arguments: Any) -> Any:
     return value
 
 
-def with_pipe(task: Callable[..., Any], *arguments: Any) -> tuple[Child, Connection]:
+def with_pipe(task: Callable[..., Any], *arguments: Any, server: str = SERVER) -> tuple[Child, Connection]:
     """A process that calls `task(*arguments, pipe)`, and the other end of its pipe."""
     ours, theirs = Pipe()
     with theirs:
-        return Child(_with_pipe, task, *arguments, files=[theirs.fileno()]), ours
+        return Child(_with_pipe, task, *arguments, files=[theirs.fileno()], server=server), ours
 
 
 def _with_pipe(task: Callable[..., Any], *given: Any) -> None:

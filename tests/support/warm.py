@@ -13,7 +13,9 @@ import importlib
 import os
 import pickle
 import secrets
+import select
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -24,30 +26,38 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
-
-import pytest
-from _pytest.assertion import install_importhook
-from _pytest.config import get_config
 
 from support.places import TESTS, environment
 
-SERVER = "TIERBED_TESTS_SERVER"  # the environment variable with the address of the run's server
+SERVER, SHIMMED = "TIERBED_TESTS_SERVER", "TIERBED_TESTS_SHIMMED"  # environment variables with addresses
+SHIMS = [TESTS / "support" / "failing_io.cpp", TESTS / "crash" / "crash_io.cpp"]  # idle until a child calls them
 LONGEST = 1 << 16  # message
+LONG = [
+    "tierbed.engine.optim.adagrad",
+    "tierbed.engine.optim.sgd",
+    "tierbed.engine.processors.cpu",
+    "torch._subclasses.schema_check_mode",
+    "torch.optim.adagrad",  # the first optimizer imports torch._dynamo
+]
 
 
 class Server:
-    """Forks children until it is closed or its maker ends. It starts cold, and imports when the first order comes."""
+    """Forks children until it is closed or its maker ends. It starts cold, and imports when the first order comes.
 
-    def __init__(self, **variables: str) -> None:
+    `shims` are sources of libraries that it preloads.
+    """
+
+    def __init__(self, *shims: Path) -> None:
         self.address = f"tierbed-tests-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + self.address)
             listener.listen(100)
             number = listener.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", f"from support import warm; warm.serve({number})"],
-                env=environment() | variables,
+                _command(f"{number}, {[*map(str, shims)]}"),
+                env=environment(),
                 stdin=subprocess.PIPE,  # its end is that of this process, or what `close` does
                 stdout=subprocess.DEVNULL,
                 pass_fds=[number],
@@ -57,6 +67,18 @@ class Server:
     def close(self) -> None:
         """Children that run are killed."""
         self._process.communicate()
+
+
+@contextlib.contextmanager
+def servers() -> Iterator[None]:
+    """The servers of this process and of those that it starts, while the block runs."""
+    kinds = {SERVER: Server(), SHIMMED: Server(*SHIMS)}
+    os.environ |= {name: server.address for name, server in kinds.items()}
+    try:
+        yield
+    finally:
+        for server in kinds.values():
+            server.close()
 
 
 class Child:
@@ -73,7 +95,7 @@ class Child:
         stdout: int = 1,
         stderr: int = 2,
         path: Sequence[str] | None = None,
-        server: str | None = None,
+        server: str = SERVER,
     ) -> None:
         path = sys.path if path is None else path
         modules = {part.__module__ for part in (task, *arguments) if callable(part)}
@@ -83,7 +105,7 @@ class Child:
             pickle.dump((path, os.getcwd(), dict(os.environ)), order)
             pickle.dump((task, arguments), order)
             order.seek(0)
-            self._server.connect("\0" + (server or os.environ[SERVER]))
+            self._server.connect("\0" + os.environ[server])
             socket.send_fds(self._server, [message], [order.fileno(), stdin.fileno(), stdout, stderr, *files])
             self.pid = self._hear()
 
@@ -124,12 +146,30 @@ class Child:
             raise
 
 
-def serve(number: int) -> None:
+def serve(number: int, shims: Sequence[str] = (), built: str | None = None) -> None:
     """Serve at a listening socket until standard input ends; in a child, do its order."""
+    if shims and number in select.select([sys.stdin, number], [], [])[0]:
+        _start_again(number, shims)
+    if built:
+        shutil.rmtree(built)  # loaded
     with socket.socket(fileno=number) as listener, _Loop(listener) as loop:
         files = loop.serve()
     if files:
         _do(*files)
+
+
+def _start_again(number: int, shims: Sequence[str]) -> None:
+    """With the shims, which can only be loaded before all else."""
+    folder = Path(tempfile.mkdtemp())
+    for shim in shims:
+        library = folder / f"{Path(shim).stem}.so"
+        subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, shim, "-ldl"], check=True)
+    preloaded = {"LD_PRELOAD": ":".join(map(str, folder.iterdir())), "OMP_NUM_THREADS": "1"}
+    os.execve(sys.executable, _command(f"{number}, built={str(folder)!r}"), os.environ | preloaded)
+
+
+def _command(arguments: str) -> list[str]:
+    return [sys.executable, "-W", "ignore", "-c", f"from support import warm; warm.serve({arguments})"]
 
 
 def _do(order: int, *files: int) -> None:
@@ -268,13 +308,19 @@ class _Loop:
 
 def warm_up() -> None:
     """Import what takes long, and let modules of tests explain their assertions."""
+    import pytest
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
+
+    import tierbed
+    from tierbed import cli
+
     install_importhook(get_config())
     names = {f"support.{file.stem}" for file in (TESTS / "support").glob("*.py")}
     pytest.register_assert_rewrite(*names.difference(sys.modules))
-    import torch.optim.adagrad  # noqa: F401
-
-    import tierbed
-    import tierbed.cli
-
+    for module in LONG:
+        importlib.import_module(module)
     for name in tierbed.__all__:  # resolved at their first use
         getattr(tierbed, name)
+    with contextlib.suppress(SystemExit), open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
+        cli.main(["snapshot", "list", os.devnull])  # imports more
