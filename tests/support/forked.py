@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from support.warm import SERVER, Child, leave
+from support.warm import SERVER, Child
+from support.warm_server import leave
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 1 << 14, 1 << 18

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from support.places import environment
-from support.warm import Child, leave
+from support.warm import Child
+from support.warm_server import leave
 
 
 def run_script(
