@@ -51,6 +51,7 @@ public:
     void read(const Rows& rows, bool* found, bool touch) override;
     void write(const Rows& rows) override;
     void erase(const Rows& rows) override;
+    void forget_errors() override;
     bool on_disk() const override { return false; }
     // Brings every dirty row down.
     void flush();
