@@ -13,7 +13,7 @@ NO_ROOM = 1
 
 @on_devices
 @pytest.mark.parametrize(
-    ("columns", "state_widths"), [([1], [1, 1]), ([5], [5, 5]), ([17, 23], [40, 1]), ([130], [130, 130])], ids=str
+    ("columns", "state_widths"), [([1], [1, 1]), ([5], [5, 5]), ([17, 23], [40, 1]), ([128], [128, 128])], ids=str
 )
 def test_missing_rows_are_inserted_with_initial_values_and_found_again(
     device: Device, columns: list[int], state_widths: list[int]

@@ -32,6 +32,9 @@ def test_that_hangs():
 def test_after_it():
     pass
 
+def test_of_a_child():
+    assert in_process(os.getpid) != os.getpid()
+
 def hang():
     pathlib.Path("processes").write_text(f"{os.getppid()} {os.getpid()}")
     signal.pause()
@@ -54,7 +57,7 @@ def test_neither_a_caller_that_ignores_sigint_nor_a_test_that_hangs_stops_the_ot
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "3 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+    assert "3 failed, 4 passed" in done.stdout, done.stdout + done.stderr
     assert "Failed: it hangs: not over after 1 s" in done.stdout
     assert "Failed: it hangs: not over after 20 s" in done.stdout
     for process in (tmp_path / "processes").read_text().split():  # the child that hung, and who forked it

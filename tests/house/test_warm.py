@@ -1,4 +1,4 @@
-"""Children of the warm process: each is as a process that Python starts, and none outlives who ordered it."""
+"""Children of the warm process: each has the environment and files it was given, and none outlives who ordered it."""
 
 from __future__ import annotations
 

@@ -81,6 +81,7 @@ def forks(embedding: MultiTableEmbedding, pipe: Connection) -> None:
     """Has a child that outlives it by a while, then waits."""
     child = os.fork()
     if child == 0:
+        os.setpgid(0, 0)  # it is not ended with its parent's group
         signal.alarm(600)
         pipe.close()
         signal.pause()

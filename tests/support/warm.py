@@ -39,7 +39,7 @@ class Server:
             number = listener.fileno()
             self._process = subprocess.Popen(
                 command(f"{number}, {[*map(str, shims)]}"),
-                env=environment(),
+                env=environment() | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # a process that asks CUDA may not fork
                 stdin=subprocess.PIPE,  # its end is that of this process, or what `close` does
                 stdout=subprocess.DEVNULL,
                 pass_fds=[number],
@@ -104,7 +104,9 @@ class Child:
         assert code == -signal.SIGKILL, code
 
     def close(self) -> None:
-        """Where it did not end, it is killed with its process group."""
+        """What is left of its process group is killed."""
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # though a fork of this process may have it as well
         self._server.close()
 
     def __enter__(self) -> Child:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -148,8 +149,14 @@ class _Loop:
         if not message:
             connection.close()
             return ()
-        self._import(*pickle.loads(message))
-        child = os.fork()
+        try:
+            self._import(*pickle.loads(message))
+            child = os.fork()
+        except Exception:
+            traceback.print_exc()
+            for file in [*files, connection.detach()]:
+                os.close(file)
+            return ()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpgid(child, child)  # by both, as either may be first
         if child == 0:
@@ -178,8 +185,8 @@ class _Loop:
 
     def _leave(self, order: _Order) -> None:
         """The client is gone."""
-        if os.waitid(os.P_PID, order.child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-            os.killpg(order.child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(order.child, signal.SIGKILL)  # until it is reaped, no other group has its number
         os.waitpid(order.child, 0)
         with contextlib.suppress(KeyError):  # it was told
             self._selector.unregister(order.ended)
@@ -195,7 +202,7 @@ class _Loop:
         before = sys.path[:]
         _import_from(path)
         for module in modules:
-            with contextlib.suppress(Exception):  # the child fails by it again
+            with contextlib.suppress(BaseException):  # the child fails by it again
                 importlib.import_module(module)
         sys.path[:] = before
         gc.freeze()  # children leave it alone, which is most of what they would do at their end

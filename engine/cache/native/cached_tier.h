@@ -39,7 +39,8 @@ public:
     CachedTier(const CachedTier&) = delete;
 
     // As in engine/store/contract.py. `announce` and `prefetch` may run in another thread than the rest. An error of
-    // the thread that brings rows down is thrown by the next call that moves rows; nothing is lost by it.
+    // the thread that brings rows down is thrown by the next call that moves rows, or forgotten by a flush; nothing is
+    // lost by it.
     void announce(std::shared_ptr<Batch> batch);
     bool prefetch(const Batch& batch);
     void pin(std::shared_ptr<Batch> batch);

@@ -240,6 +240,7 @@ void CachedTier::erase(const Rows& rows) {
 
 void CachedTier::forget_errors() {
     below_.forget_errors();
+    const std::lock_guard admission(threads_->admission);  // whoever waits for the writer is through
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (!writer) return;
