@@ -202,6 +202,8 @@ class Tier:
         """Copy each line to its row, inserting it where it is new."""
     def erase(self, tables: U32, keys: U64) -> None:
         """Forget rows; those that are not there are fine."""
+    def forget_errors(self) -> None:
+        """Wait for writes of its own that are under way, and forget why some failed: their rows are tried again."""
 
 class FullTable(Tier):
     """Every row in memory: an open-addressing index per bucket, lines in segments that never move."""

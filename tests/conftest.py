@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -19,6 +20,7 @@ from hypothesis import settings
 
 pytest.register_assert_rewrite("support")  # before anything imports it
 
+from support import warm  # noqa: E402
 from support.cells import pytest_collection_modifyitems  # noqa: E402
 
 __all__ = ["pytest_collection_modifyitems"]
@@ -51,6 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if getattr(config.option, "maxworkerrestart", "") is None:
         config.option.maxworkerrestart = "0"  # or a new worker may run the test again that ended the last
+    if not hasattr(config, "workerinput"):  # the workers of a run share one
+        servers = contextlib.ExitStack()
+        servers.enter_context(warm.servers())
+        config.add_cleanup(servers.close)
     config.stash[STDERR] = os.dup(2)  # which tests redirect
     config.addinivalue_line("markers", "limit(seconds): how long the test may take before it counts as hanging")
     if core := config.getoption("core"):

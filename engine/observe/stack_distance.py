@@ -193,7 +193,10 @@ def _at_most(load: F64) -> F64:
 
 
 def _between(load: F64, values: F64) -> F64:
-    """The value [n] at each load, by a straight line between two of `_LOADS`, which are evenly spaced: no search."""
+    """The value [n] at each load >= 0, by a straight line between two of `_LOADS`; beyond them their last value.
+
+    Loads are evenly spaced, so nothing is searched.
+    """
     place = np.minimum(load * PER_ROW, len(values) - 1)
     below = place.astype(np.int32)
     step = np.diff(values, append=values[-1])

@@ -23,7 +23,7 @@ from tier_stores import Mismatch
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("store", ["device_mem", "host_mem", "cached_host_mem"])
 def test_steps(device: Device, store: str, optimizer: str) -> None:
-    step = gpu.checked_step(device, store, optimizer, ids=40, rows=50, tables=3, dim=4)
+    step = gpu.checked_step(device, store, optimizer, ids=40, rows=50, tables=3, dim=5)
     assert torch.isfinite(step(0)).all()
 
 
@@ -43,7 +43,7 @@ def test_gathers(device: Device) -> None:
 @on_devices
 def test_graphs(device: Device) -> None:
     with tables_on(device) as place:
-        steps = gpu.checked_graphs(place, batch=5, rows=40, tables=2, dim=4)
+        steps = gpu.checked_graphs(place, batch=5, rows=40, tables=2, dim=5)
         assert torch.equal(steps["recorded"](1), steps["plain"](1))
 
 

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
+from support import warm
+
 from .plan import Round, draw_round
 from .rounds import Result, Rounds
 
@@ -33,7 +35,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="crash-", dir=arguments.folder))
     rounds, results, failed = Rounds(folder), list[Result](), list[int]()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
-    with contextlib.suppress(KeyboardInterrupt):  # the summary is of the rounds so far
+    with warm.servers(), contextlib.suppress(KeyboardInterrupt):  # the summary is of the rounds so far
         for seed in track(range(arguments.seed, arguments.seed + arguments.n), "rounds", console=console):
             plan = draw_round(seed)
             try:

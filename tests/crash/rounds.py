@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-import subprocess
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import numpy as np
 
 from support.embeddings import contents
 from support.killed import Warm
+from support.warm import SHIMMED
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots
@@ -24,7 +24,7 @@ from .expected import Expected, Saved
 from .history import DIM, History, in_order
 from .plan import Round, Session
 from .power import Disk
-from .trainer import Recovered
+from .trainer import Recovered, run
 
 KILLED, HUNG = 9, 14
 
@@ -41,26 +41,17 @@ class Result:
     seconds: float = 0.0
 
 
-def build_shim(folder: Path) -> Path:
-    """The library to preload into trainers."""
-    library, source = folder / "crash_io.so", Path(__file__).with_name("crash_io.cpp")
-    subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    return library
-
-
 class Rounds:
     """Runs rounds below a folder, by trainers that run a script first, for tests of the harness."""
 
     def __init__(self, folder: Path, script: str = "") -> None:
-        self.folder = folder
-        shim = str(build_shim(folder))
-        self._warm = Warm(f"{script}\nfrom crash.trainer import main; main()", LD_PRELOAD=shim, OMP_NUM_THREADS="1")
+        self.folder, self.script = folder, script
+        self._warm = Warm(run, SHIMMED)
         self._recovered = Recovered()
         logging.getLogger("tierbed").addHandler(self._recovered)
 
     def close(self) -> None:
         logging.getLogger("tierbed").removeHandler(self._recovered)
-        self._warm.close()
 
     def run(self, plan: Round) -> Result:
         """Raises AssertionError where the folder is not as it must be."""
@@ -85,7 +76,7 @@ class Rounds:
         kill = session.kill
         after = [kill.events, kill.wait] if kill.inside is None else None
         orders = dataclasses.asdict(session) | fields | {"number": number}
-        answer = self._warm.order({"place": str(place), "plan": orders}, after)
+        answer = self._warm.order({"place": str(place), "plan": orders, "script": self.script}, after)
         assert answer["signal"] != HUNG, "the trainer hung"
         assert answer["signal"] == KILLED, f"the trainer ended by itself: {answer['signal'], answer['code']}"
         lines = expected.follow(place / "log")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from support.embeddings import contents
-from support.killed import serve
 from support.limits import descriptors
 from tierbed import cli
 from tierbed.engine import TierbedError
@@ -260,18 +259,13 @@ def tierbed(*words: Any) -> None:
             raise
 
 
-def run(place: str, plan: dict[str, Any], events: int) -> None:
-    """Work in `place` until killed, at the latest by itself."""
+def run(place: str, plan: dict[str, Any], script: str, events: int) -> None:
+    """Run the script, then work in `place` until killed, at the latest by itself."""
+    exec(script, {})
     signal.alarm(600)  # what hangs fails
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # which tells the harness of other things
     folder = Path(place)
     log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_DSYNC, 0o644)
     trace = os.open(folder / "trace", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC) if plan["power"] else -1
     ctypes.CDLL(None).watch_calls(os.fsencode(folder / "store"), os.fsencode(folder / "aside"), trace)
     history = History(plan["keys"], plan["life"])
     Trainer(folder / "store", history, plan, [log, events]).run()
-
-
-def main() -> None:
-    """Fork a trainer for each plan on standard input."""
-    serve(run)

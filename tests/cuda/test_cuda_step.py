@@ -16,6 +16,7 @@ from tierbed.engine.optim.kernel import Kernel, declared
 
 pytestmark = pytest.mark.op
 
+DIM = 17  # where any would do: few shapes of a line are few programs to compile
 RULES = {kernel.name: kernel for kernel in declared()}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -89,12 +90,12 @@ def random_keys(rng: np.random.Generator, count: int) -> list[int]:
 def test_steps_of_every_rule(device: Device, rule: str, clips: list[float]) -> None:
     kernel = RULES[rule]
     rng = np.random.default_rng(1)
-    both = both_of(device, kernel, 17)
+    both = both_of(device, kernel, DIM)
     hyper = random_hyper(kernel, rng, clips)
     for step in (1, 2, 3, 9, 10):  # rows that miss steps catch up where the rule does
         both.pin([(random_keys(rng, 70), rng.integers(0, 5, 70).tolist(), None)], padding=3)
         scale = np.float32(10.0) ** rng.integers(-42, 3, (70, 1)).astype(np.float32)  # some are denormal
-        grads = rng.standard_normal((70, 17), np.float32) * scale
+        grads = rng.standard_normal((70, DIM), np.float32) * scale
         both.update(kernel, [grads], [False], [None], hyper, step)
         both.check()
 
@@ -118,7 +119,7 @@ def test_without_eps_a_gradient_of_zero_makes_no_nan(device: Device, rule: str) 
 
 
 @on_devices
-@pytest.mark.parametrize("dim", [1, 3, 64, 130])
+@pytest.mark.parametrize("dim", [1, 5, 64, 130])
 def test_dims(device: Device, dim: int) -> None:
     rng = np.random.default_rng(dim)
     both = both_of(device, RULES["adam"], dim)
@@ -134,13 +135,13 @@ def test_dims(device: Device, dim: int) -> None:
 @pytest.mark.parametrize("repeats", [[255, 256, 257, 1], [1, 700, 3, 512, 513, 2], [1500]], ids=str)
 def test_rows_with_many_occurrences_are_summed_in_blocks(device: Device, repeats: list[int], dtype: str) -> None:
     rng = np.random.default_rng(0)
-    both = both_of(device, RULES["sgd_momentum"], 3)
+    both = both_of(device, RULES["adagrad"], DIM)
     keys = rng.permutation(np.repeat(np.arange(len(repeats)), repeats)).tolist() + [99] * 7
     n = len(keys)
     for step in (1, 2):
         both.pin([(keys, [0] * n, None)], padding=99)
-        grads = rng.standard_normal((n, 3), np.float32)
-        both.update(RULES["sgd_momentum"], [grads], [False], [None], [0.1, 0.01, 0, 0.9, 0.7, 1, 0, 0], step, dtype)
+        grads = rng.standard_normal((n, DIM), np.float32)
+        both.update(RULES["adagrad"], [grads], [False], [None], [0.1, 0.01, 0.0, 1e-3, 0.0, 0.0], step, dtype)
         both.check()
 
 
@@ -151,7 +152,7 @@ def test_rows_with_many_occurrences_are_summed_in_blocks(device: Device, repeats
 @pytest.mark.pairs
 def test_pooling_and_its_gradients(device: Device, weighted: bool, mean: bool, dtype: str) -> None:
     rng = np.random.default_rng(3)
-    both = both_of(device, RULES["adagrad"], 10)
+    both = both_of(device, RULES["adagrad"], DIM)
     keys = random_keys(rng, 90)
     segments: list[HostSegment] = [
         (keys[:30], rng.integers(0, 5, 10).tolist(), 3),
@@ -167,13 +168,13 @@ def test_pooling_and_its_gradients(device: Device, weighted: bool, mean: bool, d
             means.append(mean and pooled)
             weights.append(rng.standard_normal(len(ids), np.float32) if weighted and pooled else None)
             outputs = both.device.lookups[index].bags
-            out = np.empty((outputs, 10), np.float32 if dtype == "float32" else np.uint16)
+            out = np.empty((outputs, DIM), np.float32 if dtype == "float32" else np.uint16)
             _core.gather(both.host, both.table.layout, index, out, means[-1], weights[-1], dtype)
-            there = torch.empty((outputs, 10), dtype=DTYPES[dtype], device=device.torch_device)
+            there = torch.empty((outputs, DIM), dtype=DTYPES[dtype], device=device.torch_device)
             scale = None if weights[-1] is None else both.tensor(weights[-1])
             cuda.gather(both.device, both.there.layout, index, there, means[-1], scale)
             assert there.view(torch.uint8).cpu().numpy().tobytes() == out.tobytes()
-            grads.append(rng.standard_normal((outputs, 10), np.float32))
+            grads.append(rng.standard_normal((outputs, DIM), np.float32))
             if pooled and dtype == "float32":
                 wanted = np.empty(len(ids), np.float32)
                 _core.weights_grad(both.host, both.table.layout, index, grads[-1], wanted, means[-1])
@@ -188,10 +189,10 @@ def test_pooling_and_its_gradients(device: Device, weighted: bool, mean: bool, d
 @on_devices
 def test_more_lookups_than_a_kernel_takes_gradients_of(device: Device) -> None:
     rng = np.random.default_rng(4)
-    both = both_of(device, RULES["sgd"], 3)
+    both = both_of(device, RULES["sgd"], DIM)
     segments: list[HostSegment] = [(random_keys(rng, 5), None, None) for _ in range(cuda.MOST_PARTS + 2)]
     both.pin(segments)
-    grads = [rng.standard_normal((5, 3), np.float32) for _ in segments]
+    grads = [rng.standard_normal((5, DIM), np.float32) for _ in segments]
     nothing = [None] * len(segments)
     both.update(RULES["sgd"], grads, [False] * len(segments), nothing, [0.1, 0.0, 0.0, 0.0, 0.0], 1)
     both.check()
@@ -215,10 +216,10 @@ def test_gather_gives_zeros_for_padding_and_every_dtype(device: Device) -> None:
 @on_devices
 def test_assign_keeps_the_last_occurrence_and_the_state(device: Device) -> None:
     rng = np.random.default_rng(6)
-    both = both_of(device, RULES["adagrad"], 3)
+    both = both_of(device, RULES["adagrad"], DIM)
     for step in (4, 9):
         both.pin([(random_keys(rng, 80), [0] * 80, None)], padding=3)
-        values = rng.standard_normal((80, 3), np.float32)
+        values = rng.standard_normal((80, DIM), np.float32)
         new = _core.assign(both.host, both.table.layout, values, step)
         before, there = int(both.there.written.sum()), both.there
         cuda.assign(both.device, there.layout, both.tensor(values), step, there.written, there.faults)
@@ -228,10 +229,10 @@ def test_assign_keeps_the_last_occurrence_and_the_state(device: Device) -> None:
 
 @on_devices
 def test_nothing_is_written_after_a_fault(device: Device) -> None:
-    both = both_of(device, RULES["sgd"], 4)
+    both = both_of(device, RULES["sgd"], DIM)
     both.pin([([1, 2, 3], None, None)])
     there, before = both.there, both.there.contents(both.device)
-    ones = both.tensor(np.ones((3, 4), np.float32))
+    ones = both.tensor(np.ones((3, DIM), np.float32))
     there.faults.fill_(2)
     rule = cuda.RuleKernels(there.layout, "sgd")
     rule.write_numbers([0.1, 0, 0, 0, 0], 1, 1.0, there.numbers)

@@ -12,9 +12,13 @@ NO_ROOM = 1
 
 
 @on_devices
-@pytest.mark.parametrize("columns", [[1], [3], [10], [17, 23], [128]], ids=str)
-def test_missing_rows_are_inserted_with_initial_values_and_found_again(device: Device, columns: list[int]) -> None:
-    host = Table(columns, [0.5, 0.25], state_widths=[sum(columns), 1])
+@pytest.mark.parametrize(
+    ("columns", "state_widths"), [([1], [1, 1]), ([5], [5, 5]), ([17, 23], [40, 1]), ([128], [128, 128])], ids=str
+)
+def test_missing_rows_are_inserted_with_initial_values_and_found_again(
+    device: Device, columns: list[int], state_widths: list[int]
+) -> None:
+    host = Table(columns, [0.5, 0.25], state_widths=state_widths)
     table = DeviceTable(device, host)
     keys, tables = SPECIAL_KEYS * 3, np.repeat(np.arange(3), len(SPECIAL_KEYS)).tolist()
     batch = table.batch([(keys, tables, None)])
@@ -37,7 +41,7 @@ def test_missing_rows_are_inserted_with_initial_values_and_found_again(device: D
 
 @on_devices
 def test_a_table_grows_and_loses_nothing(device: Device) -> None:
-    host = Table([2])
+    host = Table([3])
     table = DeviceTable(device, host)
     rng = np.random.default_rng(0)
     where: dict[tuple[int, int], int] = {}
@@ -62,7 +66,7 @@ def test_a_table_grows_and_loses_nothing(device: Device) -> None:
 @on_devices
 @pytest.mark.parametrize("capacity", [1, 3, 64, 100])
 def test_a_full_table_takes_nothing_of_a_batch_that_does_not_fit(device: Device, capacity: int) -> None:
-    table = DeviceTable(device, Table([4], tables=1), capacity)
+    table = DeviceTable(device, Table([5], tables=1), capacity)
     size = table.store.bytes
     table.pinned([(list(range(capacity)), None, None)])
     assert int(table.faults) == 0
@@ -92,7 +96,7 @@ def test_unknown_rows_are_served_from_memory_of_the_batch(device: Device) -> Non
 
 @on_devices
 def test_an_empty_batch_changes_nothing(device: Device) -> None:
-    table = DeviceTable(device, Table([4]))
+    table = DeviceTable(device, Table([5]))
     for segments in ([], [([], [], None)]):
         batch = table.pinned(segments)
         assert int(count_new(table.layout, batch.lines, batch.count)) == 0
@@ -101,7 +105,7 @@ def test_an_empty_batch_changes_nothing(device: Device) -> None:
 
 @on_devices
 def test_erased_rows_are_gone_and_their_lines_serve_new_rows(device: Device) -> None:
-    host = Table([2])
+    host = Table([3])
     table = DeviceTable(device, host, 512)
     rng = np.random.default_rng(3)
     held: set[tuple[int, int]] = set()

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.failing_io import FailingIo, failing_io
-from support.scripts import run_python
+from support.failing_io import FailingIo
+from support.forked import in_process
 from support.twins import Twins
+from support.warm import SHIMMED
 from tierbed.engine import StoreError
 
 
@@ -57,9 +58,5 @@ def all_faults(path: Path) -> None:
     fail_while_training(path / "sync", "ssd", "sync", errno.EIO)
 
 
-def test_errors_of_the_disk_fail_calls_and_lose_no_row(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LD_PRELOAD", str(failing_io(tmp_path_factory.mktemp("io"))))
-    script = "import sys, pathlib, test_faults_io; test_faults_io.all_faults(pathlib.Path(sys.argv[1]))"
-    run_python(script, tmp_path)
+def test_errors_of_the_disk_fail_calls_and_lose_no_row(tmp_path: Path) -> None:
+    in_process(all_faults, tmp_path, server=SHIMMED)

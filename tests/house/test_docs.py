@@ -42,7 +42,7 @@ def blocks(page: str) -> list[str]:
 
 def run(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     (cwd / "script.py").write_text(script)
-    return run_script(cwd / "script.py", cwd=cwd, warnings="error")
+    return run_script(cwd / "script.py", cwd=cwd, warnings="error", whole=True)
 
 
 def test_the_embedding_page_runs(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_the_example_runs_twice_and_learns_and_the_shell_sees_its_snapshots(
     (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
     (tmp_path / "example.py").write_text(example)
     for _ in range(2):
-        run = run_script(tmp_path / "example.py", cwd=tmp_path)
+        run = run_script(tmp_path / "example.py", cwd=tmp_path, whole=True)
         assert run.returncode == 0, run.stderr
         losses = [float(line.split()[1]) for line in run.stdout.splitlines()]
         assert losses[0] > 0.6

@@ -11,8 +11,9 @@ from pathlib import Path
 from support.places import TESTS
 
 HANG = """
-import collections, itertools, signal, subprocess, sys, threading
+import collections, itertools, os, pathlib, signal, subprocess, sys, threading
 import pytest
+from support.forked import in_process
 
 def test_a_process_that_a_test_starts_can_be_interrupted():
     child = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=-1, stdout=-1)
@@ -31,6 +32,17 @@ def test_that_hangs():
 def test_after_it():
     pass
 
+def test_of_a_child():
+    assert in_process(os.getpid) != os.getpid()
+
+def hang():
+    pathlib.Path("processes").write_text(f"{os.getppid()} {os.getpid()}")
+    signal.pause()
+
+@pytest.mark.limit(20)
+def test_whose_child_hangs():
+    in_process(hang)
+
 @pytest.mark.limit(1)
 def test_that_hangs_and_looks_for_no_signal():
     collections.deque(itertools.repeat(0), 0)  # a loop of C
@@ -45,8 +57,11 @@ def test_neither_a_caller_that_ignores_sigint_nor_a_test_that_hangs_stops_the_ot
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "2 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+    assert "3 failed, 4 passed" in done.stdout, done.stdout + done.stderr
     assert "Failed: it hangs: not over after 1 s" in done.stdout
+    assert "Failed: it hangs: not over after 20 s" in done.stdout
+    for process in (tmp_path / "processes").read_text().split():  # the child that hung, and who forked it
+        assert not Path("/proc", process).exists()
     assert "in test_that_hangs\n" in done.stderr
     assert "crashed while running 'test_one.py::test_that_hangs_and_looks_for_no_signal'" in done.stdout
     assert "Timeout (0:00:02)!" in done.stderr

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from support.embeddings import TABLES, contents, make, train
 from support.examples import examples
-from support.forked import CONTEXT
 from support.lifecycle_model import Model, Row
 from support.stores import STORES, options
+from support.warm import Child
 from tierbed.engine import MultiTableEmbedding, _core, make_table_options
 from tierbed.engine.durable import read_record, seal, unseal
 from tierbed.engine.store.table_counts import FIELD
@@ -174,10 +174,7 @@ def _killed_after_a_snapshot(store: str, path: Path) -> None:
 
 @every_store
 def test_a_killed_run_leaves_the_counts_of_its_snapshot(tmp_path: Path, store: str) -> None:
-    child = CONTEXT.Process(target=_killed_after_a_snapshot, args=(store, tmp_path))
-    child.start()
-    child.join(60)
-    assert child.exitcode == -signal.SIGKILL
+    assert Child(_killed_after_a_snapshot, store, tmp_path).wait() == -signal.SIGKILL
     for _ in range(2):
         with make(options(store, tmp_path), "adagrad") as embedding:
             assert counted(embedding)["rows"] == [35, 35, 0]

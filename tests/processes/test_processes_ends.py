@@ -119,7 +119,7 @@ if child:
 
 @pytest.mark.parametrize("store", AHEAD)
 def test_a_forked_child_ends_without_a_word(tmp_path: Path, store: str) -> None:
-    ended = run_script(FORKED, tmp_path, store)
+    ended = run_script(FORKED, tmp_path, store, whole=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 

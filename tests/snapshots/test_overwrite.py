@@ -10,9 +10,9 @@ import pytest
 
 from support.asked import STORE, Training
 from support.embeddings import contents, make, train
-from support.failing_io import failing_io
-from support.scripts import run_python
+from support.forked import in_process
 from support.stores import STORES, options
+from support.warm import SHIMMED
 from tierbed.cli import main
 from tierbed.engine import MultiTableEmbedding, OptionError, SnapshotError
 from tierbed.engine.store.folder import StoreFolder
@@ -168,12 +168,8 @@ def refuse_exchanges(path: Path) -> None:
         assert step_of(path, "final") == 2
 
 
-def test_a_file_system_that_cannot_exchange_folders_keeps_the_old_one(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LD_PRELOAD", str(failing_io(tmp_path_factory.mktemp("io"))))
-    script = "import sys, pathlib, test_overwrite; test_overwrite.refuse_exchanges(pathlib.Path(sys.argv[1]))"
-    run_python(script, tmp_path)
+def test_a_file_system_that_cannot_exchange_folders_keeps_the_old_one(tmp_path: Path) -> None:
+    in_process(refuse_exchanges, tmp_path, server=SHIMMED)
 
 
 def wait_for_word(embedding: MultiTableEmbedding, pipe: object) -> None:

@@ -7,18 +7,17 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from crash.power import Disk
-from crash.rounds import build_shim
 
 from support.embeddings import contents, make, train
-from support.killed import Warm, serve
+from support.killed import Warm
 from support.stores import options
+from support.warm import SHIMMED
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, list_snapshots
@@ -62,16 +61,7 @@ def overwrite(
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
-    serve(overwrite)
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    shim = str(build_shim(tmp_path_factory.mktemp("shim")))
-    made = Warm("import test_overwrite_kill; test_overwrite_kill.main()", LD_PRELOAD=shim, OMP_NUM_THREADS="1")
-    yield made
-    made.close()
+WARM = Warm(overwrite, SHIMMED)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +74,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     ],
 )
 def test_a_kill_or_a_loss_of_power_at_any_call_leaves_the_old_snapshot_or_the_new_one_and_its_base(
-    tmp_path: Path, warm: Warm, store: str, kind: str, background: bool
+    tmp_path: Path, store: str, kind: str, background: bool
 ) -> None:
     expected = {steps: rows_after(steps) for steps in (OLD, BASE, NEW)}
     seen: dict[str, set[int]] = {"killed": set(), "without power": set()}
@@ -95,7 +85,7 @@ def test_a_kill_or_a_loss_of_power_at_any_call_leaves_the_old_snapshot_or_the_ne
             (place / "store").mkdir(parents=True)
             (place / "aside").mkdir()
             plan: dict[str, Any] = {"place": str(place), "store": store, "kind": kind, "background": background}
-            answer = warm.order(plan | {"call": call, "number": number, "when": number % 2})
+            answer = WARM.order(plan | {"call": call, "number": number, "when": number % 2})
             assert answer["signal"] == signal.SIGKILL
             returned = "returned" in answer["events"]
             shutil.copytree(place / "store", place / "killed", symlinks=True, ignore=shutil.ignore_patterns("SOCKET"))

@@ -21,9 +21,10 @@ import torch
 from support.asked import STORE, Training, fills, forks, trains, waits
 from support.cuda_tables import on_devices, tables_on
 from support.embeddings import contents, make, train
-from support.forked import CONTEXT, in_process
+from support.forked import in_process
 from support.killed import embedding_at, holds, rows_after, step, steps
 from support.stores import STORES, options
+from support.warm import Child
 from tierbed.engine import InputError, MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.spec.inputs import Lookup
@@ -234,10 +235,7 @@ def _asks_and_dies(store: Path) -> None:
 def test_a_save_whose_client_is_killed_is_finished(tmp_path: Path) -> None:
     training = Training(fills, tmp_path)
     assert training.says() == "filled"
-    client = CONTEXT.Process(target=_asks_and_dies, args=(training.store,))
-    client.start()
-    client.join()
-    assert client.exitcode == -signal.SIGKILL
+    assert Child(_asks_and_dies, training.store).wait() == -signal.SIGKILL
     until(lambda: ask_status(training.store)["saving"] is None)
     Snapshot.open(training.store / "snapshots" / "a").verify()
     training.end()

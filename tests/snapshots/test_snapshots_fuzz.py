@@ -7,9 +7,9 @@ import resource
 import shutil
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
@@ -29,6 +29,7 @@ from tierbed.snapshots.files.format import HEADER_BYTES, npy_header
 
 MANIFEST = "manifest.msgpack"
 MB = 1 << 20
+T = TypeVar("T")
 KINDS = ["full", "incremental", "checkpoint"]
 
 
@@ -49,20 +50,27 @@ def sealed(payload: bytes) -> bytes:
     return bytes(msgpack.packb([payload, zlib.crc32(payload)]))
 
 
-@contextlib.contextmanager
-def allocating_less_than(limit: int) -> Iterator[None]:
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < limit
-    finally:
-        tracemalloc.stop()
+def allocating_less_than(limit: int, action: Callable[[], T]) -> T:
+    """What `action` returns. The least of three runs counts: a thread of another test may allocate meanwhile."""
+    for _ in range(3):
+        tracemalloc.start()
+        try:
+            result = action()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        if peak < limit:
+            return result
+    pytest.fail(f"it allocates {peak} bytes, {limit} or more")
 
 
 def decode(data: bytes) -> Manifest | None:
-    with allocating_less_than(MB + 64 * len(data)), contextlib.suppress(ValueError):
-        return Manifest.decode(data)
-    return None
+    def decoded() -> Manifest | None:
+        with contextlib.suppress(ValueError):
+            return Manifest.decode(data)
+        return None
+
+    return allocating_less_than(MB + 64 * len(data), decoded)
 
 
 @given(st.binary(max_size=200))
@@ -131,12 +139,15 @@ def test_a_file_of_any_content_is_read_or_refused(
     after = bytes(data)[:size]
     path.unlink()  # a link of the store's own file
     path.write_bytes(after)
-    with allocating_less_than(4 * MB):
+
+    def verify() -> None:
         if after == before:
             Snapshot.open(folder).verify()
             return
         with pytest.raises(SnapshotError, match=path.name):
             Snapshot.open(folder).verify()
+
+    allocating_less_than(4 * MB, verify)
 
 
 CLAIMED = 1 << 40  # rows, 44 TB of them
@@ -272,7 +283,6 @@ def test_what_is_no_snapshot_is_listed_as_damaged_or_not_at_all(sound: Path, tmp
     with (folder / "huge" / MANIFEST).open("wb") as file:
         file.truncate(MAX_SEALED + 1)
     (folder / "\udc80\n").mkdir()
-    with allocating_less_than(MB):
-        listing = list_snapshots(folder)
+    listing = allocating_less_than(MB, lambda: list_snapshots(folder))
     assert [s.name for s in listing.snapshots] == KINDS
     assert set(listing.damaged) == {"empty", "huge", "\udc80\n"}

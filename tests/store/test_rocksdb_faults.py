@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from support.forked import CONTEXT, Disk, disk_path, in_process
+from support.forked import Disk, disk_path, in_process
 from support.limits import file_size_limit
 from support.rocksdb_rows import WIDTH, keys_from, read_all, write
+from support.warm import Child
 from tierbed.engine import StoreError
 from tierbed.engine.store.rocksdb import RocksDB
 
@@ -90,10 +91,7 @@ def die_after_flushes(folder: Path) -> None:
 
 
 def test_a_flush_that_returned_after_one_that_failed_survives_a_kill(tmp_path: Path) -> None:
-    process = CONTEXT.Process(target=die_after_flushes, args=(tmp_path,))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    assert Child(die_after_flushes, tmp_path).wait() == -signal.SIGKILL
     tier = RocksDB(tmp_path, WIDTH, 2)
     assert read_all(tier, keys_from(0, 400)) == [509] * 400
     tier.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from support.forked import CONTEXT
+from support.forked import with_pipe
 from support.killed import embedding_at, ids_of, step, steps
 from tierbed.engine import MultiTableEmbedding
 
@@ -23,13 +23,9 @@ class Training:
 
     def __init__(self, way: Callable[..., Any], path: Path, store: str = "device", *more: Any) -> None:
         self.store = path / STORE
-        self._pipe, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=_run, args=(theirs, way, path, store, more), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._child, self._pipe = with_pipe(_run, way, path, store, more)
+        self.pid = self._child.pid
         assert self.says() == "ready"
-        assert self._process.pid is not None
-        self.pid = self._process.pid
 
     def says(self) -> Any:
         """What the process sends next."""
@@ -39,17 +35,16 @@ class Training:
         """Let it go on to its end; returns what `way` did."""
         self._pipe.send("go on")
         result = self.says()
-        self._process.join()
-        assert self._process.exitcode == 0
+        assert self._child.wait() == 0
+        self._pipe.close()
         return result
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        self._process.join()
-        assert self._process.exitcode == -signal.SIGKILL
+        self._child.kill()
+        self._pipe.close()
 
 
-def _run(pipe: Connection, way: Callable[..., Any], path: Path, store: str, more: tuple[Any, ...]) -> None:
+def _run(way: Callable[..., Any], path: Path, store: str, more: tuple[Any, ...], pipe: Connection) -> None:
     embedding = embedding_at(path, store)
     steps(embedding, 1)
     pipe.send("ready")
@@ -86,6 +81,7 @@ def forks(embedding: MultiTableEmbedding, pipe: Connection) -> None:
     """Has a child that outlives it by a while, then waits."""
     child = os.fork()
     if child == 0:
+        os.setpgid(0, 0)  # it is not ended with its parent's group
         signal.alarm(600)
         pipe.close()
         signal.pause()

@@ -1,19 +1,10 @@
-"""A library that is preloaded into a process and lets its reads, writes and syncs fail."""
+"""Reads, writes and syncs that fail, by a library that the shimmed server of `warm` preloads."""
 
 from __future__ import annotations
 
 import ctypes
-import subprocess
-from pathlib import Path
 
 OPERATIONS = ["read", "write", "sync"]
-
-
-def failing_io(folder: Path) -> Path:
-    """The library to preload, built in a folder."""
-    library, source = folder / "failing_io.so", Path(__file__).with_name("failing_io.cpp")
-    subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    return library
 
 
 class FailingIo:

@@ -1,60 +1,62 @@
-"""Tasks in processes of their own, forked from a warm one without threads, which has imported torch and tierbed."""
+"""Tasks in processes of their own."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-CONTEXT = multiprocessing.get_context("forkserver")
-# installed packages alone: it does not look where the tests are; the first optimizer imports torch._dynamo
-TIERBED = [
-    "tierbed.graph.graph",
-    "tierbed.engine.modules.multi_table",
-    "tierbed.engine.processors.cpu",
-    "tierbed.engine.optim.adagrad",
-]
-CONTEXT.set_forkserver_preload(["hypothesis", "pytest", *TIERBED, "torch._dynamo", "torch.optim.adagrad"])
+from support.warm import SERVER, Child
+from support.warm_server import leave
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 1 << 14, 1 << 18
 
 
-def in_process(task: Callable[..., Any], *arguments: Any) -> Any:
+def in_process(task: Callable[..., Any], *arguments: Any, server: str = SERVER) -> Any:
     """What `task(*arguments)` returns in a new process. One that fails fails here."""
-    ours, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_run, args=(theirs, task, arguments))
-    process.start()
-    theirs.close()
-    try:
-        answer = ours.recv()
-    except EOFError:
-        answer = None
-    except BaseException:  # the limit of the test
-        process.kill()
-        raise
-    process.join()
-    if answer is None or process.exitcode != 0:
-        pytest.fail(f"{task.__name__} came to {answer and answer[1]} and ended with {process.exitcode}")
+    child, pipe = with_pipe(_answer, task, *arguments, server=server)
+    with child, pipe:
+        try:
+            answer = pipe.recv()
+        except EOFError:
+            answer = None
+        code = child.wait()
+    if answer is None or code != 0:
+        pytest.fail(f"{task.__name__} came to {answer and answer[1]} and ended with {code}")
     passed, value = answer
     if not passed:
         pytest.fail(value)
     return value
 
 
-def _run(answer: Connection, task: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def with_pipe(task: Callable[..., Any], *arguments: Any, server: str = SERVER) -> tuple[Child, Connection]:
+    """A process that calls `task(*arguments, pipe)`, and the other end of its pipe."""
+    ours, theirs = Pipe()
+    with theirs:
+        return Child(_with_pipe, task, *arguments, files=[theirs.fileno()], server=server), ours
+
+
+def _with_pipe(task: Callable[..., Any], *given: Any) -> None:
+    *arguments, file = given
+    with Connection(file) as pipe:
+        task(*arguments, pipe)
+    leave()
+
+
+def _answer(task: Callable[..., Any], *given: Any) -> None:
+    *arguments, pipe = given
     try:
-        answer.send((True, task(*arguments)))
+        pipe.send((True, task(*arguments)))
     except BaseException:
-        answer.send((False, traceback.format_exc()))
+        pipe.send((False, traceback.format_exc()))
 
 
 def _system(name: str, *arguments: Any) -> None:

@@ -1,14 +1,11 @@
-"""Training in processes of their own, forked from a warm one, that end as a plan says: killed, or in good order."""
+"""Training in processes of their own that end as a plan says: killed, or in good order."""
 
 from __future__ import annotations
 
-import atexit
 import gc
-import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,8 +18,8 @@ import pytest
 import torch
 
 from support.embeddings import contents, make, train
-from support.places import environment
 from support.stores import options
+from support.warm import SERVER, Child
 from tierbed.engine import MultiTableEmbedding
 
 # (signal, exit code). A second Ctrl-C may meet Python at any point of its own end, and torch aborts where a thread
@@ -129,61 +126,42 @@ def run(path: str, store: str, count: int, saves: list[int], end: str, ahead: in
     sys.exit(0)
 
 
-def serve(run: Callable[..., None] = run) -> None:
-    """Fork a child to `run` each plan on standard input, send it a signal `after` some events, and print its events."""
-    embedding_at(None, "device")  # the first optimizer imports half of torch
-    gc.freeze()  # children leave it alone, which is most of what they would do at their end
-    for line in sys.stdin:
-        order = json.loads(line)
-        ours, theirs = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(ours)
-            sys.stdin.close()
-            run(**order["plan"], events=theirs)
-        os.close(theirs)
-        with os.fdopen(ours) as events:
-            happened = []
-            if order["after"] is not None:
-                count, *waits = order["after"]
-                happened = [events.readline() for _ in range(count)]
-                for wait in waits:
-                    time.sleep(wait)
-                    os.kill(child, order["signal"])
-            happened = "".join([*happened, events.read()]).splitlines()
-        _, status = os.waitpid(child, 0)
-        print(json.dumps({"events": happened, "signal": status & 0x7F, "code": status >> 8}), flush=True)
-
-
 class Warm:
-    """A process that has imported torch and tierbed, and forks a child for each plan."""
+    """Runs plans: `run(**plan, events=file)` in a process of its own, forked from a warm one."""
 
-    def __init__(self, script: str, **more: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", script],
-            env=environment() | more,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, run: Callable[..., None], server: str = SERVER) -> None:
+        self._run, self._server = run, server
 
     def order(self, plan: dict[str, Any], after: Any = None, number: int = signal.SIGKILL) -> dict[str, Any]:
         """`events`, `signal` and `code` of a child. `after`: events and waits in s until it is sent a signal."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps({"plan": plan, "after": after, "signal": number}), file=self._process.stdin, flush=True)
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
+        ours, theirs = os.pipe()
+        with os.fdopen(ours) as events, open(os.devnull, "w") as null:
+            try:
+                child = Child(_run, self._run, plan, files=[theirs], stdout=null.fileno(), server=self._server)
+            finally:
+                os.close(theirs)
+            with child:
+                happened = []
+                if after is not None:
+                    count, *waits = after
+                    happened = [events.readline() for _ in range(count)]
+                    for wait in waits:
+                        time.sleep(wait)
+                        os.kill(child.pid, number)
+                happened = "".join([*happened, events.read()]).splitlines()
+                code = child.wait()
+        return {"events": happened, "signal": max(-code, 0), "code": max(code, 0)}
 
-    def close(self) -> None:
-        self._process.communicate()
+
+def _run(run: Callable[..., None], plan: dict[str, Any], events: int) -> None:
+    run(**plan, events=events)
 
 
 class Trainer(Warm):
-    """The warm process of `run`."""
+    """Trains by `run`."""
 
     def __init__(self) -> None:
-        super().__init__("from support import killed; killed.serve()")
+        super().__init__(run)
 
     def train(
         self,
@@ -209,15 +187,7 @@ class Trainer(Warm):
 
 @pytest.fixture
 def trainer() -> Trainer:
-    """One for all files of a worker: it takes seconds to start."""
-    return _trainer()
-
-
-@cache
-def _trainer() -> Trainer:
-    started = Trainer()
-    atexit.register(started.close)
-    return started
+    return Trainer()
 
 
 def returned_until_killed(save: Callable[[Path, int], None], path: Path, seed: int) -> list[int]:

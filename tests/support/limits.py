@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def descriptors(spare: int) -> Iterator[None]:
     """No more than `spare` files can be opened while the block runs."""
+    gc.collect()  # which would close what garbage holds meanwhile
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = [os.open("/dev/null", os.O_RDONLY) for _ in range(spare)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))

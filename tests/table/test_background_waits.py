@@ -78,7 +78,7 @@ def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
         "embedding = make(options('device'), 'sgd'); train(embedding, range(999))\n"
         "embedding._table().watch.save_in_background('it', write)\n"
     )
-    assert run_script(script).stdout == "999\n"
+    assert run_script(script, whole=True).stdout == "999\n"
 
 
 def test_a_save_that_ended_holds_nobody_up() -> None:

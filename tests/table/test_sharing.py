@@ -74,7 +74,7 @@ class Pair:
         """where: the store options by the name of an embedding."""
         self.shared, self.place = shared, place
         self.both: list[MultiTableEmbedding] = []
-        for dim, optimizer in ((1, "adagrad"), (DIM, "catch-up")):
+        for dim, optimizer in ((1, "adam"), (DIM, "catch-up")):
             name = f"{optimizer}{shared}"
             rows = MultiTableEmbedding(
                 name, dim, torch.float32, torch.int64, TABLES, where(name), padding_idx=PADDING
@@ -163,7 +163,7 @@ def test_any_number_of_threads_gives_the_same(native_threads: Callable[[int], No
 
 @pytest.mark.parametrize("store", ["device", "cached_host"])
 @pytest.mark.parametrize(
-    ("rule", "limits"), [("adagrad", {"admission": 0.5}), ("catch-up", {"capacity": 95, "eviction": "lru"})]
+    ("rule", "limits"), [("adam", {"admission": 0.5}), ("catch-up", {"capacity": 95, "eviction": "lru"})]
 )
 def test_rows_that_one_table_keeps_out_are_in_the_other(store: str, rule: str, limits: dict[str, Any]) -> None:
     def where(name: str) -> Any:
@@ -236,12 +236,12 @@ def test_a_table_without_room_stops_no_other(device: Device) -> None:
     expected.step(good)
     expected.step(more)
     with tables_on(device) as place:
-        pair = Pair(True, lambda name: options("device", capacity=2 if name.startswith("adagrad") else 9), place)
+        pair = Pair(True, lambda name: options("device", capacity=2 if name.startswith("adam") else 9), place)
         pair.step(good)
         pair.step(more)
         narrow, wide = pair.both
         assert contents(wide).tobytes() == contents(expected.both[1]).tobytes()
-        with pytest.raises(CapacityError, match="capacity of embedding 'adagradTrue'"):
+        with pytest.raises(CapacityError, match="capacity of embedding 'adamTrue'"):
             narrow.get([1], 0)
 
 

@@ -101,6 +101,7 @@ class CachedStore:
         yield from self._below.scan()
 
     def flush(self) -> None:
+        self._below.native.forget_errors()  # everything is written here, and raises its own
         self._bring_down()
         self._below.flush()
 

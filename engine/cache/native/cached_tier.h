@@ -39,7 +39,8 @@ public:
     CachedTier(const CachedTier&) = delete;
 
     // As in engine/store/contract.py. `announce` and `prefetch` may run in another thread than the rest. An error of
-    // the thread that brings rows down is thrown by the next call that moves rows; nothing is lost by it.
+    // the thread that brings rows down is thrown by the next call that moves rows, or forgotten by a flush; nothing is
+    // lost by it.
     void announce(std::shared_ptr<Batch> batch);
     bool prefetch(const Batch& batch);
     void pin(std::shared_ptr<Batch> batch);
@@ -51,6 +52,7 @@ public:
     void read(const Rows& rows, bool* found, bool touch) override;
     void write(const Rows& rows) override;
     void erase(const Rows& rows) override;
+    void forget_errors() override;
     bool on_disk() const override { return false; }
     // Brings every dirty row down.
     void flush();

@@ -238,13 +238,24 @@ void CachedTier::erase(const Rows& rows) {
     below_.erase(rows);
 }
 
+void CachedTier::forget_errors() {
+    below_.forget_errors();
+    const std::lock_guard admission(threads_->admission);  // whoever waits for the writer is through
+    std::unique_lock directory(threads_->directory);
+    auto& writer = threads_->writer;
+    if (!writer) return;
+    writer->wait_for_write(directory);
+    writer->forget();
+}
+
 void CachedTier::flush() {
     const std::lock_guard admission(threads_->admission);
+    below_.forget_errors();  // everything is written here, and throws its own
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (writer) {
         writer->wait_for_write(directory);
-        writer->forget();  // everything is written here, and throws its own error
+        writer->forget();
     }
     RowList dirty;
     std::vector<std::pair<Way*, u32>> written;  // and the updates of each

@@ -14,7 +14,7 @@
 namespace tierbed {
 
 // `directory` guards the overflow; every call but `stop` is made by a thread that holds it. Rows whose batches are over
-// (numbers up to `done`) go down, a bounded number at a time. After an error nothing goes down until `raise` was asked.
+// (numbers up to `done`) go down, a bounded number at a time. After an error nothing goes down until `raise` or `forget`.
 class WriteBehind {
 public:
     WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& done,

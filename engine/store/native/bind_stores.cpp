@@ -55,7 +55,8 @@ void bind_full_table(nb::module_& m) {
     nb::class_<Tier>(m, "Tier")
         .def("read", &read_tier, nb::arg("tables"), nb::arg("keys"), nb::arg("lines"), nb::arg("touch") = true)
         .def("write", &write_tier)
-        .def("erase", &erase_tier);
+        .def("erase", &erase_tier)
+        .def("forget_errors", &Tier::forget_errors, nb::call_guard<nb::gil_scoped_release>());
     nb::class_<FullTable, Tier>(m, "FullTable")
         .def(nb::init<const Layout&>())
         .def("find", &FullTable::find, nb::call_guard<nb::gil_scoped_release>())

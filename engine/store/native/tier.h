@@ -24,6 +24,8 @@ public:
     virtual void write(const Rows& rows) = 0;
     // Lines are not looked at; rows that are not there are fine.
     virtual void erase(const Rows& rows) = 0;
+    // Waits for writes of its own that are under way, and forgets why some failed: their rows are tried again.
+    virtual void forget_errors() {}
     // Whether writes are worth a thread of their own.
     virtual bool on_disk() const = 0;
 };

@@ -17,40 +17,32 @@ RUNTIME = Path(__file__).with_name("emulation.cpp")
 BUILT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tierbed" / "cuda_emulation"
 KEPT_SECONDS = 30 * 24 * 3600  # after the last use
 # _FORTIFY_SOURCE, which some systems turn on, takes a switch to another stack for a mistake
-COMPILE = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE", "-w")
+COMPILE = (
+    "g++", "-std=c++17", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE", "-w", "-pipe", "-shared",
+)  # fmt: skip
+# a text takes longer to optimise than its kernels run; what they call is in the process
+KERNELS = ("-O0", "-fno-exceptions", "-fno-math-errno", "-nostdlib")
 
 
 def library(kernels: str) -> ctypes.CDLL:
     """The library of a text of kernels, which may use all of emulation.h."""
     _runtime()
-    return ctypes.CDLL(str(_compiled(kernels)))
+    return ctypes.CDLL(str(_compiled(kernels, *KERNELS)))
 
 
 @cache
 def _runtime() -> ctypes.CDLL:
     """What runs the lanes of all libraries."""
     text = RUNTIME.read_text().replace('#include "emulation.h"\n', "")
-    return ctypes.CDLL(str(_compiled(text)), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(_compiled(text, "-O1")), ctypes.RTLD_GLOBAL)
 
 
-def _compiled(text: str) -> Path:
-    return _made_by_compiler(text, ".so", "-shared", "-include", str(_header()), "-x", "c++")
-
-
-@cache
-def _header() -> Path:
-    """emulation.h, beside what the compiler made of it."""
-    text = HEADER.read_text()
-    header = _made_by_compiler(text, ".h.gch", "-x", "c++-header", source=HEADER).with_suffix("")
-    _make(header, lambda path: path.write_text(text))
-    return header
-
-
-def _made_by_compiler(text: str, suffix: str, *options: str, source: Path | str = "-") -> Path:
-    """What the compiler makes of the text, which it reads from `source`: no header comes from a pipe."""
+def _compiled(text: str, *options: str) -> Path:
+    """The library that the compiler makes of emulation.h and the text."""
+    text = HEADER.read_text() + text
     content = "\0".join([_compiler(), *COMPILE, *options, text])
-    path = _folder() / (hashlib.sha256(content.encode()).hexdigest()[:32] + suffix)
-    command = [*COMPILE, *options, source, "-o"]
+    path = _folder() / (hashlib.sha256(content.encode()).hexdigest()[:32] + ".so")
+    command = [*COMPILE, *options, "-x", "c++", "-", "-o"]
     _make(path, lambda to: subprocess.run([*command, to], input=text, text=True, check=True))
     return path
 

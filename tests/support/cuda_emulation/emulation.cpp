@@ -4,6 +4,7 @@
 #include "emulation.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <random>
 #include <vector>

@@ -4,6 +4,8 @@
 // are resident at a time; with a seed, blocks start and lanes run in a random order, and lanes also give way before
 // atomics, so that a result that depends on any order shows. A collective that can never complete (a lane of its mask
 // has ended, or waits with another mask) is an error. emulation.cpp has what runs the lanes.
+//
+// Each text of kernels is compiled with all of this: it includes little of the standard library.
 #pragma once
 #define TIERBED_GPU
 #define __device__
@@ -11,11 +13,7 @@
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <tuple>
 #include <utility>
 
 namespace emulation {
@@ -41,13 +39,13 @@ bool run(unsigned blocks, unsigned threads, std::uint64_t seed, void (*kernel)(v
 template <class T>
 std::uint64_t as_word(T value) {
     std::uint64_t word = 0;
-    std::memcpy(&word, &value, sizeof value);
+    __builtin_memcpy(&word, &value, sizeof value);
     return word;
 }
 template <class T>
 T from_word(std::uint64_t word) {
     T value;
-    std::memcpy(&value, &word, sizeof value);
+    __builtin_memcpy(&value, &word, sizeof value);
     return value;
 }
 
@@ -106,7 +104,7 @@ template <class T>
 T atomicMin(T* address, T value) {
     emulation::before_atomic();
     const T old = *address;
-    *address = std::min(old, value);
+    *address = value < old ? value : old;
     return old;
 }
 template <class T>
@@ -131,5 +129,5 @@ inline unsigned __float_as_uint(float x) { return static_cast<unsigned>(emulatio
 inline float __uint_as_float(unsigned x) { return emulation::from_word<float>(x); }
 inline long long __double_as_longlong(double x) { return static_cast<long long>(emulation::as_word(x)); }
 inline double __longlong_as_double(long long x) { return emulation::from_word<double>(static_cast<std::uint64_t>(x)); }
-inline float __fsqrt_rn(float x) { return std::sqrt(x); }
-inline double __dsqrt_rn(double x) { return std::sqrt(x); }
+inline float __fsqrt_rn(float x) { return __builtin_sqrtf(x); }
+inline double __dsqrt_rn(double x) { return __builtin_sqrt(x); }
