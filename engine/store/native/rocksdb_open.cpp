@@ -116,6 +116,7 @@ void RocksTier::make_writable() {
 // A forked child has the databases' memory but not their threads, which closing waits for.
 void RocksTier::close() {
     if (process_ != getpid() || failed()) leave_alone();
+    readers_.reset();
     shards_.clear();
 }
 
