@@ -204,17 +204,3 @@ def test_a_forked_child_lets_go_of_a_cache_with_a_thread(database: RocksDB) -> N
         os._exit(0)
     assert os.waitpid(child, 0) == (child, 0)
     cache.close()
-
-
-def test_a_flush_with_room_again_raises_nothing_that_was_met_before(make_cache: MakeCache) -> None:
-    """Neither the error of a failed flush or compaction, nor what the thread of the lower cache met."""
-    below = make_cache(2, overflow_rows=2000)
-    cache, model, random = make_cache(2, below=below), Model(), np.random.default_rng(3)
-    for _ in range(3):
-        with file_size_limit(1 << 16), contextlib.suppress(RuntimeError):
-            while True:
-                step(cache, model, some(random))
-        cache.flush()
-        below.flush()
-    check_all(cache, model)
-    assert not any(below.residents()[3])

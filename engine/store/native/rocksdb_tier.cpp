@@ -199,8 +199,7 @@ void RocksTier::change(const Rows& rows, bool erase) {
 // A flush that failed stops all writes until it succeeds: tries it again. RocksDB 7 waits for ever in Resume where
 // other work of the database fails meanwhile, so that comes to its end first, which takes a second after a failure.
 bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
-    if (failed.severity() == rocksdb::Status::kSoftError) return true;  // of a compaction, which stops no writes
-    if (failed.severity() < rocksdb::Status::kHardError) return false;  // no work in the background failed
+    if (failed.severity() < rocksdb::Status::kHardError) return false;  // it was not stopped
     rocksdb::DB& db = *shard.db;
     while (property_of(db, rocksdb::DB::Properties::kNumRunningFlushes) ||
            property_of(db, rocksdb::DB::Properties::kNumRunningCompactions))
