@@ -54,7 +54,7 @@ class StoreOptions(PlainDict):
     @property
     def threads_beside(self) -> int:
         """How many threads work beside those of a step, where they do not wait for a disk."""
-        return BESIDE
+        return getattr(self, "io_threads", None) or BESIDE  # an option of cached_ssd alone
 
     def __post_init__(self) -> None:
         if self.persistent_path is not None:
@@ -183,10 +183,6 @@ class CachedSsdOptions(CachedHostMemOptions):
     rocksdb_cache_mb: float | None = field(default=None, kw_only=True)
     rocksdb_options: str | Mapping[str, Any] | None = field(default=None, kw_only=True)
 
-    @property
-    def threads_beside(self) -> int:
-        return self.io_threads or BESIDE
-
     def __post_init__(self) -> None:
         require_rocksdb()
         super().__post_init__()
@@ -205,8 +201,7 @@ class CachedSsdOptions(CachedHostMemOptions):
                 "blocks; give read_mode='direct', or leave it out"
             )
         if self.io_threads is not None:
-            wanted = "a whole number from 1 to 64, or None"
-            self._set("io_threads", whole_option("io_threads", self.io_threads, wanted, 1, 64))
+            self._set("io_threads", whole_option("io_threads", self.io_threads, "1 to 64, or None", 1, 64))
         if not isinstance(self.async_io, bool):
             raise OptionError(f"async_io={self.async_io!r}: give True or False")
         if self.rocksdb_options is not None:

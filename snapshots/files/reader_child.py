@@ -40,6 +40,7 @@ def main(core: str, folder: str, width: int, shards: int, most: int) -> None:
             buffer_bytes=1 << 20,
             read_mode="buffered",
             async_io=False,
+            read_threads=1,
             options=[],
         )
         scan = tier.scan()
