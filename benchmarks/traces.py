@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import numpy as np
@@ -47,6 +48,24 @@ class Zipf:
         """int64 [batch, tables], from 0."""
         drawn = random.random((self.batch, self.tables), np.float64)
         return np.searchsorted(self._cumulative[:-1], drawn).astype(np.int64)
+
+
+class LogUniform:
+    """Rank k with a chance in proportion to 1 / k, all ranks of one power of ten alike; ranks are rows in a fixed order.
+
+    It keeps no table of ranks, so it takes no memory where memory is what is measured.
+    """
+
+    STRIDE = 2_654_435_761  # a prime larger than any number of rows here
+
+    def __init__(self, tables: int, rows: int, batch: int, seed: int = 0) -> None:
+        self.tables, self.rows, self.batch, self.seed = tables, rows, batch, seed
+
+    def numbers(self, step: int) -> NDArray[np.int64]:
+        drawn = np.random.default_rng((self.seed, step)).random((self.batch, self.tables))
+        ranks = np.minimum(np.exp(drawn * math.log(self.rows)).astype(np.int64), self.rows) - 1
+        numbers: NDArray[np.int64] = (ranks + np.arange(self.tables)) * self.STRIDE % self.rows
+        return numbers
 
 
 class WrappedZipf(Zipf):

@@ -1,0 +1,57 @@
+"""The floor of a disk: random 4 KiB reads of given files, past the page cache, at the best number in flight."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+DEPTHS = (16, 32, 64, 128, 256)
+SECONDS = 2.0  # of each depth
+
+
+@dataclass(frozen=True)
+class Floor:
+    """reads: blocks a second, the most of all depths. alone: blocks a second with one read in flight."""
+
+    reads: float
+    depth: int
+    alone: float
+
+    def __str__(self) -> str:
+        return f"{self.reads:,.0f} reads/s at queue depth {self.depth}, {self.alone:,.0f} at 1"
+
+
+def measure(files: Sequence[Path], seconds: float = SECONDS) -> Floor:
+    """Of the disk under `files`. Raises OSError where they cannot be read past the page cache."""
+    rates = {depth: _rate(files, depth, seconds) for depth in (1, *DEPTHS)}
+    best = max(DEPTHS, key=lambda depth: rates[depth])
+    return Floor(rates[best], best, rates[1])
+
+
+def _rate(files: Sequence[Path], depth: int, seconds: float) -> float:
+    paths = (ctypes.c_char_p * len(files))(*(os.fsencode(file) for file in files))
+    rate: float = _compiled().disk_floor(paths, len(files), depth, seconds, depth)
+    if rate < 0:
+        raise OSError(int(-rate), f"{os.strerror(int(-rate))}: random direct reads of {len(files)} files")
+    return rate
+
+
+@cache
+def _compiled() -> ctypes.CDLL:
+    source = Path(__file__).with_suffix(".cpp")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "floor.so")
+        flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC"]
+        subprocess.run(["g++", *flags, "-o", str(library), str(source)], check=True)
+        native = ctypes.CDLL(str(library))  # stays loaded without its file
+    native.disk_floor.restype = ctypes.c_double
+    native.disk_floor.argtypes = [
+        ctypes.POINTER(ctypes.c_char_p), ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_uint64,
+    ]  # fmt: skip
+    return native
