@@ -45,7 +45,7 @@ def load(folder: Path, rows: int) -> None:
 
 
 def train(folder: Path, rows: int, steps: int, mode: str, options: str) -> str:
-    tier = RocksDB(folder, ROW_BYTES // 4 - 2, SHARDS, read_mode=mode, options=options)
+    tier = RocksDB(folder, ROW_BYTES // 4 - 2, SHARDS, read_mode=mode, read_threads=1, options=options)
     random = np.random.default_rng(0)
     lines = Lines(BATCH)
     read = write = 0.0

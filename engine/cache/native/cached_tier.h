@@ -8,6 +8,7 @@
 // sets, overflow and window are looked at or changed, `queue` for the batches. No lock guards the lines: the line of a
 // pinned row belongs to its step, the line of an absent row to the thread that admits the row.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <memory>
@@ -115,6 +116,10 @@ private:
     Resident resident(const Way& way, u64 line, i64 slot) const;
     // With none. Fills lines of rows from the tier below, or with initial values. Returns the `updates` of each row.
     std::vector<u32> read_below(const Rows& rows, bool touch);
+    // How many rows may stay in the overflow where so many more come: half of it is for rows that a batch needs.
+    std::size_t kept_rows(std::size_t coming = 0) const {
+        return std::min(overflow_rows_ / 2, overflow_rows_ - std::min(overflow_rows_, coming));
+    }
     u32 done() const { return done_.load(std::memory_order_acquire); }
 
     const Layout& layout_;

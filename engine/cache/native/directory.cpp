@@ -120,15 +120,15 @@ std::size_t Directory::coming() const {
 void Directory::take_back(u32 done) {
     if (!window.looks_past(done) || overflow.empty()) return;
     overflow.reserve(1);  // a row comes for each that goes
-    overflow.for_each([&](u32 place) {
+    overflow.for_each_held([&](u32 place) {
         if (!overflow.is_idle(place, done)) return;
         const Way row = overflow.at(place).way;
         const u32 needed = batches_until(row.next, done);
-        if (needed == NEVER) return;
+        if (needed == NEVER) return overflow.wait(place);
         const u32 slot = sets.choose(row.hash, done, done);
         if (slot == NONE || sets.needed_in(slot, done) <= needed) return;
         if (!sets.is_free(slot) && sets.is_dirty(slot)) {
-            const u32 victim = overflow.add(sets.way(slot));
+            const u32 victim = overflow.add(sets.way(slot), true);
             copy_line(THREAD, overflow.line(victim), sets.line(slot), shape_);
         }
         copy_line(THREAD, sets.line(slot), overflow.line(place), shape_);
@@ -200,17 +200,17 @@ void Directory::settle(const Wanted& batch, bool stay) {
             u64& line = batch.lines[absent.row];
             if (absent.slot != NONE) {
                 line = sets.line(absent.slot);
-                if (absent.dirty && stay) copy_line(THREAD, overflow.line(overflow.add(absent.way)), line, shape_);
+                if (absent.dirty && stay) copy_line(THREAD, overflow.line(overflow.add(absent.way, true)), line, shape_);
                 if (absent.from == NONE) continue;
                 copy_line(THREAD, line, overflow.line(absent.from), shape_);
                 overflow.remove(absent.from);
             } else if (absent.from == NONE) {
-                absent.place = overflow.add(absent.way);
+                absent.place = overflow.add(absent.way, false);
                 line = overflow.line(absent.place);
             } else if (overflow.at(absent.from).leaving) {  // whoever writes it down must find it as it is
                 const u64 before = overflow.line(absent.from);
                 overflow.remove(absent.from);
-                line = overflow.line(overflow.add(absent.way));
+                line = overflow.line(overflow.add(absent.way, false));
                 copy_line(THREAD, line, before, shape_);
             } else {
                 line = overflow.line(absent.from);

@@ -28,14 +28,13 @@ void Overflow::trim() {
     places_ = capacity_ + 1;
 }
 
-u32 Overflow::add(const Way& row) {
+u32 Overflow::add(const Way& row, bool waiting) {
     const bool beyond = free_[0] == NONE;
     const u32 place = free_[beyond];
     free_[beyond] = at(place).after;
     index_.insert(row.hash, row.table, place + 1);
-    at(place) = {row, false, false, last_, NONE};
-    (last_ == NONE ? first_ : at(last_).after) = place;
-    last_ = place;
+    at(place) = {row, false, false, waiting, NONE, NONE};
+    link(place);
     rows_beyond_ += beyond;
     peak_ = std::max(peak_, ++rows_);
     return place;
@@ -49,11 +48,32 @@ void Overflow::remove(u32 place) {
         forget(place);
 }
 
-void Overflow::forget(u32 place) {
+void Overflow::link(u32 place) {
+    Chain& chain = chains_[at(place).waiting];
+    at(place).before = chain.last;
+    at(place).after = NONE;
+    (chain.last == NONE ? chain.first : at(chain.last).after) = place;
+    chain.last = place;
+    ++chain.rows;
+}
+
+void Overflow::unlink(u32 place) {
+    Chain& chain = chains_[at(place).waiting];
     const u32 before = at(place).before, after = at(place).after;
-    (before == NONE ? first_ : at(before).after) = after;
-    (after == NONE ? last_ : at(after).before) = before;
+    (before == NONE ? chain.first : at(before).after) = after;
+    (after == NONE ? chain.last : at(after).before) = before;
+    --chain.rows;
     if (turn_ == place) turn_ = after;
+}
+
+void Overflow::move(u32 place, bool waiting) {
+    unlink(place);
+    at(place).waiting = waiting;
+    link(place);
+}
+
+void Overflow::forget(u32 place) {
+    unlink(place);
     const bool beyond = place > capacity_;
     at(place) = {};
     at(place).after = free_[beyond];
@@ -62,17 +82,23 @@ void Overflow::forget(u32 place) {
     --rows_;
 }
 
-std::vector<u32> Overflow::take(u32 done, std::size_t most) {
+std::vector<u32> Overflow::take(u32 done, std::size_t most, std::size_t keep) {
+    if (rows_beyond_) keep = 0;  // their memory is given back
     std::vector<u32> taken;
-    for (std::size_t left = rows_; left > 0 && taken.size() < most; --left) {
-        const u32 place = turn_ == NONE ? first_ : turn_;
+    const auto wants_more = [&] { return taken.size() < most && rows_ > keep + taken.size(); };
+    const auto stays = [&](u32 place) {
+        const bool needed = batches_until(at(place).way.next, done) != NEVER;
+        return !is_idle(place, done) || (needed && 2 * rows_ <= capacity_ + keep);
+    };
+    const auto go = [&](u32 place) { is_dirty(place) ? taken.push_back(place) : remove(place); };
+    for (u32 place = chains_[true].first, after; place != NONE && wants_more(); place = after) {
+        after = at(place).after;
+        stays(place) ? move(place, false) : go(place);
+    }
+    for (std::size_t left = chains_[false].rows; left > 0 && wants_more(); --left) {
+        const u32 place = turn_ == NONE ? chains_[false].first : turn_;
         turn_ = at(place).after;
-        if (!is_idle(place, done)) continue;
-        if (2 * rows_ <= capacity_ && batches_until(at(place).way.next, done) != NEVER) continue;
-        if (is_dirty(place))
-            taken.push_back(place);
-        else
-            remove(place);
+        if (!stays(place)) go(place);
     }
     std::sort(taken.begin(), taken.end(), [&](u32 a, u32 b) {
         return at(a).way.hash != at(b).way.hash ? at(a).way.hash < at(b).way.hash : at(a).way.table < at(b).way.table;

@@ -17,7 +17,8 @@ public:
         Way way;
         bool leaving;       // whether another thread is writing the line to the tier below
         bool gone;          // whether the row left during that write: the place is free when the write is over
-        u32 before, after;  // places of rows in the order in which they came; free ones are chained by `after`
+        bool waiting;       // whether no batch needed the row when it was last looked at: it only waits to go down
+        u32 before, after;  // places of rows of that chain in the order in which they came; free ones by `after`
     };
 
     // capacity: how many rows have memory that is kept when they leave.
@@ -27,28 +28,31 @@ public:
     u32 find(u64 hash, u32 table) const { return index_.find(hash, table) - 1; }
     // Makes room for so many more rows: only this and `trim` can fail for lack of memory.
     void reserve(std::size_t rows);
-    // Gives a new row a place, whose line the caller fills.
-    u32 add(const Way& row);
+    // Gives a new row a place, whose line the caller fills. waiting: whether no batch needs the row.
+    u32 add(const Way& row, bool waiting);
     void remove(u32 place);
     // Gives back the memory beyond the capacity, where no row is in it.
     void trim();
 
-    // Takes at most `most` dirty rows whose batches are over, by hash: their places are leaving until `wrote`. Clean
-    // rows go at once. Rows that announced batches need stay while half of the overflow is free.
-    std::vector<u32> take(u32 done, std::size_t most);
+    // Notes that no batch needs the row.
+    void wait(u32 place) { move(place, true); }
+    // Takes at most `most` dirty rows whose batches are over, by hash, so that `keep` rows are left: their places are
+    // leaving until `wrote`. Clean ones go at once. Waiting rows go first, in the order in which they came. Rows that
+    // announced batches need stay while half of what is not kept is free.
+    std::vector<u32> take(u32 done, std::size_t most, std::size_t keep);
     // Ends the leaving of places. updates: of each row as it was written, or null where the write failed.
     void wrote(const std::vector<u32>& places, const std::vector<u32>* updates, u32 done);
 
-    // Calls body(place) for each row in the order in which they came, but for those that come meanwhile. It may remove
-    // the row.
+    // Calls body(place) for each row, but for those that come meanwhile. It may remove the row.
     template <class Body>
     void for_each(const Body& body) {
-        u32 place = first_;
-        for (std::size_t left = rows_; left > 0; --left) {
-            const u32 after = at(place).after;
-            if (!at(place).gone) body(place);
-            place = after;
-        }
+        for_each_held(body);
+        for_each_of(chains_[true], body);
+    }
+    // The same for rows that do not only wait; the body may let the row wait.
+    template <class Body>
+    void for_each_held(const Body& body) {
+        for_each_of(chains_[false], body);
     }
 
     // Whether no batch pins the row and no thread writes it down.
@@ -77,7 +81,23 @@ private:
         Pages lines;
         std::vector<Place> places;
     };
+    struct Chain {
+        u32 first = NONE, last = NONE;
+        std::size_t rows = 0;
+    };
 
+    template <class Body>
+    void for_each_of(const Chain& chain, const Body& body) {
+        u32 place = chain.first;
+        for (std::size_t left = chain.rows; left > 0; --left) {
+            const u32 after = at(place).after;
+            if (!at(place).gone) body(place);
+            place = after;
+        }
+    }
+    void link(u32 place);
+    void unlink(u32 place);
+    void move(u32 place, bool waiting);
     void forget(u32 place);
 
     LineShape shape_;
@@ -86,8 +106,9 @@ private:
     std::size_t rows_ = 0, rows_beyond_ = 0, peak_ = 0;  // places in use, those that are gone included
     RowMap index_;                                       // places + 1
     std::vector<Chunk> chunks_;  // first those of places up to number `capacity_`, then those beyond
-    std::array<u32, 2> free_{NONE, NONE};           // the first free place up to the capacity, and beyond it
-    u32 first_ = NONE, last_ = NONE, turn_ = NONE;  // the first and the last row, and where `take` goes on
+    std::array<u32, 2> free_{NONE, NONE};  // the first free place up to the capacity, and beyond it
+    std::array<Chain, 2> chains_;          // of rows that may be needed, and of those that wait
+    u32 turn_ = NONE;                      // where `take` goes on among the former
 };
 
 }  // namespace tierbed

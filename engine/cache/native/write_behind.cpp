@@ -56,7 +56,7 @@ void WriteBehind::run(std::size_t threads) {
 }
 
 void WriteBehind::write_some(std::unique_lock<std::mutex>& lock) {
-    const std::vector<u32> places = overflow_.take(done_.load(std::memory_order_acquire), ROWS_AT_ONCE);
+    const std::vector<u32> places = overflow_.take(done_.load(std::memory_order_acquire), ROWS_AT_ONCE, keep_);
     if (places.empty()) {
         awake_ = false;
         return;
@@ -82,13 +82,15 @@ void WriteBehind::write_some(std::unique_lock<std::mutex>& lock) {
     end(true);
 }
 
-void WriteBehind::wake() {
+void WriteBehind::wake(std::size_t keep) {
+    keep_ = keep;
     awake_ = true;
     work_.notify_one();
 }
 
-void WriteBehind::wait(std::unique_lock<std::mutex>& directory, const std::function<bool()>& enough) {
-    wake();
+void WriteBehind::wait(std::unique_lock<std::mutex>& directory, std::size_t keep,
+                       const std::function<bool()>& enough) {
+    wake(keep);
     changed_.wait(directory, [&] { return enough() || error_ || !awake_ || stopping_; });
 }
 
@@ -101,13 +103,13 @@ void WriteBehind::raise() {
     if (!error_) return;
     const std::exception_ptr error = error_;
     error_ = nullptr;
-    wake();
+    wake(keep_);
     std::rethrow_exception(error);
 }
 
 void WriteBehind::forget() {
     error_ = nullptr;
-    wake();
+    wake(keep_);
 }
 
 void WriteBehind::stop() {
