@@ -156,7 +156,7 @@ def main() -> int:
     print(*said, sep="\n", end="\n" if said else "")
     if wrong:
         files = f"{BUILD.relative_to(ROOT)}/WORKLOAD.PART.NUMBER"
-        print(*wrong, f"by function: callgrind_annotate --inclusive=no {files}; where it is meant: {RENEW}", sep="\n")
+        print(*wrong, f"by function: callgrind_annotate --threshold=100 {files}; where it is meant: {RENEW}", sep="\n")
     else:
         print(f"instructions: no part of a workload takes {MOST_RISE:.0%} more than {BASELINE.name}")
     return int(bool(wrong))
