@@ -22,7 +22,7 @@ import torch
 from contenders import PEERS, Contender, Tierbed
 from floor import Floor
 from kernel_parts import print_parts
-from report import Result, Time, machine, print_results
+from report import Result, Time, is_intel, machine, print_results
 from workloads import BATCHES, NEAR, WORKLOADS, Workload, make_batches
 
 THREADS = 2
@@ -71,7 +71,8 @@ def measure(work: Workload, repeats: int) -> Result:
         peer = PEERS[work.peer](work, batches)
         check([ours, peer, floor])
     ours_time, peer_time, floor_time = interleaved([ours, peer, floor], repeats)
-    return Result(work.name, peer.name, work.bar, ours_time, peer_time, floor_time, floor.settings)
+    bar = work.peer_bar(is_intel())
+    return Result(work.name, peer.name, bar, ours_time, peer_time, floor_time, work.floor_bar, floor.settings)
 
 
 def main() -> int:
