@@ -1,4 +1,5 @@
-# make demo: set everything up and train the MovieLens example. make test: set everything up, lint, type-check and test.
+# make demo: set everything up and train the MovieLens example. make test: set everything up, lint, type-check, count
+# instructions and test.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -6,7 +7,7 @@ TESTERS := $(shell n=$$(nproc); echo $$((n < 6 ? n * 2 : 12)))
 DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engine/optim/*.py)
 
-.PHONY: demo test test-slow check crash sanitize lint types install clean
+.PHONY: demo test test-slow check crash sanitize lint types instructions install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -14,7 +15,7 @@ demo: install
 
 # processes of one thread each, two for a core: tests wait for disks and children. Tests of threads set their number
 test: install
-	$(MAKE) --jobs=2 lint types
+	$(MAKE) --jobs=2 instructions types lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(TESTERS) --dist worksteal
 
 test-slow: install
@@ -40,6 +41,10 @@ lint: install
 
 types: install
 	PYTHON=$(BIN)/python scripts/typecheck
+
+# the native core's instructions in fixed workloads, against benchmarks/instructions.json; RENEW=1 writes that file anew
+instructions: install
+	$(BIN)/python benchmarks/instructions.py $(if $(RENEW),--renew)
 
 install: $(VENV)/.installed
 

@@ -1,9 +1,10 @@
 """Time a step of the embedding alone against its peers and against the memory floor, and gate the ratios.
 
-    python benchmarks/kernels.py [--workload NAME ...] [--repeats N] [--json FILE]
+    python benchmarks/kernels.py [--workload NAME ...] [--repeats N] [--threads N] [--json FILE] [--parts]
 
 Contenders take turns, so that what else the machine does hits all of them; figures are medians. A workload has figures
-only where all contenders computed the same outputs and rows. Exits with 1 if a bar is missed. See README.md here.
+only where all contenders computed the same outputs and rows. Exits with 1 if a bar is missed. `--parts` shows in place
+of that where the time of tierbed's own step goes. See README.md here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from statistics import median
 import torch
 from contenders import PEERS, Contender, Tierbed
 from floor import Floor
-from report import Result, Time, machine, print_results
+from kernel_parts import print_parts
+from report import Result, Time, is_intel, machine, print_results
 from workloads import BATCHES, NEAR, WORKLOADS, Workload, make_batches
 
 THREADS = 2
@@ -69,18 +71,24 @@ def measure(work: Workload, repeats: int) -> Result:
         peer = PEERS[work.peer](work, batches)
         check([ours, peer, floor])
     ours_time, peer_time, floor_time = interleaved([ours, peer, floor], repeats)
-    return Result(work.name, peer.name, work.bar, ours_time, peer_time, floor_time, floor.settings)
+    bar = work.peer_bar(is_intel())
+    return Result(work.name, peer.name, bar, ours_time, peer_time, floor_time, work.floor_bar, floor.settings)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", action="append", choices=[work.name for work in WORKLOADS], help="default: all")
     parser.add_argument("--repeats", type=int, default=50, help="timed steps of each contender (default: 50)")
+    parser.add_argument("--threads", type=int, default=THREADS, help=f"default: {THREADS}")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument("--parts", action="store_true", help="cycles an id of each part of a step, without peers")
     arguments = parser.parse_args()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(arguments.threads)
     about = machine("tierbed", "torch", "fbgemm-gpu-cpu", "numpy")
     chosen = [work for work in WORKLOADS if arguments.workload is None or work.name in arguments.workload]
+    if arguments.parts:
+        print_parts(chosen, arguments.repeats)
+        return 0
     results, failed = [], False
     for work in chosen:
         try:

@@ -14,6 +14,7 @@ from support.places import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
 import graph_steps
+from graph_bytecodes import Executed, executed
 from graph_steps import EagerStep, GraphStep, Model, cycle, keyed, make_batches
 from graph_stopwatch import Stopwatch, is_matmul, is_op, timed_calls, timed_natives, timed_ops
 from tier_stores import Mismatch
@@ -54,6 +55,20 @@ def test_a_stopwatch_counts_a_call_within_another_once() -> None:
     taken = time.perf_counter() - begin
     assert 0.02 <= watch.lap() <= taken
     assert watch.lap() == 0
+
+
+def test_python_of_the_project_is_counted_and_no_other(tmp_path: Path) -> None:
+    batches = keyed(make_batches(MODEL, 2))
+    graph = GraphStep(MODEL, tmp_path)
+    step = cycle(graph, batches)
+    for number in range(4):
+        step(number)
+    one = executed(step, 0)
+    assert one.calls > 100
+    assert one.bytecodes > 1000
+    assert executed(step, 1) == one
+    assert executed(lambda number: (step(number), step(number)), 0) == Executed(2 * one.calls, 2 * one.bytecodes)
+    assert executed(lambda number: sorted(range(number)), 10) == Executed()
 
 
 def test_timed_steps_compute_the_same_and_are_put_back(tmp_path: Path) -> None:

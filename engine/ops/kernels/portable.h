@@ -17,6 +17,14 @@
 #define TIERBED_FN inline __attribute__((always_inline))
 #define TIERBED_INLINE __attribute__((always_inline))  // behind the parameters of a lambda
 #endif
+// before a loop whose turns reach different floats, which a compiler cannot see
+#if defined(TIERBED_GPU)
+#define TIERBED_NO_OVERLAP
+#elif defined(__clang__)
+#define TIERBED_NO_OVERLAP _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define TIERBED_NO_OVERLAP _Pragma("GCC ivdep")
+#endif
 
 #if defined(__CUDACC_RTC__)
 typedef unsigned char uint8_t;

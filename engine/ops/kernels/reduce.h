@@ -16,9 +16,13 @@ TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
     return shuffle(sum, 0);
 #else
     static_cast<void>(tile);
-    float sums[32] = {};
+    float sums[32];
     const i32 end = static_cast<i32>(n);
-    i32 begin = 0;
+    i32 begin = end < 32 ? 0 : 32;
+    if (begin == 0)
+        for (i32 j = 0; j < 32; ++j) sums[j] = 0.0f;
+    else  // zeros that are not written first, for GCC does so by a slow instruction
+        for (i32 j = 0; j < 32; ++j) sums[j] = 0.0f + value(j);
     for (; begin + 32 <= end; begin += 32)
         for (i32 j = 0; j < 32; ++j) sums[j] += value(begin + j);
     for (i32 j = 0; begin + j < end; ++j) sums[j] += value(begin + j);

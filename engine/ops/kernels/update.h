@@ -18,17 +18,16 @@ namespace tierbed {
 template <class Rule>
 TIERBED_FN void update_block(float* line, u32 dim, u32 begin, u32 n, const float* g, const Rule& rule,
                              const typename Rule::Row& row) {
-    float w[VEC], states[Rule::ELEMENT_STATES + 1][VEC];  // copies, so that the compiler need not fear overlap
-    copy_floats(w, line + begin, n);
-    for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) copy_floats(states[k], line + dim * (k + 1) + begin, n);
+    float* const w = line + begin;
+    const u64 next = dim;  // from an element to its states
+    TIERBED_NO_OVERLAP
     for (u32 j = 0; j < n; ++j) {
-        float state[Rule::ELEMENT_STATES + 1];
-        for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) state[k] = states[k][j];
-        rule.element(w[j], g[j], state, row);
-        for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) states[k][j] = state[k];
+        float state[Rule::ELEMENT_STATES + 1], element = w[j];
+        for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) state[k] = w[next * (k + 1) + j];
+        rule.element(element, g[j], state, row);
+        w[j] = element;
+        for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) w[next * (k + 1) + j] = state[k];
     }
-    copy_floats(line + begin, w, n);
-    for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) copy_floats(line + dim * (k + 1) + begin, states[k], n);
 }
 
 // Whether `update_row` needs the whole gradient of a row before it changes its first element.
@@ -75,11 +74,12 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
     for (u32 k = 0; k < Rule::ROW_STATES; ++k) row_states[k] = line[dim * (1 + Rule::ELEMENT_STATES) + k];
     rule.row(row, row_states);
     for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
-        float g[VEC];
-        if (reduces_rows(rule))
-            copy_floats(g, whole + begin, n);
-        else
-            sum_block(g, begin, n);
+        float block[VEC];
+        const float* g = whole + begin;
+        if (!reduces_rows(rule)) {
+            sum_block(block, begin, n);
+            g = block;
+        }
         update_block(line, dim, begin, n, g, rule, row);
     });
     synchronise(tile);  // every lane has read the record and the row states

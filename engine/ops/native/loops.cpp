@@ -89,7 +89,9 @@ std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, f
             sum_row(sum, block, gradients, occurrences);
         }
         const auto summed = [&](float* g, u32 from, u32 n) TIERBED_INLINE {
-            for (u32 j = 0; j < n; ++j) g[j] = gradient[from + j] * job.scale;
+            const float* const columns = gradient + from;  // an index that may wrap around keeps vectors away
+            TIERBED_NO_OVERLAP
+            for (u32 j = 0; j < n; ++j) g[j] = columns[j] * job.scale;
         };
         written += apply_rule(ONE_THREAD, job.lines[row], job.shape, summed, rule, job.step, whole);
     }

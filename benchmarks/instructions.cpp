@@ -1,0 +1,188 @@
+// Steps of the native core without Python, for `instructions.py`, which counts their instructions by callgrind.
+//
+//     instructions        prints a line for each workload: its name, and the ids that were counted
+//
+// A part of a step is what lies between two dumps of callgrind, which have the name of the workload and of the part.
+// One thread, fixed ids, nothing that depends on an address or a clock: counts are the same in every run.
+#include <cstdio>
+#include <deque>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <valgrind/callgrind.h>
+
+#include "cache/native/cached_tier.h"
+#include "ops/native/thread_pool.h"
+#include "ops/native/update.h"
+#include "store/native/full_table.h"
+
+namespace tierbed {
+namespace {
+
+constexpr u32 TABLES = 26, WARM_STEPS = 4, COUNTED_STEPS = 2;
+
+struct Workload {
+    const char* name;
+    const char* rule;
+    std::vector<double> hyper;
+    std::vector<u32> state_widths;
+    u32 dim, rows, batch;  // rows of one table
+    u32 length = 1;        // ids a bag
+    bool skewed = false;   // ids repeat within a batch
+    bool fresh = false;    // rows are new in every step
+    u32 cached = 0;        // percent of the rows that a cache in front of the table holds, 0 for no cache
+    u32 ahead = 0;         // steps that the cache knows ahead
+};
+
+const std::vector<double> ADAGRAD{0.01, 0, 0, 1e-10, 0, 0};  // lr, weight decay, maximize, eps, two clips
+const std::vector<double> ROWWISE{0.01, 0, 1, 1e-8, 0, 0};   // lr, weight decay, decay, eps, two clips
+
+const std::vector<Workload> WORKLOADS{
+    // name, rule, its numbers, widths of its states, dim, rows, batch, and what differs from the defaults above
+    {"d16-uniform", "adagrad", ADAGRAD, {16}, 16, 8000, 1024},
+    {"d16-skewed", "adagrad", ADAGRAD, {16}, 16, 8000, 1024, 1, true},
+    {"d16-new", "adagrad", ADAGRAD, {16}, 16, 8000, 1024, 1, false, true},
+    {"d128-rowwise", "rowwise_adagrad", ROWWISE, {1}, 128, 4000, 512},
+    {"d128-bags", "rowwise_adagrad", ROWWISE, {1}, 128, 4000, 32, 20},
+    {"d16-cached", "adagrad", ADAGRAD, {16}, 16, 8000, 1024, 1, true, false, 20},
+    {"d16-ahead", "adagrad", ADAGRAD, {16}, 16, 8000, 1024, 1, true, false, 20, 4},
+};
+
+u64 mixed(u64 x) {
+    x += 0x9E3779B97F4A7C15;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+    return x ^ (x >> 31);
+}
+
+class Steps {
+public:
+    explicit Steps(const Workload& work)
+        : work_(work),
+          layout_(work.dim, std::vector<float>(work.state_widths.size()), work.state_widths, 1, {work.dim},
+                  std::vector<InitialValues>(TABLES, {Initial::uniform, -0.1f, 0.1f, 0, 0})),
+          rule_(layout_, work.rule, work.hyper),
+          table_(layout_),
+          out_(bags() * work.dim),
+          grads_(bags() * work.dim, 0.5f),
+          written_(TABLES) {
+        if (!work.fresh) fill();
+        if (!work.cached) return;
+        const std::size_t rows = std::size_t{TABLES} * work.rows * work.cached / 100;
+        const std::size_t bytes = rows * (layout_.shape.line_bytes + sizeof(Way) + 1);
+        cache_ = std::make_unique<CachedTier>(layout_, table_, CacheOptions{bytes, 64 << 20, LRU, 1});
+    }
+
+    void run() {
+        for (u32 step = 0; step < WARM_STEPS; ++step) next();
+        counting_ = true;
+        CALLGRIND_START_INSTRUMENTATION;
+        for (u32 step = 0; step < COUNTED_STEPS; ++step) next();
+        CALLGRIND_STOP_INSTRUMENTATION;
+        const u64 changed = cache_ ? cache_->metrics().counts.evictions_dirty : written_rows();
+        if (changed == 0) throw std::logic_error(std::string(work_.name) + " does not do what it is to count");
+        std::printf("%s %zu\n", work_.name, bags() * work_.length * COUNTED_STEPS);
+    }
+
+private:
+    std::size_t bags() const { return std::size_t{TABLES} * work_.batch; }
+
+    // Calls body and has what it took dumped.
+    template <class Body>
+    void part(const char* name, const Body& body) {
+        if (!counting_) return body();
+        static std::deque<std::string> names;  // callgrind reads them at the end
+        names.push_back(std::string(work_.name) + " " + name);
+        CALLGRIND_ZERO_STATS;
+        body();
+        CALLGRIND_DUMP_STATS_AT(names.back().c_str());
+    }
+
+    // Every row of the table is there and was written once.
+    void fill() {
+        std::vector<u64> keys(std::size_t{TABLES} * work_.rows);
+        for (std::size_t i = 0; i < keys.size(); ++i) keys[i] = mixed(i / TABLES);
+        const auto batch = batch_of(keys, 1);
+        table_.find(*batch);
+        table_.insert_missing(*batch, layout_);
+        const std::vector<float> values(keys.size() * work_.dim);
+        assign(*batch, layout_, values.data(), 1, written_.data());
+    }
+
+    std::shared_ptr<Batch> batch_of(const std::vector<u64>& keys, std::size_t length) const {
+        const Segment segment{keys.data(), nullptr, keys.size(), keys.size() / length, length, nullptr, length > 1};
+        return std::make_shared<Batch>(
+            std::make_shared<const Deduplicated>(std::vector<Segment>{segment}, TABLES, std::nullopt));
+    }
+
+    std::vector<u64> draw() {
+        std::vector<u64> keys(bags() * work_.length);
+        for (u64& key : keys) {
+            const u64 random = mixed(~drawn_++);
+            u64 row = (random >> 32) * work_.rows >> 32;
+            if (work_.skewed) row = row * row / work_.rows * (random & 0xFFFF) >> 16;
+            key = mixed(work_.fresh ? drawn_ / TABLES + work_.rows : row);
+        }
+        return keys;
+    }
+
+    void next() {
+        const auto batch = deduplicated();
+        part("lookup", [&] {
+            if (cache_)
+                cache_->pin(batch);
+            else if (table_.find(*batch))
+                table_.insert_missing(*batch, layout_);
+        });
+        const Pooling pooling{false, nullptr, FloatType::float32};
+        part("gather", [&] { gather(*batch, layout_, 0, pooling, out_.data()); });
+        part("update", [&] {
+            update(*batch, layout_, {{grads_.data(), pooling}}, rule_, ++step_, 1.0f, written_.data());
+            if (cache_) cache_->unpin(*batch);
+        });
+    }
+
+    // The batch of the next step. Those that are known ahead are announced, and their rows brought up.
+    std::shared_ptr<Batch> deduplicated() {
+        do {
+            const std::vector<u64> keys = draw();
+            part("deduplication", [&] { known_.push_back(batch_of(keys, work_.length)); });
+            if (!work_.ahead) continue;
+            part("lookup", [&] {
+                cache_->announce(known_.back());
+                cache_->prefetch(*known_.back());
+            });
+        } while (known_.size() <= work_.ahead);
+        const auto batch = known_.front();
+        known_.pop_front();
+        return batch;
+    }
+
+    u64 written_rows() const {
+        u64 sum = 0;
+        for (const u64 rows : written_) sum += rows;
+        return sum;
+    }
+
+    const Workload& work_;
+    const Layout layout_;
+    const BoundRule rule_;
+    FullTable table_;
+    std::unique_ptr<CachedTier> cache_;
+    std::deque<std::shared_ptr<Batch>> known_;
+    std::vector<float> out_, grads_;
+    std::vector<u64> written_;
+    bool counting_ = false;
+    u64 drawn_ = 0;
+    u32 step_ = 1;
+};
+
+}  // namespace
+}  // namespace tierbed
+
+int main() {
+    tierbed::set_threads(1);
+    for (const tierbed::Workload& work : tierbed::WORKLOADS) tierbed::Steps(work).run();
+}
