@@ -19,6 +19,7 @@ import tier_counting
 import tier_lookahead
 import tier_steps
 import tier_train
+from disk import section as disk_section
 from sections import measured, options, prepared
 from tier_report import Figure, report
 
@@ -51,12 +52,22 @@ def counting(folder: Path, given: argparse.Namespace) -> list[Figure]:
     return tier_counting.measure(folder, tier_counting.QUICK if given.quick else tier_counting.Sizes())
 
 
+def disk(folder: Path, given: argparse.Namespace) -> list[Figure]:
+    return disk_section.disk(folder, disk_section.QUICK if given.quick else disk_section.Sizes())
+
+
+def page_cache(folder: Path, given: argparse.Namespace) -> list[Figure]:
+    return disk_section.page_cache(folder, disk_section.QUICK if given.quick else disk_section.Sizes())
+
+
 SECTIONS: dict[str, Section] = {
     "train": train,
     "memory": memory,
     "scale": scale,
     "lookahead": lookahead,
     "counting": counting,
+    "disk": disk,
+    "page_cache": page_cache,
 }
 
 

@@ -51,7 +51,7 @@ class Zipf:
 
 
 class LogUniform:
-    """Rank k with a chance in proportion to 1 / k, all ranks of one power of ten alike; ranks are rows in a fixed order.
+    """Rank k with a chance in proportion to 1 / k; ranks are rows in a fixed order.
 
     It keeps no table of ranks, so it takes no memory where memory is what is measured.
     """

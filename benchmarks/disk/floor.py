@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 DEPTHS = (16, 32, 64, 128, 256)
-SECONDS = 2.0  # of each depth
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,11 @@ class Floor:
         return f"{self.reads:,.0f} reads/s at queue depth {self.depth}, {self.alone:,.0f} at 1"
 
 
-def measure(files: Sequence[Path], seconds: float = SECONDS) -> Floor:
-    """Of the disk under `files`. Raises OSError where they cannot be read past the page cache."""
+def measure(files: Sequence[Path], seconds: float) -> Floor:
+    """Of the disk under `files`, with so many seconds at each depth.
+
+    Raises OSError where they cannot be read past the page cache.
+    """
     rates = {depth: _rate(files, depth, seconds) for depth in (1, *DEPTHS)}
     best = max(DEPTHS, key=lambda depth: rates[depth])
     return Floor(rates[best], best, rates[1])

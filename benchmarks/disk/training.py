@@ -1,15 +1,17 @@
 """One contender of the benchmark of disks, in a process of its own whose memory can be limited.
 
-    PYTHONPATH=benchmarks python -m disk.training '{"store": "cached_ssd", ...}'     # a `Case`; prints an `Outcome`
+PYTHONPATH=benchmarks python -m disk.training '{"store": "cached_ssd", ...}'     # a `Case`; prints an `Outcome`
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,8 @@ SAMPLE = 1000  # rows of each table whose bits are told
 class Case:
     """rows: of one table. cached: the cache, as a share of all rows. store: of tierbed, or "memory-mapped".
 
-    limit: bytes of memory and page cache, or None. keep: go on with the folder that another case has filled.
+    limit: bytes of memory and page cache, or None. keep: go on with the folder that another case has filled. first: the
+    number of the first step, which says what its ids are.
     """
 
     store: str
@@ -78,7 +81,7 @@ class Dense(nn.Module):
         torch.manual_seed(0)
         sizes = (width, *MLP)
         layers: list[nn.Module] = []
-        for size, following in zip(sizes, sizes[1:], strict=False):
+        for size, following in pairwise(sizes):
             layers += [nn.Linear(size, following), nn.ReLU()]
         self.layers = nn.Sequential(*layers[:-1], nn.Flatten(0))
 
@@ -101,6 +104,12 @@ class Train(Graph):
         loss: Tensor = self.dense(self.embedding(ids), labels)
         loss.backward()
         return loss
+
+
+def _settle() -> None:
+    """Wait until nothing of the fill is left to do, for threads or for the disk."""
+    wait_until_idle()
+    os.sync()
 
 
 def labels_of(numbers: Tensor) -> Tensor:
@@ -130,7 +139,7 @@ class Clock:
     @property
     def seconds(self) -> list[float]:
         ends = self.ends[self._warm_up - 1 :]
-        return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+        return [end - begin for begin, end in pairwise(ends)]
 
 
 def _used() -> tuple[float, int, int]:
@@ -181,7 +190,7 @@ def train(case: Case) -> Outcome:
     with make_embedding(case) as embedding:
         graph = Train(embedding, case.row_wise)
         filled = 0.0 if case.keep else fill(embedding, case)
-        wait_until_idle()
+        _settle()
         before = dict(top_tier(embedding))
         for step, loss in enumerate(graph.run(batches(), ahead=case.ahead)):
             clock.step(loss)
@@ -194,9 +203,7 @@ def train(case: Case) -> Outcome:
         sample = torch.cat([embedding.get(keys, table) for table in range(case.tables)])
         metrics = embedding.metrics()
     misses = after["misses"] - before["misses"] if "misses" in after else 0
-    return Outcome(
-        clock.seconds, clock.losses, filled, backlog, misses, read, written, cpu, _bits(sample), metrics
-    )
+    return Outcome(clock.seconds, clock.losses, filled, backlog, misses, read, written, cpu, _bits(sample), metrics)
 
 
 def train_memory_mapped(case: Case) -> Outcome:
@@ -205,6 +212,7 @@ def train_memory_mapped(case: Case) -> Outcome:
     peer = MemoryMapped(Path(case.folder, "memory-mapped"), case.tables, case.rows, case.dim, case.row_wise)
     with make_embedding(replace(case, store="device_mem")) as initial:
         filled = fill(initial, case, peer)
+    _settle()
     dense = Dense(case.tables * case.dim)
     optimizer = torch.optim.SGD(dense.parameters(), lr=LR)
     for step in range(case.warm_up + case.steps):
@@ -215,6 +223,10 @@ def train_memory_mapped(case: Case) -> Outcome:
     return Outcome(clock.seconds, clock.losses, filled, 0.0, 0, read, written, cpu, [], {})
 
 
+def train_case(case: Case) -> Outcome:
+    return train_memory_mapped(case) if case.store == "memory-mapped" else train(case)
+
+
 def _bits(rows: Tensor) -> list[int]:
     """A sum of each row's bits, which differs where a row does."""
     return rows.contiguous().view(torch.int32).long().mul(torch.arange(1, rows.shape[1] + 1)).sum(1).tolist()
@@ -223,8 +235,7 @@ def _bits(rows: Tensor) -> list[int]:
 def main() -> None:
     case = Case(**json.loads(sys.argv[1]))
     torch.set_num_threads(2)
-    outcome = train_memory_mapped(case) if case.store == "memory-mapped" else train(case)
-    json.dump(asdict(outcome), sys.stdout)
+    json.dump(asdict(train_case(case)), sys.stdout)
 
 
 if __name__ == "__main__":

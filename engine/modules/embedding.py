@@ -22,7 +22,7 @@ from ..optim.row_state import RowState
 from ..persist.held_table import HeldTable
 from ..spec.initializers import make_normal_initializer
 from ..spec.inputs import Lookup, check_lookup, check_output_dtype, check_row, check_weights, keys_from, rows_from
-from ..spec.options import store_options_from_dict
+from ..spec.option_makers import store_options_from_dict
 from ..spec.table_spec import check_dtype, table_spec
 from ..spec.tables import numbered
 from ..table.pinned import PinnedBatch

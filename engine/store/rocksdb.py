@@ -17,7 +17,7 @@ from ..spec.rocksdb_options import CACHE_MB, require_rocksdb
 from .contract import Found, Lines
 
 SHARDS = 4
-WRITE_BUFFER_BYTES = 192 << 20  # the most that the memtables of all shards take
+WRITE_BUFFER_BYTES = 64 << 20  # the most that the memtables of all shards take
 READ_THREADS = 64  # a disk answers no faster to more
 SCAN_BYTES = 1 << 20  # of a chunk
 MB = 1 << 20

@@ -33,11 +33,11 @@ from .engine.spec.initializers import make_table as make_table
 from .engine.spec.initializers import make_table_options as make_table_options
 from .engine.spec.initializers import make_trunc_normal_initializer as make_trunc_normal_initializer
 from .engine.spec.initializers import make_uniform_initializer as make_uniform_initializer
-from .engine.spec.options import load_store_options as load_store_options
-from .engine.spec.options import make_cached_host_mem_store_options as make_cached_host_mem_store_options
-from .engine.spec.options import make_cached_ssd_store_options as make_cached_ssd_store_options
-from .engine.spec.options import make_device_mem_store_options as make_device_mem_store_options
-from .engine.spec.options import make_host_mem_store_options as make_host_mem_store_options
+from .engine.spec.option_makers import load_store_options as load_store_options
+from .engine.spec.option_makers import make_cached_host_mem_store_options as make_cached_host_mem_store_options
+from .engine.spec.option_makers import make_cached_ssd_store_options as make_cached_ssd_store_options
+from .engine.spec.option_makers import make_device_mem_store_options as make_device_mem_store_options
+from .engine.spec.option_makers import make_host_mem_store_options as make_host_mem_store_options
 from .engine.store.rocksdb import rocksdb_info as rocksdb_info
 from .engine.version import __version__ as __version__
 from .graph.graph import Graph as Graph

@@ -140,6 +140,32 @@ def test_a_large_batch_goes_down_though_no_step_follows(make_cache: MakeCache) -
         time.sleep(0.01)
 
 
+def test_rows_that_gave_way_come_back_without_a_read_while_nothing_needs_their_room(
+    make_cache: MakeCache, database: RocksDB
+) -> None:
+    cache, model = make_cache(1, overflow_rows=1000), Model()
+    for _ in range(3):
+        for begin in range(0, 400, 50):
+            step(cache, model, ROWS[begin : begin + 50])
+    assert database.metrics()["ssd"]["rows_written"] == 0
+    assert cache.metrics()["misses"] == 400
+
+
+def test_rows_that_gave_way_first_go_down_first_and_half_of_the_overflow_stays(
+    make_cache: MakeCache, database: RocksDB
+) -> None:
+    cache, model = make_cache(1, overflow_rows=1000), Model()
+    for begin in range(0, 1500, 50):
+        step(cache, model, ROWS[begin : begin + 50])
+    while cache.metrics()["overflow_rows"] > 500:
+        time.sleep(0.01)
+    assert cache.metrics()["overflow_rows"] == 500
+    is_down = [bool(database.where(*row)) for row in ROWS[:1500]]
+    assert sum(is_down) == 1500 - 64 - 500
+    assert all(is_down[:800])
+    check_all(cache, model)
+
+
 def test_steps_wait_at_the_cap_of_the_overflow(make_cache: MakeCache) -> None:
     cache, model, random = make_cache(4, overflow_rows=400), Model(), np.random.default_rng(3)
     for _ in range(60):

@@ -14,7 +14,7 @@ from support.embeddings import DIM, attach, contents, make, train
 from support.rows import Table
 from support.stores import options
 from tierbed.engine import ClosedError, OptionError, StoreError, make_cached_ssd_store_options, rocksdb_info
-from tierbed.engine.spec.options import store_options_from_dict
+from tierbed.engine.spec.option_makers import store_options_from_dict
 from tierbed.engine.store.rocksdb import RocksDB
 
 
@@ -56,6 +56,35 @@ def test_options_by_name_reach_rocksdb_and_the_others_stay(tmp_path: Path, given
 def test_the_disks_block_is_the_files_block(tmp_path: Path) -> None:
     RocksDB(tmp_path, DIM, block_bytes=16384).close()
     assert in_file(tmp_path)["block_size"] == "16384"
+
+
+@pytest.mark.parametrize(
+    ("width", "given", "aligned"),
+    [
+        (DIM, {}, True),
+        (DIM, {"block_bytes": 16384}, True),
+        (1000, {}, True),
+        (600, {}, False),  # one row in a block of 4096 bytes
+        (2000, {}, False),
+        (DIM, {"options": "compression=kLZ4Compression"}, False),
+        (DIM, {"options": "compression_per_level=kNoCompression:kZSTD"}, False),
+        (DIM, {"options": "bottommost_compression=kZSTD"}, False),
+        (DIM, {"options": "block_based_table_factory={block_size=5000}"}, False),
+        (DIM, {"options": "block_based_table_factory={block_align=false}"}, False),
+    ],
+)
+def test_blocks_begin_with_a_page_where_they_can_and_little_is_lost(
+    tmp_path: Path, width: int, given: dict[str, Any], aligned: bool
+) -> None:
+    database = RocksDB(tmp_path, width, **given)
+    assert in_file(tmp_path)["block_align"] == str(aligned).lower()
+    lines = np.zeros((500, width + 4), np.float32)
+    keys, tables = np.arange(500, dtype=np.uint64), np.zeros(500, np.uint32)
+    addresses = (lines.ctypes.data + lines.strides[0] * np.arange(500)).astype(np.uint64)
+    database.write(tables, keys, addresses)
+    database.flush()
+    assert database.read(tables, keys, addresses).all()
+    database.close()
 
 
 @pytest.mark.parametrize(
