@@ -147,6 +147,9 @@ def main() -> int:
     if platform.machine() not in ("x86_64", "AMD64"):
         print("instructions: counted on x86-64 alone")
         return 0
+    if shutil.which("valgrind") is None:
+        print("instructions: there is no valgrind; `make install` brings it where the system has apt, else install it")
+        return 1
     now = counted()
     print(_shown(now))
     if arguments.renew:

@@ -74,6 +74,7 @@ extern "C" double disk_floor(const char* const* paths, int64_t count, int64_t de
         submit(i) ? static_cast<void>(++flying) : static_cast<void>(result = -EIO);
     while (flying > 0) {
         const long events = syscall(SYS_io_getevents, context, 1, depth, done.data(), nullptr);
+        if (events < 0 && errno == EINTR) continue;
         if (events < 0) return -errno;  // the reads under way own the memory
         for (long i = 0; i < events; ++i) {
             --flying;

@@ -50,7 +50,7 @@ def _compiled() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "floor.so")
         flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC"]
-        subprocess.run(["g++", *flags, "-o", str(library), str(source)], check=True)
+        subprocess.run([os.environ.get("CXX", "c++"), *flags, "-o", str(library), str(source)], check=True)
         native = ctypes.CDLL(str(library))  # stays loaded without its file
     native.disk_floor.restype = ctypes.c_double
     native.disk_floor.argtypes = [

@@ -25,6 +25,9 @@ def memory_limit(limit: int | None) -> Iterator[Callable[[], None]]:
     group.mkdir()
     try:
         (group / file).write_text(str(limit))
+        for swap, most in (("memory.memsw.limit_in_bytes", str(limit)), ("memory.swap.max", "0")):
+            if (group / swap).exists():
+                (group / swap).write_text(most)
         yield lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
     finally:
         _remove(group)

@@ -166,6 +166,28 @@ def test_rows_that_gave_way_first_go_down_first_and_half_of_the_overflow_stays(
     check_all(cache, model)
 
 
+@pytest.mark.parametrize("coming", [20, 30, 50])
+def test_rows_that_announced_steps_need_give_way_to_the_rows_of_the_next_step(
+    make_cache: MakeCache, coming: int
+) -> None:
+    cache, model = make_cache(1, overflow_rows=100), Model()
+    large, between = batch_of(ROWS[:139]), batch_of(ROWS[1000 : 1000 + coming])  # 75 rows find no set
+    later = batch_of(ROWS[:139])
+    for batch in (large, between, later):
+        cache.announce(batch)
+    for batch in (large, between, later):
+        if batch is between:
+            while not cache.prefetch(between):
+                time.sleep(0.01)
+        cache.pin(batch)
+        model.check(batch)
+        model.write(batch)
+        cache.unpin(batch)
+        if batch is not later:
+            assert cache.metrics()["overflow_peak_rows"] <= 100 + 1
+    check_all(cache, model)
+
+
 def test_steps_wait_at_the_cap_of_the_overflow(make_cache: MakeCache) -> None:
     cache, model, random = make_cache(4, overflow_rows=400), Model(), np.random.default_rng(3)
     for _ in range(60):

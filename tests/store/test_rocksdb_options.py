@@ -59,35 +59,6 @@ def test_the_disks_block_is_the_files_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "given", "aligned"),
-    [
-        (DIM, {}, True),
-        (DIM, {"block_bytes": 16384}, True),
-        (1000, {}, True),
-        (600, {}, False),  # one row in a block of 4096 bytes
-        (2000, {}, False),
-        (DIM, {"options": "compression=kLZ4Compression"}, False),
-        (DIM, {"options": "compression_per_level=kNoCompression:kZSTD"}, False),
-        (DIM, {"options": "bottommost_compression=kZSTD"}, False),
-        (DIM, {"options": "block_based_table_factory={block_size=5000}"}, False),
-        (DIM, {"options": "block_based_table_factory={block_align=false}"}, False),
-    ],
-)
-def test_blocks_begin_with_a_page_where_they_can_and_little_is_lost(
-    tmp_path: Path, width: int, given: dict[str, Any], aligned: bool
-) -> None:
-    database = RocksDB(tmp_path, width, **given)
-    assert in_file(tmp_path)["block_align"] == str(aligned).lower()
-    lines = np.zeros((500, width + 4), np.float32)
-    keys, tables = np.arange(500, dtype=np.uint64), np.zeros(500, np.uint32)
-    addresses = (lines.ctypes.data + lines.strides[0] * np.arange(500)).astype(np.uint64)
-    database.write(tables, keys, addresses)
-    database.flush()
-    assert database.read(tables, keys, addresses).all()
-    database.close()
-
-
-@pytest.mark.parametrize(
     ("mode", "cache_mb", "cached"), [("buffered", 32, False), ("direct", 2, True), ("direct", 0, False)]
 )
 def test_blocks_are_cached_once(tmp_path: Path, mode: str, cache_mb: int, cached: bool) -> None:
@@ -165,6 +136,7 @@ def test_blocks_are_cached_once(tmp_path: Path, mode: str, cache_mb: int, cached
         ({"num_levels": 3}, r"num_levels='3': the folder would not open with another number; leave it out"),
         ({"block_based_table_factory": {"index_type": "kHashSearch"}}, r"kHashSearch needs a prefix of keys"),
         ({"block_based_table_factory": {"checksum": "kNoChecksum"}}, r"kNoChecksum: damage of a file"),
+        ({"block_based_table_factory": {"block_align": True}}, r"block_align=true: .* no checkpoint would load"),
         ({"block_based_table_factory": {"no_block_cache": True}}, r"give rocksdb_cache_mb instead"),
         ({"write_buffer_size": [1]}, r"write_buffer_size=\[1\]: give a name and a str, int, float, bool or dict"),
         ({3: 4}, r"3=4: give a name"),

@@ -8,13 +8,15 @@ from typing import Any
 from tierbed import engine
 
 STORES = ["device", "host", "cached_host", "ssd", "ssd_host"]
+OVERFLOW_MB = 0.02  # before RocksDB: some hundred rows
 ONE_SET_MB = 0.01  # less than two sets of 64 rows, whatever the optimizer
 
 
 def options(store: str, path: Path | None = None, budget_mb: float = ONE_SET_MB, **more: Any) -> Any:
     """Store options by the short name of a store.
 
-    Unless told otherwise, budgets hold one set of the cache, and RocksDB has two shards, which open in half the time.
+    Unless told otherwise, budgets hold one set of the cache, rows that give way soon go down to the disk, and RocksDB
+    has two shards, which open in half the time.
     """
     if store == "device":
         return engine.make_device_mem_store_options(path, **more)
@@ -24,4 +26,5 @@ def options(store: str, path: Path | None = None, budget_mb: float = ONE_SET_MB,
         return engine.make_cached_host_mem_store_options(budget_mb, path, **more)
     assert path is not None
     host = 2 * budget_mb if store == "ssd_host" else 0
-    return engine.make_cached_ssd_store_options(budget_mb, path, host_cache_budget_mb=host, **{"shards": 2, **more})
+    more = {"shards": 2, "overflow_mb": OVERFLOW_MB, **more}
+    return engine.make_cached_ssd_store_options(budget_mb, path, host_cache_budget_mb=host, **more)

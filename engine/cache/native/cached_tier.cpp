@@ -162,7 +162,7 @@ void CachedTier::unpin(const Batch& batch) {
     if (!threads_->writer) return;
     // the next step may be long in coming; a batch that is being admitted wakes the writer itself
     const std::unique_lock directory(threads_->directory, std::try_to_lock);
-    if (directory && directory_.overflow.rows() > overflow_rows_) threads_->writer->wake(kept_rows());
+    if (directory && directory_.overflow.rows() > overflow_rows_) threads_->writer->wake(room_beside());
 }
 
 void CachedTier::cancel() {

@@ -116,9 +116,11 @@ private:
     Resident resident(const Way& way, u64 line, i64 slot) const;
     // With none. Fills lines of rows from the tier below, or with initial values. Returns the `updates` of each row.
     std::vector<u32> read_below(const Rows& rows, bool touch);
-    // How many rows may stay in the overflow where so many more come: half of it is for rows that a batch needs.
-    std::size_t kept_rows(std::size_t coming = 0) const {
-        return std::min(overflow_rows_ / 2, overflow_rows_ - std::min(overflow_rows_, coming));
+    // What may stay in the overflow where so many more rows come. Half of it is room for what a batch needs.
+    Overflow::Room room_beside(std::size_t coming = 0) const {
+        const std::size_t half = overflow_rows_ / 2;
+        const std::size_t others = overflow_rows_ - std::min(overflow_rows_, coming);
+        return {std::min(half, others), coming ? std::min(half, others) : half + half / 2};
     }
     u32 done() const { return done_.load(std::memory_order_acquire); }
 

@@ -38,12 +38,12 @@ bool CachedTier::admit(const Wanted& wanted, u32 number, For purpose) {
     if (purpose == For::ahead) {
         if (!fits()) {
             ++prefetch_waits_;
-            writer ? writer->wake(kept_rows(coming)) : sweep();
+            writer ? writer->wake(room_beside(coming)) : sweep();
             return false;
         }
         directory_.mark(wanted, number);
     } else if (writer && !fits()) {
-        writer->wait(lock, kept_rows(coming), fits);
+        writer->wait(lock, room_beside(coming), fits);
         writer->raise();
     }
     if (!writer) sweep();
@@ -58,7 +58,7 @@ bool CachedTier::admit(const Wanted& wanted, u32 number, For purpose) {
         throw;
     }
     directory_.settle(wanted, writer.has_value());
-    if (writer) writer->wake(kept_rows());
+    if (writer) writer->wake(room_beside());
     if (purpose == For::write) counts.hits = counts.misses = 0;  // those of reads
     counts_ += counts;
     lock.unlock();
@@ -128,7 +128,7 @@ void CachedTier::write_victims() {
 void CachedTier::sweep() {
     Overflow& overflow = directory_.overflow;
     if (overflow.empty()) return;
-    const std::vector<u32> places = overflow.take(done(), NONE, 0);
+    const std::vector<u32> places = overflow.take(done(), NONE, {0, overflow_rows_ / 2});
     std::vector<u32> updates;
     try {
         RowList leaving;
@@ -273,7 +273,7 @@ void CachedTier::flush() {
         if (dirty.size() == FLUSH_ROWS) write();
     });
     write();
-    if (writer) writer->wake(kept_rows());
+    if (writer) writer->wake(room_beside());
 }
 
 CachedTier::Metrics CachedTier::metrics() const {

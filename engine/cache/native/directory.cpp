@@ -128,7 +128,7 @@ void Directory::take_back(u32 done) {
         const u32 slot = sets.choose(row.hash, done, done);
         if (slot == NONE || sets.needed_in(slot, done) <= needed) return;
         if (!sets.is_free(slot) && sets.is_dirty(slot)) {
-            const u32 victim = overflow.add(sets.way(slot), true);
+            const u32 victim = overflow.add(sets.way(slot), sets.needed_in(slot, done) == NEVER);
             copy_line(THREAD, overflow.line(victim), sets.line(slot), shape_);
         }
         copy_line(THREAD, sets.line(slot), overflow.line(place), shape_);

@@ -82,17 +82,25 @@ void Overflow::forget(u32 place) {
     --rows_;
 }
 
-std::vector<u32> Overflow::take(u32 done, std::size_t most, std::size_t keep) {
-    if (rows_beyond_) keep = 0;  // their memory is given back
+std::vector<u32> Overflow::take(u32 done, std::size_t most, const Room& room) {
     std::vector<u32> taken;
-    const auto wants_more = [&] { return taken.size() < most && rows_ > keep + taken.size(); };
+    const auto wants_more = [&] { return taken.size() < most && rows_ > room.keep + taken.size(); };
     const auto stays = [&](u32 place) {
         const bool needed = batches_until(at(place).way.next, done) != NEVER;
-        return !is_idle(place, done) || (needed && 2 * rows_ <= capacity_ + keep);
+        return !is_idle(place, done) || (needed && rows_ - taken.size() <= room.keep_needed);
     };
-    const auto go = [&](u32 place) { is_dirty(place) ? taken.push_back(place) : remove(place); };
+    const auto go = [&](u32 place) {
+        if (!is_dirty(place)) return remove(place);
+        at(place).leaving = true;
+        taken.push_back(place);
+    };
+    if (rows_beyond_)  // their memory is given back
+        for_each([&](u32 place) {
+            if (place > capacity_ && taken.size() < most && is_idle(place, done)) go(place);
+        });
     for (u32 place = chains_[true].first, after; place != NONE && wants_more(); place = after) {
         after = at(place).after;
+        if (at(place).leaving) continue;
         stays(place) ? move(place, false) : go(place);
     }
     for (std::size_t left = chains_[false].rows; left > 0 && wants_more(); --left) {
@@ -103,7 +111,6 @@ std::vector<u32> Overflow::take(u32 done, std::size_t most, std::size_t keep) {
     std::sort(taken.begin(), taken.end(), [&](u32 a, u32 b) {
         return at(a).way.hash != at(b).way.hash ? at(a).way.hash < at(b).way.hash : at(a).way.table < at(b).way.table;
     });
-    for (const u32 place : taken) at(place).leaving = true;
     return taken;
 }
 

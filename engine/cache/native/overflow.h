@@ -36,10 +36,13 @@ public:
 
     // Notes that no batch needs the row.
     void wait(u32 place) { move(place, true); }
-    // Takes at most `most` dirty rows whose batches are over, by hash, so that `keep` rows are left: their places are
-    // leaving until `wrote`. Clean ones go at once. Waiting rows go first, in the order in which they came. Rows that
-    // announced batches need stay while half of what is not kept is free.
-    std::vector<u32> take(u32 done, std::size_t most, std::size_t keep);
+    // How many rows may stay: of any kind, and where announced batches need the others.
+    struct Room {
+        std::size_t keep, keep_needed;
+    };
+    // Takes at most `most` dirty rows whose batches are over, by hash: their places are leaving until `wrote`. Clean
+    // ones go at once. Waiting rows go first, in the order in which they came.
+    std::vector<u32> take(u32 done, std::size_t most, const Room& room);
     // Ends the leaving of places. updates: of each row as it was written, or null where the write failed.
     void wrote(const std::vector<u32>& places, const std::vector<u32>* updates, u32 done);
 

@@ -56,7 +56,7 @@ void WriteBehind::run(std::size_t threads) {
 }
 
 void WriteBehind::write_some(std::unique_lock<std::mutex>& lock) {
-    const std::vector<u32> places = overflow_.take(done_.load(std::memory_order_acquire), ROWS_AT_ONCE, keep_);
+    const std::vector<u32> places = overflow_.take(done_.load(std::memory_order_acquire), ROWS_AT_ONCE, room_);
     if (places.empty()) {
         awake_ = false;
         return;
@@ -82,15 +82,15 @@ void WriteBehind::write_some(std::unique_lock<std::mutex>& lock) {
     end(true);
 }
 
-void WriteBehind::wake(std::size_t keep) {
-    keep_ = keep;
+void WriteBehind::wake(const Overflow::Room& room) {
+    room_ = room;
     awake_ = true;
     work_.notify_one();
 }
 
-void WriteBehind::wait(std::unique_lock<std::mutex>& directory, std::size_t keep,
+void WriteBehind::wait(std::unique_lock<std::mutex>& directory, const Overflow::Room& room,
                        const std::function<bool()>& enough) {
-    wake(keep);
+    wake(room);
     changed_.wait(directory, [&] { return enough() || error_ || !awake_ || stopping_; });
 }
 
@@ -103,13 +103,13 @@ void WriteBehind::raise() {
     if (!error_) return;
     const std::exception_ptr error = error_;
     error_ = nullptr;
-    wake(keep_);
+    wake(room_);
     std::rethrow_exception(error);
 }
 
 void WriteBehind::forget() {
     error_ = nullptr;
-    wake(keep_);
+    wake(room_);
 }
 
 void WriteBehind::stop() {

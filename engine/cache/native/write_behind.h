@@ -20,10 +20,10 @@ public:
     WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& done,
                 Histogram& latency, std::size_t threads);
 
-    // Lets the thread bring rows down until `keep` are left. Rows that stay come back without a read.
-    void wake(std::size_t keep);
-    // Waits until `enough`, or until `keep` rows are left, or none that could go down now.
-    void wait(std::unique_lock<std::mutex>& directory, std::size_t keep, const std::function<bool()>& enough);
+    // Lets the thread bring rows down until what has room is left. Rows that stay come back without a read.
+    void wake(const Overflow::Room& room);
+    // The same, and waits until `enough`, or until nothing is left that could go down now.
+    void wait(std::unique_lock<std::mutex>& directory, const Overflow::Room& room, const std::function<bool()>& enough);
     // Waits for the write that is under way; no other begins until `wake`.
     void wait_for_write(std::unique_lock<std::mutex>& directory);
     // Throws the error since the last call, if there is one, and lets the thread try again.
@@ -46,7 +46,7 @@ private:
     const std::atomic<u32>& done_;
     Histogram& latency_;
     std::condition_variable work_, changed_;
-    std::size_t keep_ = 0;  // how many rows may stay
+    Overflow::Room room_{0, 0};
     bool awake_ = false, writing_ = false, stopping_ = false;
     std::exception_ptr error_;
     std::thread thread_;

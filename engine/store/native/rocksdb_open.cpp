@@ -51,7 +51,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     : shape_{width, width, line_bytes_of(width)},
       folder_(folder),
       process_(getpid()),
-      database_(std::make_unique<rocksdb::Options>(shard_options(options, stored_bytes_of(width)))),
+      database_(std::make_unique<rocksdb::Options>(shard_options(options))),
       readers_(std::make_unique<ReadThreads>(options.read_threads)) {
     end_forked_children_early();
     rocksdb::Options& database = *database_;

@@ -30,8 +30,6 @@ namespace {
 constexpr int MERGED = 8;    // memtables that one flush writes
 constexpr int BUFFERS = 12;  // memtables of a shard, at most: those, and room to write while they are flushed
 constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB raises a smaller memtable to it
-constexpr std::size_t ENTRY_BYTES = 20;            // of a row in a block beside the row itself, about
-constexpr std::size_t MOST_UNUSED = 4;             // a part of a block: what aligned blocks may leave unused
 
 // Errors are returned and thrown; a log beside them would take disk, and fail to open where there is none.
 class NoLog : public rocksdb::Logger {
@@ -136,34 +134,13 @@ void apply(rocksdb::Options& options, const std::string& name, const std::string
     if (!reason.empty()) wrong(name, value, reason);
 }
 
-// The value of an option, or nothing.
-std::string given_in(const NamedOptions& more, const std::string& name) {
-    for (const auto& [key, value] : more)
-        if (key == name) return value;
-    return {};
-}
-
-bool compresses(const rocksdb::Options& options) {
-    std::vector<rocksdb::CompressionType> kinds = options.compression_per_level;
-    kinds.push_back(options.compression);
-    if (options.bottommost_compression != rocksdb::kDisableCompressionOption)
-        kinds.push_back(options.bottommost_compression);
-    return std::any_of(kinds.begin(), kinds.end(), [](auto kind) { return kind != rocksdb::kNoCompression; });
-}
-
-// A block that begins with a page of the disk is read as one page, and not as two. RocksDB aligns no compressed blocks
-// and no odd sizes; large rows would leave much of each block unused.
-void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedOptions& more) {
-    if (given_in(more, TABLE).find("block_align") != std::string::npos) return;
-    auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
-    const std::size_t block = table->block_size, entry = row_bytes + ENTRY_BYTES;
-    const bool is_power = (block & (block - 1)) == 0;
-    table->block_align = is_power && !compresses(options) && block % entry <= block / MOST_UNUSED && entry <= block;
-}
-
 // What cannot be told from one name alone.
 void check_together(const rocksdb::Options& options, const NamedOptions& more) {
-    const auto given = [&](const std::string& name) { return given_in(more, name); };
+    const auto given = [&](const std::string& name) {
+        for (const auto& [key, value] : more)
+            if (key == name) return value;
+        return std::string();
+    };
     if (options.compaction_style != rocksdb::kCompactionStyleLevel &&
         options.compaction_style != rocksdb::kCompactionStyleUniversal)
         wrong("compaction_style", given("compaction_style"),
@@ -178,6 +155,8 @@ void check_together(const rocksdb::Options& options, const NamedOptions& more) {
     if (nested.empty()) return;
     if (table->block_size == 0) wrong(TABLE, nested, "block_size=0: a block holds rows; give a number of bytes > 0");
     if (table->checksum == rocksdb::kNoChecksum) wrong(TABLE, nested, std::string("checksum=kNoChecksum: ") + DAMAGE);
+    if (table->block_align)  // of RocksDB 7.8
+        wrong(TABLE, nested, "block_align=true: checksums of files leave its padding out, so no checkpoint would load");
     if (table->index_type == rocksdb::BlockBasedTableOptions::kHashSearch && !options.prefix_extractor)
         wrong(TABLE, nested,
               "index_type=kHashSearch needs a prefix of keys; set prefix_extractor as well, or leave it out");
@@ -189,11 +168,10 @@ void check_together(const rocksdb::Options& options, const NamedOptions& more) {
 
 bool caches_blocks(const RocksOptions& options) { return options.read_mode == ReadMode::DIRECT && options.cache_bytes; }
 
-rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes) {
+rocksdb::Options shard_options(const RocksOptions& options) {
     rocksdb::Options database = own_options(options);
     for (const auto& [name, value] : options.more) apply(database, name, value);
     check_together(database, options.more);
-    align_blocks(database, row_bytes, options.more);
     // RocksDB 7 forgets a flush that is to begin when another of its database fails: there is one at a time.
     database.max_background_flushes = 1;
     database.max_background_compactions = background_threads(database).compactions;
@@ -201,7 +179,7 @@ rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_byte
 }
 
 void check_options(const NamedOptions& more) {
-    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, 1, more}, 64);
+    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, 1, more});
 }
 
 std::string library_version() { return rocksdb::GetRocksVersionAsString(); }
