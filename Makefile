@@ -6,7 +6,7 @@ TESTERS := $(shell n=$$(nproc); echo $$((n < 6 ? n * 2 : 12)))
 DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engine/optim/*.py)
 
-.PHONY: demo test test-slow check crash sanitize lint types install clean
+.PHONY: demo test test-slow check crash sanitize lint types peers install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -40,6 +40,10 @@ lint: install
 
 types: install
 	PYTHON=$(BIN)/python scripts/typecheck
+
+# what benchmarks are compared with; no extra can leave out what these packages require
+peers: install
+	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/peers.txt
 
 install: $(VENV)/.installed
 
