@@ -69,7 +69,9 @@ class Tierbed:
         return batch.features, ids.squeeze(2) if self._length == 1 else ids, batch.labels
 
     def run(self, batches: Iterable[tuple[Any, ...]]) -> list[Tensor]:
-        return list(self.graph.run(batches)) if self._recommended else [self.graph(*batch) for batch in batches]
+        return (
+            list(self.graph.run(batches, ahead=0)) if self._recommended else [self.graph(*batch) for batch in batches]
+        )
 
 
 class TorchRec:

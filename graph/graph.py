@@ -225,8 +225,14 @@ class Graph(Built):
         self.__forward = timer.forward
         try:
             some = islice(iterate(batches), steps)
+            may_compile = self.__inductor is None and not self.__recorded
             return profile(
-                type(self).__name__, lambda timed: self.run(timed, ahead=ahead), some, timer, self.__compiles
+                type(self).__name__,
+                lambda timed: self.run(timed, ahead=ahead),
+                some,
+                timer,
+                self.__compiles,
+                may_compile,
             )
         finally:
             self.__forward = None
