@@ -156,8 +156,8 @@ class Profile:
         if not self._may_compile or fused <= _SHARE * seconds:
             return ""
         return (
-            f"{fused / seconds:.0%} went to ops of the dense part that TorchInductor can fuse: try compile_dense(), for "
-            "which the first call of each shape takes seconds longer"
+            f"{fused / seconds:.0%} went to ops of the dense part that TorchInductor can fuse: try compile_dense(); "
+            "the first call of each shape takes seconds longer then"
         )
 
     def _figures(self, spent: float, seconds: float) -> str:
