@@ -7,7 +7,7 @@ TESTERS := $(shell n=$$(nproc); echo $$((n < 6 ? n * 2 : 12)))
 DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engine/optim/*.py)
 
-.PHONY: demo test test-slow check crash sanitize lint types instructions install clean
+.PHONY: demo test test-slow check crash sanitize lint types instructions peers install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -45,6 +45,10 @@ types: install
 # the native core's instructions in fixed workloads, against benchmarks/instructions.json; RENEW=1 writes that file anew
 instructions: install
 	$(BIN)/python benchmarks/instructions.py $(if $(RENEW),--renew)
+
+# what benchmarks are compared with; no extra can leave out what these packages require
+peers: install
+	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/peers.txt
 
 install: $(VENV)/.installed
 

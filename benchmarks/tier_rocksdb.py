@@ -1,6 +1,6 @@
 """The RocksDB tier alone, against a bare C++ loop over the same librocksdb and against rocksdict from PyPI.
 
-    python -m pip install '.[bench]'
+    make peers
     python benchmarks/tier_rocksdb.py       # or: --folder /ssd --rows 500000 --repeats 15 --read-mode mmap
 
 Fetch and write back of 50,000 random rows of 512 and of 1536 bytes, table in page cache. The bare loop opens a copy of

@@ -225,9 +225,8 @@ class Graph(Built):
         self.__forward = timer.forward
         try:
             some = islice(iterate(batches), steps)
-            return profile(
-                type(self).__name__, lambda timed: self.run(timed, ahead=ahead), some, timer, self.__compiles
-            )
+            run, may_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__recorded
+            return profile(type(self).__name__, run, some, timer, self.__compiles, may_compile)
         finally:
             self.__forward = None
 

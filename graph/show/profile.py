@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from ...engine.errors import InputError
 from ...engine.numeric import whole
@@ -24,14 +25,20 @@ from .why import Compiles
 
 _CLOCK = "_clock"
 _AROUND = "Python around"
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
+_SHARE = 0.25  # the share of a step that ops which fuse take, from which on there is advice
 
 
 class Op(NamedTuple):
-    """A node of a compiled step: its name in `print(graph)`, its stage, and what it makes."""
+    """A node of a compiled step: its name in `print(graph)`, its stage, and what it makes.
+
+    fuses: whether TorchInductor would make one loop of it and its neighbours.
+    """
 
     name: str
     stage: str
     makes: str
+    fuses: bool
 
 
 class Span(NamedTuple):
@@ -84,8 +91,8 @@ class Profile:
     and of preparing the profile, which are no part of the stages.
     """
 
-    def __init__(self, name: str, steps: list[Step], waiting: Waiting) -> None:
-        self._name, self._steps, self._waiting = name, steps, waiting
+    def __init__(self, name: str, steps: list[Step], waiting: Waiting, may_compile: bool) -> None:
+        self._name, self._steps, self._waiting, self._may_compile = name, steps, waiting, may_compile
         self.steps = len(steps)
         self.compile_seconds = sum(step.compiling for step in steps) / 1e9
         spent: dict[str, int] = dict.fromkeys(["loader", *STAGES, _AROUND], 0)
@@ -99,7 +106,7 @@ class Profile:
     def __str__(self) -> str:
         """A table with the total, the mean of a step and the share of each stage.
 
-        A line below it says where threads waited for a core.
+        Lines below it say where `compile_dense` is worth a try, and where threads waited for a core.
         """
         seconds = sum(self.stages.values())
         rows = [*self.stages.items(), ("step", seconds)]
@@ -108,7 +115,7 @@ class Profile:
             lines.append(f"{name:14}{self._figures(spent, seconds)}")
         if self.compile_seconds:
             lines.append(f"and {self.compile_seconds:.2f} s to compile and to put the clock in, not counted above")
-        return "\n".join([*lines, *filter(None, [self._waiting.advice])])
+        return "\n".join([*lines, *filter(None, [self._compile_advice(seconds), self._waiting.advice])])
 
     def by_op(self, most: int = 20) -> str:
         """A table of the `most` ops that took longest, each by its name in `print(graph)`. InputError for most < 1."""
@@ -144,6 +151,15 @@ class Profile:
                 add(op.name, op.stage, span, step=number, makes=op.makes)
         path_of(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
+    def _compile_advice(self, seconds: float) -> str:
+        fused = sum(span.end - span.begin for step in self._steps for op, span in step.ops if op.fuses) / 1e9
+        if not self._may_compile or fused <= _SHARE * seconds:
+            return ""
+        return (
+            f"{fused / seconds:.0%} went to ops of the dense part that TorchInductor can fuse: try compile_dense(); "
+            "the first call of each shape takes seconds longer then"
+        )
+
     def _figures(self, spent: float, seconds: float) -> str:
         mean = spent / self.steps if self.steps else 0.0
         share = spent / seconds if seconds else 0.0
@@ -151,9 +167,17 @@ class Profile:
 
 
 def profile(
-    name: str, run: Callable[[Iterable[Any]], Iterator[Any]], batches: Iterable[Any], timer: Timer, compiles: Compiles
+    name: str,
+    run: Callable[[Iterable[Any]], Iterator[Any]],
+    batches: Iterable[Any],
+    timer: Timer,
+    compiles: Compiles,
+    may_compile: bool,
 ) -> Profile:
-    """The profile of `run` on all the batches. Its steps go through `timer`."""
+    """The profile of `run` on all the batches. Its steps go through `timer`.
+
+    may_compile: whether TorchInductor could compile the dense part, and does not.
+    """
     drawn: list[Span] = []
     steps: list[Step] = []
     waiting = Waiting()
@@ -165,7 +189,7 @@ def profile(
             steps.append(Step(span, list(drawn), compiling, timer.take()))
             drawn.clear()
             begin, compiled = perf_counter_ns(), _compiling(compiles, timer)
-    return Profile(name, steps, waiting)
+    return Profile(name, steps, waiting, may_compile)
 
 
 def _compiling(compiles: Compiles, timer: Timer) -> int:
@@ -202,10 +226,16 @@ def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op.startswith("call"):
             graph.call_function(stamp, (read,))
-            ops.append(Op(node.name, stage_of[node], describe(module, node)))
+            stage = stage_of[node]
+            fuses = stage in ("forward", "backward") and _fuses(node)
+            ops.append(Op(node.name, stage, describe(module, node), fuses))
     held = (node.target for node in module.graph.nodes if node.op in ("get_attr", "call_module"))
     attributes = {name: getattr(module, name) for name in held}
     return fx.GraphModule({_CLOCK: clock, **attributes}, graph), clock, ops
+
+
+def _fuses(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket.__name__ not in _PRODUCTS
 
 
 def _stamp(clock: list[int]) -> None:

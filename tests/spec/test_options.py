@@ -27,6 +27,7 @@ COMMON = {
 }
 CACHE = {"cache_policy": "lru", "overflow_mb": 64}
 ROCKSDB = {
+    "overflow_mb": 192,
     "host_cache_budget_mb": 0,
     "shards": None,
     "read_mode": "buffered",

@@ -48,23 +48,43 @@ void for_each_position(const Chunk& chunk, u32 num_tables, const Body& body) {
     }
 }
 
-// `inverse` and `sources`, where given, take -1 for padding and the output row of each position.
-Grouped group(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding, i32* inverse,
-              u32* sources) {
+// Positions by chunk, and the same grouped by bucket. Threads write to chunks, or to buckets, of their own.
+class Grouping {
+public:
+    // `inverse` takes -1 for padding. pooled: whether to keep the output row of each entry as well.
+    Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding, i32* inverse,
+             bool pooled);
+
+    Grouped grouped;
+    Buffer<u32> sources;  // of the entries, where pooled
+
+    // inverse[position] = first[bucket] + local[entry] for all entries
+    void invert(const std::size_t* first, const u32* local, i32* inverse) const;
+
+private:
+    const Entry* entries(std::size_t c) const { return &hashed_[chunks_[c].first + chunks_[c].begin]; }
+
+    const std::vector<Chunk>& chunks_;
+    Buffer<Entry> hashed_;           // by position, those of a chunk from its first one on
+    std::vector<std::size_t> held_;  // how many entries of each chunk
+    std::vector<std::size_t> ends_;  // of each chunk and bucket, the end of its entries in the bucket
+};
+
+Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding,
+                   i32* inverse, bool pooled)
+    : chunks_(chunks), held_(chunks.size()), ends_(chunks.size() * BUCKETS, 0) {
     if (n >= NONE / 4)
         throw std::invalid_argument("a batch of " + std::to_string(n) + " ids is too large; split it below 2^30");
-    Buffer<Entry> hashed(n);
-    std::vector<std::size_t> starts(chunks.size() * BUCKETS, 0);
-    std::vector<std::size_t> held(chunks.size());
+    hashed_ = Buffer<Entry>(n);
+    Buffer<u32> source_of(pooled ? n : 0);
     parallel_for(chunks.size(), [&](std::size_t c) {
         const Chunk& chunk = chunks[c];
-        std::size_t* counts = &starts[c * BUCKETS];
-        Entry* out = &hashed[chunk.first + chunk.begin];
-        const Entry* const start = out;
+        std::size_t* counts = &ends_[c * BUCKETS];
+        const std::size_t start = chunk.first + chunk.begin;
+        std::size_t held = start;
         const u64* keys = chunk.segment->keys;
         for_each_position(chunk, num_tables, [&](std::size_t i, u32 table, std::size_t bag) {
             const u32 position = static_cast<u32>(chunk.first + i);
-            if (sources) sources[position] = static_cast<u32>(chunk.source + bag);
             if (padding && keys[i] == *padding) {
                 inverse[position] = -1;
                 return;
@@ -73,29 +93,46 @@ Grouped group(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, s
                 throw std::out_of_range("table id " + std::to_string(table) + " at position " +
                                         std::to_string(position));
             const u64 hash = hash_row(table, keys[i]);
-            *out++ = Entry{hash, table, position};
+            if (pooled) source_of[held] = static_cast<u32>(chunk.source + bag);
+            hashed_[held++] = Entry{hash, table, position};
             ++counts[bucket_of(hash)];
         });
-        held[c] = static_cast<std::size_t>(out - start);
+        held_[c] = held - start;
     });
-    Grouped grouped;
     std::size_t total = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
         grouped.begin[bucket] = total;
         for (std::size_t c = 0; c < chunks.size(); ++c) {
-            const std::size_t count = starts[c * BUCKETS + bucket];
-            starts[c * BUCKETS + bucket] = total;
+            const std::size_t count = ends_[c * BUCKETS + bucket];
+            ends_[c * BUCKETS + bucket] = total;
             total += count;
         }
     }
     grouped.begin[BUCKETS] = total;
     grouped.entries = Buffer<Entry>(total);
+    if (pooled) sources = Buffer<u32>(total);
     parallel_for(chunks.size(), [&](std::size_t c) {
-        std::size_t* at = &starts[c * BUCKETS];
-        const Entry* entry = &hashed[chunks[c].first + chunks[c].begin];
-        for (std::size_t i = 0; i < held[c]; ++i, ++entry) grouped.entries[at[bucket_of(entry->hash)]++] = *entry;
+        std::size_t* at = &ends_[c * BUCKETS];
+        const Entry* entry = entries(c);
+        const u32* source = pooled ? &source_of[chunks[c].first + chunks[c].begin] : nullptr;
+        for (std::size_t i = 0; i < held_[c]; ++i, ++entry) {
+            const std::size_t place = at[bucket_of(entry->hash)]++;
+            grouped.entries[place] = *entry;
+            if (source) sources[place] = source[i];
+        }
     });
-    return grouped;
+}
+
+void Grouping::invert(const std::size_t* first, const u32* local, i32* inverse) const {
+    parallel_for(chunks_.size(), [&](std::size_t c) {
+        std::size_t at[BUCKETS];
+        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.begin, BUCKETS, at);  // where the chunk before it ends
+        const Entry* entry = entries(c);
+        for (std::size_t i = 0; i < held_[c]; ++i, ++entry) {
+            const u32 bucket = bucket_of(entry->hash);
+            inverse[entry->position] = static_cast<i32>(first[bucket] + local[at[bucket]++]);
+        }
+    });
 }
 
 void append_chunks(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source) {
@@ -115,7 +152,7 @@ Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
     const Segment all{keys, tables, n, n, 1, nullptr, false};
     std::vector<Chunk> chunks;
     append_chunks(chunks, all, 0, 0);
-    return group(chunks, n, NONE, std::nullopt, nullptr, nullptr);
+    return std::move(Grouping(chunks, n, NONE, std::nullopt, nullptr, false).grouped);
 }
 
 Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding) {
@@ -139,9 +176,8 @@ Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables,
         pooled = pooled || segment.pooled;
     }
     inverse = Buffer<i32>(size);
-    Buffer<u32> source_of(pooled ? size : 0);
-    const Grouped grouped =
-        group(chunks, size, num_tables, padding, inverse.data(), pooled ? source_of.data() : nullptr);
+    const Grouping grouping(chunks, size, num_tables, padding, inverse.data(), pooled);
+    const Grouped& grouped = grouping.grouped;
     const std::size_t n = grouped.entries.size();
     Buffer<u32> local(n);
     Buffer<UniqueRow> rows(n);
@@ -175,13 +211,12 @@ Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables,
             row.count = offsets[base + i];  // from here on: where the row's next occurrence goes
         }
         for (std::size_t i = begin; i < begin + count; ++i) {
-            const u32 position = grouped.entries[i].position;
             const u32 place = rows[begin + local[i]].count++;
-            occurrences[place] = position;
-            if (pooled) occurrence_sources[place] = source_of[position];
-            inverse[position] = static_cast<i32>(base + local[i]);
+            occurrences[place] = grouped.entries[i].position;
+            if (pooled) occurrence_sources[place] = grouping.sources[i];
         }
     });
+    grouping.invert(bucket_begin, local.data(), inverse.data());
 }
 
 Batch::Batch(std::shared_ptr<const Deduplicated> shared) : shared_(std::move(shared)), lines(unique) {

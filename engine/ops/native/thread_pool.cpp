@@ -5,16 +5,60 @@
 #include <cfenv>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include <dlfcn.h>
 #include <unistd.h>
 
 namespace tierbed {
 namespace {
+
+// Rounding and the flushing of denormals belong to a thread; rows must not depend on whose they are.
+class DefaultArithmetic {
+public:
+    DefaultArithmetic() {
+        std::fegetenv(&before_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultArithmetic() { std::fesetenv(&before_); }
+
+private:
+    std::fenv_t before_;
+};
+
+// Numbered tasks, which any number of threads take until none is left.
+class Tasks {
+public:
+    Tasks(std::size_t count, const std::function<void(std::size_t)>& task) : count_(count), task_(task) {}
+
+    void take() {
+        for (std::size_t i; (i = next_.fetch_add(1)) < count_;) {
+            try {
+                task_(i);
+            } catch (...) {
+                const std::lock_guard lock(mutex_);
+                if (!failure_) failure_ = std::current_exception();
+                next_ = count_;
+            }
+        }
+    }
+
+    void rethrow() const {
+        if (failure_) std::rethrow_exception(failure_);
+    }
+
+private:
+    const std::size_t count_;
+    const std::function<void(std::size_t)>& task_;
+    std::atomic<std::size_t> next_{0};
+    std::mutex mutex_;
+    std::exception_ptr failure_;
+};
 
 class Pool {
 public:
@@ -38,39 +82,23 @@ public:
 
     std::size_t wanted() const { return wanted_; }
 
-    void run(std::size_t tasks, const std::function<void(std::size_t)>& task) {
+    void run(Tasks& tasks) {
         bool asleep;
         {
             std::lock_guard lock(mutex_);
-            task_ = &task;
-            tasks_ = tasks;
-            next_ = 0;
+            tasks_ = &tasks;
             busy_ = threads_.size();
-            failure_ = nullptr;
             ++round_;
             asleep = sleeping_ > 0;
         }
         if (asleep) wake_.notify_all();
-        take(task, tasks);
+        tasks.take();
         spin([this] { return busy_ == 0; });
         std::unique_lock lock(mutex_);
         done_.wait(lock, [this] { return busy_ == 0; });
-        if (failure_) std::rethrow_exception(failure_);
     }
 
 private:
-    void take(const std::function<void(std::size_t)>& task, std::size_t tasks) {
-        for (std::size_t i; (i = next_.fetch_add(1)) < tasks;) {
-            try {
-                task(i);
-            } catch (...) {
-                std::lock_guard lock(mutex_);
-                if (!failure_) failure_ = std::current_exception();
-                next_ = tasks;
-            }
-        }
-    }
-
     void work() {
         std::fesetenv(FE_DFL_ENV);
         std::size_t seen = 0;
@@ -82,10 +110,9 @@ private:
             --sleeping_;
             if (stopping_) return;
             seen = round_;
-            const auto* task = task_;
-            const std::size_t tasks = tasks_;
+            Tasks* const tasks = tasks_;
             lock.unlock();
-            take(*task, tasks);
+            tasks->take();
             lock.lock();
             if (--busy_ == 0) done_.notify_one();
         }
@@ -102,15 +129,43 @@ private:
     std::vector<std::thread> threads_;
     std::mutex mutex_;
     std::condition_variable wake_, done_;
-    const std::function<void(std::size_t)>* task_ = nullptr;
-    std::size_t tasks_ = 0, sleeping_ = 0;
-    std::atomic<std::size_t> next_{0}, busy_{0}, round_{0};
-    std::exception_ptr failure_;
+    Tasks* tasks_ = nullptr;
+    std::size_t sleeping_ = 0;
+    std::atomic<std::size_t> busy_{0}, round_{0};
     std::atomic<bool> stopping_{false};
 };
 
 std::atomic<std::size_t> wanted_threads{1};
+thread_local bool makes_steps = false;
 thread_local std::unique_ptr<Pool> own_pool;
+
+// OpenMP's entry: calls run(data) on each of so many threads, the caller's among them.
+using RunParallel = void (*)(void (*run)(void*), void* data, unsigned threads, unsigned flags);
+
+const pid_t loaded_in = getpid();
+
+// That of torch, whose threads spin after their work, so that a pool of our own would wait for their cores. Null where
+// they sleep, for threads that make no steps, and in a forked child, where torch's threads are not.
+RunParallel torch_threads() {
+#ifdef __SANITIZE_THREAD__
+    return nullptr;  // it does not see how OpenMP orders its threads
+#else
+    static const RunParallel entry = [] {
+        const char* policy = std::getenv("OMP_WAIT_POLICY");
+        const bool sleep = policy && (*policy == 'p' || *policy == 'P');
+        return sleep ? nullptr : reinterpret_cast<RunParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    }();
+    return makes_steps && loaded_in == getpid() ? entry : nullptr;
+#endif
+}
+
+void run_on(RunParallel parallel, std::size_t threads, Tasks& tasks) {
+    const auto run = [](void* given) {
+        const DefaultArithmetic arithmetic;
+        static_cast<Tasks*>(given)->take();
+    };
+    parallel(run, &tasks, static_cast<unsigned>(threads), 0);
+}
 
 // The pool of this process. After a fork the parent's threads do not exist: its pool and mutex are abandoned, never
 // touched.
@@ -139,40 +194,33 @@ void use_own_pool(std::size_t threads) { own_pool = std::make_unique<Pool>(std::
 
 void set_threads(std::size_t threads) {
     if (own_pool) return;  // of steps, whose number this thread does not know
+    makes_steps = true;
     wanted_threads = std::max<std::size_t>(threads, 1);
 }
 
-// Rounding and the flushing of denormals belong to a thread; rows must not depend on whose they are.
-class DefaultArithmetic {
-public:
-    DefaultArithmetic() {
-        std::fegetenv(&before_);
-        std::fesetenv(FE_DFL_ENV);
-    }
-    ~DefaultArithmetic() { std::fesetenv(&before_); }
-
-private:
-    std::fenv_t before_;
-};
-
 void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task) {
     const DefaultArithmetic arithmetic;
+    Tasks all(tasks, task);
     if (own_pool && tasks > 1) {
-        own_pool->run(tasks, task);
-        return;
+        own_pool->run(all);
+        return all.rethrow();
     }
     const std::size_t workers = wanted_threads - 1;
     if (workers > 0 && tasks > 1) {
         Process& here = process();
         std::unique_lock turn(here.turn, std::try_to_lock);
         if (turn.owns_lock()) {
+            if (const RunParallel parallel = torch_threads()) {
+                run_on(parallel, workers + 1, all);
+                return all.rethrow();
+            }
             if (here.pool && here.pool->wanted() != workers) {
                 delete here.pool;
                 here.pool = nullptr;
             }
             if (!here.pool) here.pool = new Pool(workers);
-            here.pool->run(tasks, task);
-            return;
+            here.pool->run(all);
+            return all.rethrow();
         }
     }
     for (std::size_t i = 0; i < tasks; ++i) task(i);

@@ -1,13 +1,15 @@
 // A small thread pool: the caller and `threads - 1` workers take numbered tasks until none is left.
 //
 // Which thread takes which task varies, so a task must own what it writes. The first exception of a task is rethrown to
-// the caller. A second caller at the same time runs its tasks alone; a forked child starts with a fresh pool.
+// the caller. A second caller at the same time runs its tasks alone; a forked child starts with a fresh pool. Where the
+// threads of torch's OpenMP spin between its ops, they are the workers of a thread that makes steps.
 #pragma once
 #include <cstddef>
 #include <functional>
 
 namespace tierbed {
 
+// The number for the loops of steps. The calling thread makes steps from here on.
 void set_threads(std::size_t threads);
 
 // From here on the loops of this thread run on a pool of its own, so that they never wait for, or take, that of steps.
