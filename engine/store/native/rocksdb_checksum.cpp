@@ -1,9 +1,10 @@
 #include "rocksdb_checksum.h"
 
 #include <cstring>
-#include <string>
+#include <utility>
 
 #include <rocksdb/file_checksum.h>
+#include <rocksdb/file_system.h>
 
 #ifdef __SSE4_2__
 #include <nmmintrin.h>
@@ -38,28 +39,52 @@ private:
     std::string kept_;
 };
 
-class Factory : public rocksdb::FileChecksumGenFactory {
-public:
-    std::unique_ptr<rocksdb::FileChecksumGenerator> CreateFileChecksumGenerator(
-        const rocksdb::FileChecksumGenContext& context) override {
-        const std::string& wanted = context.requested_checksum_func_name;
-        if (!wanted.empty() && wanted != rocksdb::kStandardDbFileChecksumFuncName) return nullptr;
-        return std::make_unique<Generator>();
-    }
-    // RocksDB's name of it, so that other programs can open a database with the options that it was written with.
-    const char* Name() const override { return "FileChecksumGenCrc32cFactory"; }
-};
 #endif
 
-}  // namespace
-
-std::shared_ptr<rocksdb::FileChecksumGenFactory> file_checksums() {
+std::unique_ptr<rocksdb::FileChecksumGenerator> make_generator() {
 #ifdef __SSE4_2__
-    return std::make_shared<Factory>();
+    return std::make_unique<Generator>();
 #else
-    return rocksdb::GetFileChecksumGenCrc32cFactory();
+    return rocksdb::GetFileChecksumGenCrc32cFactory()->CreateFileChecksumGenerator({});
 #endif
 }
+
+// A file that RocksDB only appends to.
+class FollowedFile : public rocksdb::FSWritableFileOwnerWrapper {
+public:
+    FollowedFile(std::unique_ptr<rocksdb::FSWritableFile> file, std::shared_ptr<rocksdb::FileChecksumGenerator> checksum)
+        : FSWritableFileOwnerWrapper(std::move(file)), checksum_(std::move(checksum)) {}
+
+    rocksdb::IOStatus Append(const rocksdb::Slice& data, const rocksdb::IOOptions& io,
+                             rocksdb::IODebugContext* debug) override {
+        checksum_->Update(data.data(), data.size());
+        return target()->Append(data, io, debug);
+    }
+    rocksdb::IOStatus Append(const rocksdb::Slice& data, const rocksdb::IOOptions& io,
+                             const rocksdb::DataVerificationInfo& verification,
+                             rocksdb::IODebugContext* debug) override {
+        checksum_->Update(data.data(), data.size());
+        return target()->Append(data, io, verification, debug);
+    }
+
+private:
+    std::shared_ptr<rocksdb::FileChecksumGenerator> checksum_;
+};
+
+// The checksum of a followed file, which RocksDB has closed before it asks.
+class OfFile : public rocksdb::FileChecksumGenerator {
+public:
+    explicit OfFile(std::shared_ptr<rocksdb::FileChecksumGenerator> checksum) : checksum_(std::move(checksum)) {}
+    void Update(const char*, std::size_t) override {}
+    void Finalize() override { checksum_->Finalize(); }
+    std::string GetChecksum() const override { return checksum_->GetChecksum(); }
+    const char* Name() const override { return checksum_->Name(); }
+
+private:
+    std::shared_ptr<rocksdb::FileChecksumGenerator> checksum_;
+};
+
+}  // namespace
 
 u32 checksum_number(const char* kept) {
     u32 big_endian;
@@ -67,7 +92,7 @@ u32 checksum_number(const char* kept) {
     return __builtin_bswap32(big_endian);
 }
 
-Crc32c::Crc32c() : generator_(file_checksums()->CreateFileChecksumGenerator({})) {}
+Crc32c::Crc32c() : generator_(make_generator()) {}
 
 Crc32c::~Crc32c() = default;
 
@@ -76,6 +101,38 @@ void Crc32c::update(const u8* bytes, std::size_t n) { generator_->Update(reinter
 u32 Crc32c::finish() {
     generator_->Finalize();
     return checksum_number(generator_->GetChecksum().data());
+}
+
+class FileChecksums::Factory : public rocksdb::FileChecksumGenFactory {
+public:
+    explicit Factory(std::shared_ptr<FileChecksums> files) : files_(std::move(files)) {}
+
+    std::unique_ptr<rocksdb::FileChecksumGenerator> CreateFileChecksumGenerator(
+        const rocksdb::FileChecksumGenContext& context) override {
+        const std::string& wanted = context.requested_checksum_func_name;
+        if (!wanted.empty() && wanted != rocksdb::kStandardDbFileChecksumFuncName) return nullptr;
+        const std::lock_guard lock(files_->mutex_);
+        const auto followed = files_->followed_.extract(context.file_name);
+        if (followed.empty()) return make_generator();
+        return std::make_unique<OfFile>(followed.mapped());
+    }
+    // RocksDB's name of it, so that other programs can open a database with the options that it was written with.
+    const char* Name() const override { return "FileChecksumGenCrc32cFactory"; }
+
+private:
+    std::shared_ptr<FileChecksums> files_;
+};
+
+std::unique_ptr<rocksdb::FSWritableFile> FileChecksums::follow(const std::string& path,
+                                                               std::unique_ptr<rocksdb::FSWritableFile> file) {
+    std::shared_ptr<rocksdb::FileChecksumGenerator> checksum = make_generator();
+    const std::lock_guard lock(mutex_);
+    followed_[path] = checksum;
+    return std::make_unique<FollowedFile>(std::move(file), std::move(checksum));
+}
+
+std::shared_ptr<rocksdb::FileChecksumGenFactory> FileChecksums::factory() {
+    return std::make_shared<Factory>(shared_from_this());
 }
 
 }  // namespace tierbed

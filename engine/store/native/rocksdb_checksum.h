@@ -1,19 +1,20 @@
 // crc32c, the checksum that RocksDB keeps of each file of rows in its manifest.
 #pragma once
 #include <cstddef>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <string>
 
 #include "ops/kernels/portable.h"
 
 namespace rocksdb {
 class FileChecksumGenerator;
 class FileChecksumGenFactory;
+class FSWritableFile;
 }  // namespace rocksdb
 
 namespace tierbed {
-
-// What takes it while RocksDB writes a file.
-std::shared_ptr<rocksdb::FileChecksumGenFactory> file_checksums();
 
 // What RocksDB keeps: four bytes, the highest first.
 u32 checksum_number(const char* kept);
@@ -29,6 +30,24 @@ public:
 
 private:
     std::unique_ptr<rocksdb::FileChecksumGenerator> generator_;
+};
+
+// Of files while RocksDB writes them. What RocksDB 7.8 takes itself leaves out the padding between aligned blocks, so
+// the file takes the checksum, and RocksDB keeps that one.
+class FileChecksums : public std::enable_shared_from_this<FileChecksums> {
+public:
+    // The file, with a checksum of all that is appended to it.
+    std::unique_ptr<rocksdb::FSWritableFile> follow(const std::string& path,
+                                                    std::unique_ptr<rocksdb::FSWritableFile> file);
+
+    // Gives RocksDB the checksums of the files that are followed, and takes those of others.
+    std::shared_ptr<rocksdb::FileChecksumGenFactory> factory();
+
+private:
+    class Factory;
+
+    std::mutex mutex_;
+    std::map<std::string, std::shared_ptr<rocksdb::FileChecksumGenerator>> followed_;  // until RocksDB asks
 };
 
 }  // namespace tierbed

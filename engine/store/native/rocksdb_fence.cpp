@@ -4,10 +4,14 @@
 #include <atomic>
 #include <mutex>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include <rocksdb/env.h>
 #include <rocksdb/file_system.h>
+
+#include "rocksdb_checksum.h"
 
 namespace tierbed {
 
@@ -16,6 +20,8 @@ public:
     Files() : FileSystemWrapper(rocksdb::FileSystem::Default()) {}
 
     const char* Name() const override { return "tierbed"; }
+
+    const std::shared_ptr<FileChecksums> checksums = std::make_shared<FileChecksums>();
 
     void shut() {
         const std::lock_guard guard(mutex_);
@@ -27,7 +33,11 @@ public:
     rocksdb::IOStatus NewWritableFile(const std::string& path, const rocksdb::FileOptions& options,
                                       std::unique_ptr<rocksdb::FSWritableFile>* file,
                                       rocksdb::IODebugContext* debug) override {
-        return open_ ? target()->NewWritableFile(path, options, file, debug) : shut_out();
+        if (!open_) return shut_out();
+        const rocksdb::IOStatus status = target()->NewWritableFile(path, options, file, debug);
+        if (status.ok() && is_of_rows(path) && !options.use_direct_writes)
+            *file = checksums->follow(path, std::move(*file));
+        return status;
     }
     rocksdb::IOStatus ReopenWritableFile(const std::string& path, const rocksdb::FileOptions& options,
                                          std::unique_ptr<rocksdb::FSWritableFile>* file,
@@ -92,6 +102,10 @@ public:
     }
 
 private:
+    static bool is_of_rows(const std::string& path) {
+        constexpr std::string_view ENDING = ".sst";
+        return path.size() >= ENDING.size() && path.compare(path.size() - ENDING.size(), ENDING.size(), ENDING) == 0;
+    }
     static rocksdb::IOStatus shut_out() {
         return rocksdb::IOStatus::IOError("the database failed in the middle of a call");
     }
@@ -104,6 +118,8 @@ private:
 Fence::Fence() : files_(std::make_shared<Files>()), env_(rocksdb::NewCompositeEnv(files_)) {}
 
 Fence::~Fence() = default;
+
+std::shared_ptr<rocksdb::FileChecksumGenFactory> Fence::checksums() const { return files_->checksums->factory(); }
 
 void Fence::shut() noexcept {
     try {

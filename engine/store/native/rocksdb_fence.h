@@ -4,6 +4,7 @@
 
 namespace rocksdb {
 class Env;
+class FileChecksumGenFactory;
 }  // namespace rocksdb
 
 namespace tierbed {
@@ -19,6 +20,8 @@ public:
 
     // The files of the system, through the fence.
     rocksdb::Env* env() const { return env_.get(); }
+    // The checksums of files of rows that are written through it.
+    std::shared_ptr<rocksdb::FileChecksumGenFactory> checksums() const;
     // May be called again.
     void shut() noexcept;
 

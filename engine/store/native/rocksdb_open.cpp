@@ -51,11 +51,12 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     : shape_{width, width, line_bytes_of(width)},
       folder_(folder),
       process_(getpid()),
-      database_(std::make_unique<rocksdb::Options>(shard_options(options))),
+      database_(std::make_unique<rocksdb::Options>(shard_options(options, stored_bytes_of(width)))),
       readers_(std::make_unique<ReadThreads>(options.read_threads)) {
     end_forked_children_early();
     rocksdb::Options& database = *database_;
     database.env = fence_->env();
+    database.file_checksum_gen_factory = fence_->checksums();  // so that a checkpoint of the files need not read them
     database.env->IncBackgroundThreadsIfNeeded(background_threads(database).flushes, rocksdb::Env::HIGH);
     auto* table = database.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
     if (caches_blocks(options)) table->block_cache = cache_ = rocksdb::NewLRUCache(options.cache_bytes);

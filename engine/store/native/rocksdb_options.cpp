@@ -18,7 +18,6 @@
 #include <rocksdb/table.h>
 #include <rocksdb/version.h>
 
-#include "rocksdb_checksum.h"
 #include "rocksdb_values.h"
 
 // RocksDB reads by io_uring only in a process that says so by this name.
@@ -30,6 +29,8 @@ namespace {
 constexpr int MERGED = 8;    // memtables that one flush writes
 constexpr int BUFFERS = 12;  // memtables of a shard, at most: those, and room to write while they are flushed
 constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB raises a smaller memtable to it
+constexpr std::size_t ENTRY_BYTES = 20;            // of a row in a block beside the row itself, about
+constexpr std::size_t MOST_UNUSED = 4;             // a part of a block: what aligned blocks may leave unused
 
 // Errors are returned and thrown; a log beside them would take disk, and fail to open where there is none.
 class NoLog : public rocksdb::Logger {
@@ -52,6 +53,13 @@ public:
         *automatic = false;
     }
 };
+
+// The value of an option, or nothing.
+std::string given_in(const NamedOptions& more, const std::string& name) {
+    for (const auto& [key, value] : more)
+        if (key == name) return value;
+    return {};
+}
 
 // A share of the files that the process may open, half of them left to others.
 int open_files(u32 shards) {
@@ -96,7 +104,6 @@ rocksdb::Options own_options(const RocksOptions& options) {
     database.allow_mmap_reads = options.read_mode == ReadMode::MMAP;
     database.use_direct_reads = options.read_mode == ReadMode::DIRECT;
     database.use_direct_io_for_flush_and_compaction = options.read_mode == ReadMode::DIRECT;
-    database.file_checksum_gen_factory = file_checksums();  // so that a checkpoint of the files need not read them
     database.listeners.push_back(std::make_shared<Recoverable>());
     return database;
 }
@@ -134,13 +141,28 @@ void apply(rocksdb::Options& options, const std::string& name, const std::string
     if (!reason.empty()) wrong(name, value, reason);
 }
 
+bool compresses(const rocksdb::Options& options) {
+    const rocksdb::CompressionType last = options.bottommost_compression;
+    return options.compression != rocksdb::kNoCompression ||
+           (last != rocksdb::kDisableCompressionOption && last != rocksdb::kNoCompression);
+}
+
+// A block that begins with a page of the disk is read as one page, and not as two. RocksDB aligns no compressed blocks
+// and no odd sizes; large rows would leave much of each block unused.
+void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedOptions& more) {
+    auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
+    const std::string nested = given_in(more, TABLE);
+    if (table->block_align) wrong(TABLE, nested, "block_align=true: blocks are aligned where it pays; leave it out");
+    if (nested.find("block_align") != std::string::npos) return;
+    const std::size_t block = table->block_size, entry = row_bytes + ENTRY_BYTES;
+    const bool is_power = (block & (block - 1)) == 0, fills = entry <= block && block % entry <= block / MOST_UNUSED;
+    const bool follows = !options.use_direct_io_for_flush_and_compaction;  // `FileChecksums` sees no other writes
+    table->block_align = is_power && fills && follows && !compresses(options);
+}
+
 // What cannot be told from one name alone.
 void check_together(const rocksdb::Options& options, const NamedOptions& more) {
-    const auto given = [&](const std::string& name) {
-        for (const auto& [key, value] : more)
-            if (key == name) return value;
-        return std::string();
-    };
+    const auto given = [&](const std::string& name) { return given_in(more, name); };
     if (options.compaction_style != rocksdb::kCompactionStyleLevel &&
         options.compaction_style != rocksdb::kCompactionStyleUniversal)
         wrong("compaction_style", given("compaction_style"),
@@ -155,8 +177,6 @@ void check_together(const rocksdb::Options& options, const NamedOptions& more) {
     if (nested.empty()) return;
     if (table->block_size == 0) wrong(TABLE, nested, "block_size=0: a block holds rows; give a number of bytes > 0");
     if (table->checksum == rocksdb::kNoChecksum) wrong(TABLE, nested, std::string("checksum=kNoChecksum: ") + DAMAGE);
-    if (table->block_align)  // of RocksDB 7.8
-        wrong(TABLE, nested, "block_align=true: checksums of files leave its padding out, so no checkpoint would load");
     if (table->index_type == rocksdb::BlockBasedTableOptions::kHashSearch && !options.prefix_extractor)
         wrong(TABLE, nested,
               "index_type=kHashSearch needs a prefix of keys; set prefix_extractor as well, or leave it out");
@@ -168,9 +188,10 @@ void check_together(const rocksdb::Options& options, const NamedOptions& more) {
 
 bool caches_blocks(const RocksOptions& options) { return options.read_mode == ReadMode::DIRECT && options.cache_bytes; }
 
-rocksdb::Options shard_options(const RocksOptions& options) {
+rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes) {
     rocksdb::Options database = own_options(options);
     for (const auto& [name, value] : options.more) apply(database, name, value);
+    align_blocks(database, row_bytes, options.more);
     check_together(database, options.more);
     // RocksDB 7 forgets a flush that is to begin when another of its database fails: there is one at a time.
     database.max_background_flushes = 1;
@@ -179,7 +200,7 @@ rocksdb::Options shard_options(const RocksOptions& options) {
 }
 
 void check_options(const NamedOptions& more) {
-    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, 1, more});
+    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, 1, more}, 64);
 }
 
 std::string library_version() { return rocksdb::GetRocksVersionAsString(); }

@@ -32,8 +32,9 @@ struct RocksOptions {
 
 bool caches_blocks(const RocksOptions& options);
 
-// Options of one shard, without what the shards share (cache, statistics). Throws as `check_options`.
-rocksdb::Options shard_options(const RocksOptions& options);
+// Options of one shard whose rows have so many bytes, without what the shards share (cache, statistics). Throws as
+// `check_options`.
+rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes);
 
 // Throws std::invalid_argument, "name='value': reason and remedy", where RocksDB does not know an option, cannot read
 // its value, or where it would break what the tier promises.

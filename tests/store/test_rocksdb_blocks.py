@@ -1,0 +1,67 @@
+"""Blocks of RocksDB's files: they begin with a page where they can, and checksums count what lies between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.embeddings import DIM
+from tierbed.engine import _core
+from tierbed.engine.store.rocksdb import RocksDB
+
+ROWS = 3000
+
+
+def settings(folder: Path) -> str:
+    """What RocksDB itself wrote down of the first shard."""
+    return max((folder / "shard-0").glob("OPTIONS-*")).read_text()
+
+
+def checksum(path: Path, size: int) -> int:
+    crc = _core.Crc32c()
+    crc.update(np.fromfile(path, np.uint8, size))
+    return crc.finish()
+
+
+@pytest.mark.parametrize(
+    ("width", "given", "aligned"),
+    [
+        (DIM, {}, True),
+        (DIM, {"block_bytes": 16384}, True),
+        (DIM, {"read_mode": "mmap"}, True),
+        (DIM, {"read_mode": "direct"}, False),
+        (1000, {}, True),
+        (600, {}, False),  # one row in a block of 4096 bytes
+        (2000, {}, False),
+        (DIM, {"options": "compression=kLZ4Compression"}, False),
+        (DIM, {"options": "bottommost_compression=kZSTD"}, False),
+        (DIM, {"options": "use_direct_io_for_flush_and_compaction=true"}, False),
+        (DIM, {"options": "block_based_table_factory={block_size=5000}"}, False),
+        (DIM, {"options": "block_based_table_factory={block_align=false}"}, False),
+    ],
+)
+def test_blocks_are_aligned_where_little_is_lost_and_files_have_the_checksums_that_rocksdb_keeps(
+    tmp_path: Path, width: int, given: dict[str, Any], aligned: bool
+) -> None:
+    database = RocksDB(tmp_path, width, **given)
+    assert f"block_align={str(aligned).lower()}" in settings(tmp_path)
+    lines = np.zeros((ROWS, width + 4), np.float32)
+    keys, tables = np.arange(ROWS, dtype=np.uint64), np.zeros(ROWS, np.uint32)
+    addresses = (lines.ctypes.data + lines.strides[0] * np.arange(ROWS)).astype(np.uint64)
+    for value in (1, 2):  # flushed, and then merged
+        lines[:, :width] = value
+        database.write(tables, keys, addresses)
+        database.compact() if value == 2 else database.flush()
+        with database.live_files() as files:
+            rows = [file for file in files if file.name.endswith(".sst")]
+            assert rows
+            for file in rows:
+                assert file.crc32c == checksum(tmp_path / file.name, file.size)
+                assert file.size == (tmp_path / file.name).stat().st_size
+    lines[:] = np.nan
+    assert database.read(tables, keys, addresses).all()
+    assert (lines[:, :width] == 2).all()
+    database.close()
