@@ -56,7 +56,8 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     end_forked_children_early();
     rocksdb::Options& database = *database_;
     database.env = fence_->env();
-    database.file_checksum_gen_factory = fence_->checksums();  // so that a checkpoint of the files need not read them
+    if (database.file_checksum_gen_factory)  // a checkpoint need not read files whose checksums are kept
+        database.file_checksum_gen_factory = fence_->checksums();
     database.env->IncBackgroundThreadsIfNeeded(background_threads(database).flushes, rocksdb::Env::HIGH);
     auto* table = database.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
     if (caches_blocks(options)) table->block_cache = cache_ = rocksdb::NewLRUCache(options.cache_bytes);

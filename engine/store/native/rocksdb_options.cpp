@@ -10,6 +10,7 @@
 
 #include <rocksdb/convenience.h>
 #include <rocksdb/env.h>
+#include <rocksdb/file_checksum.h>
 #include <rocksdb/file_system.h>
 #include <rocksdb/filter_policy.h>
 #include <rocksdb/listener.h>
@@ -104,6 +105,7 @@ rocksdb::Options own_options(const RocksOptions& options) {
     database.allow_mmap_reads = options.read_mode == ReadMode::MMAP;
     database.use_direct_reads = options.read_mode == ReadMode::DIRECT;
     database.use_direct_io_for_flush_and_compaction = options.read_mode == ReadMode::DIRECT;
+    database.file_checksum_gen_factory = rocksdb::GetFileChecksumGenCrc32cFactory();
     database.listeners.push_back(std::make_shared<Recoverable>());
     return database;
 }

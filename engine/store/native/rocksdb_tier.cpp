@@ -6,6 +6,8 @@
 #include <cstring>
 #include <stdexcept>
 #include <thread>
+#include <tuple>
+#include <utility>
 
 #include <unistd.h>
 
@@ -53,21 +55,20 @@ u64 property_of(rocksdb::DB& db, const std::string& name) {
     return value;
 }
 
-// A row of a bucket as RocksDB orders them.
+// A row as RocksDB orders them.
 struct Place {
     u64 key;
-    u32 table;
-    u32 row;  // from the bucket's first
+    u32 bucket, table;
+    std::size_t row;
+    bool operator<(const Place& other) const {
+        return std::tie(bucket, table, key) < std::tie(other.bucket, other.table, other.key);
+    }
+    Key name() const { return {bucket, table, key}; }
 };
 
-std::vector<Place> sorted(const Rows& rows, std::size_t begin, std::size_t end) {
-    std::vector<Place> places;
-    places.reserve(end - begin);
-    for (std::size_t i = begin; i < end; ++i)
-        places.push_back({key_of(rows.tables[i], rows.hashes[i]), rows.tables[i], static_cast<u32>(i - begin)});
-    std::sort(places.begin(), places.end(),
-              [](const Place& a, const Place& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
-    return places;
+Place place_of(const Rows& rows, std::size_t row) {
+    const u64 hash = rows.hashes[row];
+    return {key_of(rows.tables[row], hash), bucket_of(hash), rows.tables[row], row};
 }
 
 using Begins = std::array<std::size_t, BUCKETS + 1>;
@@ -101,23 +102,33 @@ std::vector<RocksTier::Range> RocksTier::ranges_of(const Rows& rows) const {
     const std::size_t most = std::clamp(rows.n / (4 * readers_->wanted()), LEAST_READS, MOST_READS);
     const Begins begin = begins_of(rows);
     std::vector<Range> ranges;
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
-        for (std::size_t first = begin[bucket]; first < begin[bucket + 1]; first += most)
-            ranges.push_back({bucket, first, std::min(first + most, begin[bucket + 1])});
+    for (std::size_t shard = 0; shard < shards_.size(); ++shard) {
+        Range range{shard, {}};
+        for (std::size_t bucket = shard; bucket < BUCKETS; bucket += shards_.size()) {
+            for (std::size_t row = begin[bucket]; row < begin[bucket + 1]; ++row) {
+                range.rows.push_back(row);
+                if (range.rows.size() == most) ranges.push_back(std::exchange(range, {shard, {}}));
+            }
+        }
+        if (!range.rows.empty()) ranges.push_back(std::move(range));
+    }
     return ranges;
 }
 
 std::size_t RocksTier::read_range(const Rows& rows, const Range& range, bool* found) const {
-    rocksdb::DB& db = *shard_of(range.bucket).db;
+    rocksdb::DB& db = *shards_[range.shard]->db;
     rocksdb::ReadOptions options;
     options.async_io = info_.async_io;
-    const std::vector<Place> places = sorted(rows, range.begin, range.end);
+    std::vector<Place> places;
+    places.reserve(range.rows.size());
+    for (const std::size_t row : range.rows) places.push_back(place_of(rows, row));
+    std::sort(places.begin(), places.end());
     std::vector<Key> names;
     std::vector<rocksdb::Slice> slices;
     names.reserve(places.size());
     slices.reserve(places.size());
     for (const Place& place : places) {
-        names.emplace_back(range.bucket, place.table, place.key);
+        names.push_back(place.name());
         slices.push_back(names.back().slice());
     }
     std::vector<rocksdb::PinnableSlice> values(places.size());
@@ -128,7 +139,7 @@ std::size_t RocksTier::read_range(const Rows& rows, const Range& range, bool* fo
     });
     std::size_t hits = 0;
     for (std::size_t i = 0; i < places.size(); ++i) {
-        const std::size_t row = range.begin + places[i].row;
+        const std::size_t row = places[i].row;
         found[row] = !statuses[i].IsNotFound();
         if (!found[row]) continue;
         check(statuses[i], folder_, "read");
@@ -183,9 +194,12 @@ void RocksTier::change(const Rows& rows, bool erase) {
         // all of its memory at once: RocksDB may end the process where a batch cannot grow
         rocksdb::WriteBatch batch(std::min(count * most_bytes, BATCH_BYTES) + most_bytes);
         for (std::size_t bucket = number; bucket < BUCKETS; bucket += shards_.size()) {
-            for (const Place& place : sorted(rows, begin[bucket], begin[bucket + 1])) {
-                const Key name(static_cast<u32>(bucket), place.table, place.key);
-                const u64 line = erase ? 0 : rows.lines[begin[bucket] + place.row];
+            std::vector<Place> places;
+            for (std::size_t row = begin[bucket]; row < begin[bucket + 1]; ++row) places.push_back(place_of(rows, row));
+            std::sort(places.begin(), places.end());
+            for (const Place& place : places) {
+                const Key name = place.name();
+                const u64 line = erase ? 0 : rows.lines[place.row];
                 check(erase ? batch.Delete(name.slice())
                             : batch.Put(name.slice(), {reinterpret_cast<const char*>(line), value_bytes}),
                       folder_, "write");

@@ -93,10 +93,10 @@ public:
     };
 
 private:
-    // Rows of one bucket, by their numbers in a call.
+    // Rows of one shard, by their numbers in a call, buckets ascending.
     struct Range {
-        u32 bucket;
-        std::size_t begin, end;
+        std::size_t shard;
+        std::vector<std::size_t> rows;
     };
 
     struct Shard {
