@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 from .errors import OptionError
 
@@ -32,9 +32,16 @@ def whole_option(name: str, value: Any, wanted: str, least: float = -math.inf, m
     return number
 
 
-def budget_option(name: str, value: Any, zero: bool) -> float:
-    """The option `name`, a number of MiB. zero: whether it may be 0. Raises OptionError."""
+def budget_option(name: str, value: Any, zero: bool, otherwise: str = "") -> float:
+    """The option `name`, a number of MiB. zero: whether it may be 0. otherwise: another remedy. OptionError."""
     number = real(value)
     if number is None or not (number > 0 or (zero and number == 0)) or number >= 1 << 40:
-        raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0")
+        raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0{otherwise}")
     return number
+
+
+def auto_budget_option(name: str, value: Any, zero: bool) -> float | Literal["auto"]:
+    """The option `name`, a number of MiB as `budget_option` takes it, or "auto". Raises OptionError."""
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    return budget_option(name, value, zero, otherwise=', or "auto"')

@@ -11,17 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import _core
-from .._core import WAY_BYTES, WAYS
+from .._core import WAYS
+from ..cache.division import BESIDE_BYTES, LEAST, MB, Division, divide
 from ..errors import InputError, OptionError
-from ..numeric import real, whole, whole_option
-from ..row_format import BUCKETS
+from ..host_memory import free_host_memory
+from ..numeric import budget_option, real, whole, whole_option
 from ..spec.initial_values import MASK64
+from ..spec.options import CachedSsdOptions
 from .stack_distance import Model, Sample
 
-MB = 1 << 20
 RECORD_BYTES = 8  # of a row's two counters, in its line
-BESIDE_BYTES = WAY_BYTES + 1  # of a cache's metadata for each line: a way and a tag
-LEAST = WAYS * BUCKETS  # lines; smaller caches take rows of a batch in another order, and are not predicted
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # the sizes that a plan prints, as shares of the rows seen
 
 
@@ -40,10 +39,11 @@ class Plan:
     of its optimizer state. `line_bytes`: bytes of a row's line, with the record; a cache takes `BESIDE_BYTES` more for
     each. `batches`: those of the trace after the warmup. `seen`: the distinct rows of the trace by table. `uses`: how
     often the batches needed these rows. Both are exact at `rate` 1, else estimated from that share of the rows.
+    `memory_mb`: MiB that `division` divides; None where the system does not tell what is free.
     """
 
-    def __init__(self, sample: Sample, dim: int, state: int, tables: int, warmup: int) -> None:
-        self.dim, self.state = dim, state
+    def __init__(self, sample: Sample, dim: int, state: int, tables: int, warmup: int, memory_mb: float | None) -> None:
+        self.dim, self.state, self.memory_mb = dim, state, memory_mb
         self.line_bytes = -(-((dim + state) * 4 + RECORD_BYTES) // 16) * 16
         self.rate = sample.rate
         self.batches = max(len(sample.batch_rows) - warmup, 0)
@@ -82,6 +82,18 @@ class Plan:
         if lines is None:
             raise OptionError(f"rows={rows!r}: give a whole number of lines, {LEAST} or more")
         return self._mean(lines, self._of_table(table))
+
+    def division(self, capacity: int | None = None) -> Division:
+        """How `memory_mb` is divided by `cache_budget_mb="auto"` of a `cached_ssd` on the CPU, other options default.
+
+        capacity: as the option. Raises OptionError where `memory_mb` is None.
+        """
+        if self.memory_mb is None:
+            raise OptionError("memory_mb=None, and this system does not tell how much memory is free; give it to plan")
+        if capacity is not None:
+            capacity = _count("capacity", capacity, 1)
+        overflow_mb = CachedSsdOptions.overflow_mb
+        return divide(self.memory_mb, self.bytes(1), "rocksdb", capacity=capacity, overflow_mb=overflow_mb)
 
     def curve(self, table: int | None = None, points: int = 32) -> Curve:
         """The miss ratio from small caches to one for every row that was seen, sizes in equal ratios.
@@ -133,6 +145,8 @@ class Plan:
             if rows < LEAST:
                 continue
             lines.append(f"{self.bytes(rows) / MB:16.2f}{rows:12d}{share:8.0%}{self.hit_rate(rows=rows):10.1%}")
+        if self.memory_mb is not None:
+            lines.append(f"'auto' divides {self.memory_mb:.1f} MiB: {self.division()}")
         return "\n".join(lines)
 
     def _of_table(self, table: int | None) -> NDArray[np.bool_]:
@@ -157,6 +171,7 @@ def plan(
     padding_idx: int | None = None,
     warmup: int = 0,
     samples: int = 1 << 18,
+    memory_mb: float | None = None,
 ) -> Plan:
     """Predict the hit rates of caches of each size, for batches like those of `trace`.
 
@@ -167,12 +182,17 @@ def plan(
     warmup: batches at the start that fill the cache and are not counted.
     samples: the most uses of rows that are kept; of a trace with more, a share of the rows is followed, so memory stays
     bounded.
+    memory_mb: MiB to divide as `cache_budget_mb="auto"` does; None: what is free here, by the machine and its cgroups.
 
     Raises OptionError for bad arguments and InputError for bad batches.
     """
     dim, tables = _count("dim", dim, 1), _count("tables", tables, 1)
     state, warmup = _count("state", state, 0), _count("warmup", warmup, 0)
     samples = _count("samples", samples, 1024)
+    if memory_mb is not None:
+        memory_mb = budget_option("memory_mb", memory_mb, zero=False)
+    elif (free := free_host_memory()) is not None:
+        memory_mb = free.bytes / MB
     padding = None
     if padding_idx is not None:
         padding = whole_option("padding_idx", padding_idx, "a whole number, or None") & MASK64
@@ -180,7 +200,7 @@ def plan(
     for number, item in enumerate(trace):
         keys, table_ids = _ids(item, tables, f"batch {number} of trace")
         sample.add(_core.Batch([(keys, table_ids, None)], tables, padding))
-    return Plan(sample, dim, state, tables, warmup)
+    return Plan(sample, dim, state, tables, warmup, memory_mb)
 
 
 def _count(name: str, value: Any, least: int) -> int:

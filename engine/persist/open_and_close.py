@@ -36,6 +36,7 @@ from ..store.contract import Table
 from ..store.folder import StoreFolder
 from ..store.rocksdb import RocksDB
 from ..store.table_counts import FIELD, counted_chunks, counts_in
+from ..table.auto_budgets import AutoBudgets
 from ..table.scanned import checked_rows, load_rows
 from ..table.stack import build_stack
 from ..table.table import OpenTable
@@ -51,6 +52,7 @@ class TablePersistence:
         self.spec = spec
         self.options = options
         self._processor = processor_of(device, options)
+        self._budgets = AutoBudgets(spec.name, options)
         path = options.persistent_path
         self.folder = None if path is None else StoreFolder(Path(path) / spec.name, f"embedding {spec.name!r}")
         self._on_disk = isinstance(options, CachedSsdOptions)
@@ -128,7 +130,8 @@ class TablePersistence:
         return f"the next run restores its last snapshot {snapshot.name!r}, of step {kept}; {_lost(kept, table.step)}"
 
     def release(self) -> None:
-        """Let the folder go as it is."""
+        """Let the folder go as it is, and the memory that was promised."""
+        self._budgets.release()
         if self.folder is not None:
             self.folder.release()
 
@@ -313,7 +316,7 @@ class TablePersistence:
         rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
         lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
         processor = self._processor(self.spec, state, lifecycle.capacity)
-        stack = build_stack(self.options, processor, place, shards)
+        stack = build_stack(self._budgets.numbers(processor), processor, place, shards)
         on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
         write_at = partial(self._write_at, stack.bottom) if on_disk else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.threads_beside)

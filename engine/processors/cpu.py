@@ -15,7 +15,7 @@ from .. import _core
 from ..cache.cached import CachedStore
 from ..ops.segments import array_of, empty, flat, segment
 from ..spec.inputs import OUTPUT_DTYPES, Gradients, Lookup
-from ..spec.options import CachedHostMemOptions
+from ..spec.options import CachedHostMemOptions, mib
 from ..store.contract import Tier
 from ..store.full import CpuFullStore
 from ..store.table_counts import Counts
@@ -47,12 +47,15 @@ class CpuProcessor:
     def deferred_error(self, wait: bool) -> None:
         return None
 
+    def free_memory(self) -> None:
+        """None: rows are used in the memory of the host."""
+
     def full_table(self, tier: str) -> CpuFullStore:
         return CpuFullStore(self.layout, tier)
 
     def cache(self, below: Tier, options: CachedHostMemOptions) -> CachedStore:
         option = f"embedding {self._spec.name!r}: cache_budget_mb"
-        return CachedStore(self.layout, below, options, options.cache_budget_mb, "device", option)
+        return CachedStore(self.layout, below, options, mib(options.cache_budget_mb), "device", option)
 
     def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedStore, CpuFullStore]:
         host = CpuFullStore(self.layout, "host")

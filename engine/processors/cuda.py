@@ -17,13 +17,14 @@ from ..cache.cuda.cache import Cache
 from ..cache.cuda.cached import CachedStore
 from ..cache.cuda.cached_table import CachedTable
 from ..errors import OptionError
+from ..host_memory import FreeMemory
 from ..ops.cuda import step as kernels
 from ..ops.cuda.batch import Batch, Segment
 from ..ops.cuda.device import Device, Event
 from ..ops.cuda.faults import CHANGED, Faults
 from ..ops.cuda.layout import Layout
 from ..spec.inputs import Gradients, Lookup
-from ..spec.options import CachedHostMemOptions, StoreOptions
+from ..spec.options import CachedHostMemOptions, StoreOptions, mib
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullStore
 from ..store.table_counts import Counts
@@ -73,6 +74,9 @@ class CudaProcessor:
     def deferred_error(self, wait: bool) -> DeferredError | None:
         error = self._faults.take(self._faults.seen(wait))
         return None if error is None else DeferredError(error, int(self._taken))
+
+    def free_memory(self) -> FreeMemory:
+        return FreeMemory(self._on.free_memory(), f"on {self.device}")
 
     def full_table(self, tier: str) -> CudaFullStore:
         try:
@@ -170,7 +174,7 @@ class CudaProcessor:
         self._rule(rule).catch_up(batch, self._numbers)
 
     def _cache(self, options: CachedHostMemOptions) -> Cache:
-        budget_mb = options.cache_budget_mb
+        budget_mb = mib(options.cache_budget_mb)
         try:
             return Cache(self._layout, int(budget_mb * MB), options.cache_policy)
         except (ValueError, torch.OutOfMemoryError) as error:

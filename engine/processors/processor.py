@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import _core
 from ..errors import TierbedError
+from ..host_memory import FreeMemory
 from ..spec.inputs import Gradients, Lookup
 from ..spec.options import CachedHostMemOptions
 from ..store.contract import FullStore, Store, Table, Tier
@@ -56,6 +57,9 @@ class Processor(Protocol[B]):
 
     def deferred_error(self, wait: bool) -> DeferredError | None:
         """The mistake found since the last call, reported once; with `wait`, all requested work is looked at."""
+
+    def free_memory(self) -> FreeMemory | None:
+        """What the device has free of a memory of its own. None where rows are used in the memory of the host."""
 
     def full_table(self, tier: str) -> FullStore[B]:
         """A full table in the memory `tier`, "device" or "host". Raises OptionError where that memory is too small."""

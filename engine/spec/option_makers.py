@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError
-from .options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, HostMemOptions, StoreOptions
+from .options import Budget, CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, HostMemOptions, StoreOptions
 
 Path_ = str | os.PathLike[str]
 
@@ -70,7 +70,7 @@ def make_host_mem_store_options(
 
 
 def make_cached_host_mem_store_options(
-    cache_budget_mb: float,
+    cache_budget_mb: Budget,
     persistent_path: Path_ | None = None,
     capacity: int | None = None,
     size_factor: int | None = None,
@@ -102,13 +102,13 @@ def make_cached_host_mem_store_options(
 
 
 def make_cached_ssd_store_options(
-    cache_budget_mb: float,
+    cache_budget_mb: Budget,
     persistent_path: Path_,
     capacity: int | None = None,
     size_factor: int | None = None,
     storage_dim: int | None = None,
     physical_block_size: int = 4096,
-    host_cache_budget_mb: float = 0,
+    host_cache_budget_mb: Budget = 0,
     open: str = "resume",
     *,
     eviction: str = "none",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import OptionError
-from ..numeric import budget_option, real, whole, whole_option
+from ..numeric import auto_budget_option, budget_option, real, whole, whole_option
 from ..row_format import BUCKETS
 from .plain import PlainDict
 from .rocksdb_options import CACHE_MB, READ_MODES, options_text, require_rocksdb
@@ -18,6 +18,7 @@ BESIDE = max(1, min(4, (os.cpu_count() or 1) // 2))  # threads; the other cores 
 OPEN_MODES = ("resume", "fresh", "error")
 EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
 MOST_SIGHTS = 255  # the most sightings of a row that are counted
+Budget = float | Literal["auto"]  # MiB; "auto" is what engine/cache/division.py gives a cache
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -135,6 +136,8 @@ class HostMemOptions(StoreOptions):
 class CachedHostMemOptions(StoreOptions):
     """A device cache of `cache_budget_mb` MiB in front of a full table in host memory.
 
+    cache_budget_mb: "auto" divides the memory that is free when the table opens, and prints the division to stderr. Of
+    memory that holds the table as well the cache then gets an eighth, of a GPU's a half.
     cache_policy: which row of a full set gives way where no announced step decides: "lru", the row unused for longest,
     or "lfu", the row that fewest steps used.
     overflow_mb: MiB beside the cache for rows that no set has room for and, before RocksDB, for rows on their way down:
@@ -143,14 +146,14 @@ class CachedHostMemOptions(StoreOptions):
     """
 
     store: str = field(default="cached_host_mem", init=False)
-    cache_budget_mb: float = field(kw_only=True)
+    cache_budget_mb: Budget = field(kw_only=True)
     cache_policy: str = field(default="lru", kw_only=True)
     overflow_mb: float = field(default=64, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("cache_budget_mb", "overflow_mb"):
-            self._set(name, budget_option(name, getattr(self, name), zero=False))
+        self._set("cache_budget_mb", auto_budget_option("cache_budget_mb", self.cache_budget_mb, zero=False))
+        self._set("overflow_mb", budget_option("overflow_mb", self.overflow_mb, zero=False))
         if self.cache_policy not in CACHE_POLICIES:
             raise OptionError(f"cache_policy={self.cache_policy!r}: give one of {', '.join(map(repr, CACHE_POLICIES))}")
 
@@ -159,6 +162,9 @@ class CachedHostMemOptions(StoreOptions):
 class CachedSsdOptions(CachedHostMemOptions):
     """A device cache, and a host cache if `host_cache_budget_mb` is not 0, before RocksDB in `persistent_path`.
 
+    cache_budget_mb, host_cache_budget_mb: "auto" divides the memory that is free when the table opens, and prints the
+    division to stderr. The cache gets half of it, and `overflow_mb` is at most an eighth. Where both are "auto" and
+    there is no GPU, there is no host cache.
     shards: databases that a new folder is split into, by hash; 1 to 64, and 4 where None. An existing folder keeps its
     number.
     read_mode: "buffered" reads files through the page cache. "mmap" maps files; it is faster where they are in memory,
@@ -175,7 +181,7 @@ class CachedSsdOptions(CachedHostMemOptions):
 
     store: str = field(default="cached_ssd", init=False)
     overflow_mb: float = field(default=192, kw_only=True)
-    host_cache_budget_mb: float = 0
+    host_cache_budget_mb: Budget = 0
     shards: int | None = field(default=None, kw_only=True)
     read_mode: str = field(default="buffered", kw_only=True)
     io_threads: int | None = field(default=None, kw_only=True)
@@ -186,7 +192,8 @@ class CachedSsdOptions(CachedHostMemOptions):
     def __post_init__(self) -> None:
         require_rocksdb()
         super().__post_init__()
-        self._set("host_cache_budget_mb", budget_option("host_cache_budget_mb", self.host_cache_budget_mb, zero=True))
+        host_budget = auto_budget_option("host_cache_budget_mb", self.host_cache_budget_mb, zero=True)
+        self._set("host_cache_budget_mb", host_budget)
         if self.shards is not None:
             wanted = f"a whole number from 1 to {BUCKETS}, or None"
             self._set("shards", whole_option("shards", self.shards, wanted, 1, BUCKETS))
@@ -212,3 +219,9 @@ class CachedSsdOptions(CachedHostMemOptions):
     @property
     def threads_beside(self) -> int:
         return self.io_threads or BESIDE
+
+
+def mib(budget: Budget) -> float:
+    """A budget of options in which a number stands for each "auto"."""
+    assert budget != "auto"
+    return budget

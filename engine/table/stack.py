@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cache.cached import CachedStore
-from ..spec.options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions
+from ..spec.options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, mib
 from ..spec.rocksdb_options import options_text
 from ..store.contract import Store, Table, Tier
 from ..store.rocksdb import READ_THREADS, SHARDS, RocksDB
@@ -34,7 +34,8 @@ class Stack(NamedTuple):
 def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path | None, shards: int | None) -> Stack:
     """Build the tiers. The top is of the processor, and the tiers below a cache are of the host.
 
-    folder: where RocksDB lives. shards: how many it has, None for a new folder. Raises OptionError, StoreError.
+    options: with numbers for budgets, as `AutoBudgets` gives them. folder: where RocksDB lives. shards: how many it
+    has, None for a new folder. Raises OptionError, StoreError.
     """
     layout = processor.layout
     if isinstance(options, CachedSsdOptions):
@@ -56,7 +57,7 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
         try:
             below: Tier = rocksdb
             if options.host_cache_budget_mb:
-                budget_mb = options.host_cache_budget_mb
+                budget_mb = mib(options.host_cache_budget_mb)
                 below = CachedStore(layout, below, options, budget_mb, "host", "host_cache_budget_mb")
             return Stack(processor.cache(below, options), rocksdb)
         except BaseException:

@@ -34,6 +34,9 @@ class Device(Protocol):
     torch_device: torch.device
     blocks: int  # the most that a launch should have; kernels stride over more items
 
+    def free_memory(self) -> int:
+        """Bytes of the device's memory that torch can still give out."""
+
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         """[size], page-locked memory of the host, which kernels reach by its address. Raises MemoryError."""
 
@@ -91,6 +94,11 @@ class CudaDevice:
         self._functions: dict[tuple[Program, str], Any] = {}
         self._second_stream = torch.cuda.Stream(self.torch_device)
         self._recording_stream = torch.cuda.Stream(self.torch_device, priority=-1)  # torch gives others out again
+
+    def free_memory(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return free + kept  # kept: by torch's allocator, for what comes
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         # not by torch's allocator, which rounds up to a power of two

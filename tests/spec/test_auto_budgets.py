@@ -1,0 +1,267 @@
+"""Budgets that are "auto": the division of free memory, the line that tells it, what is refused, the rows' bits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.cuda_emulation import EmulatedDevice
+from support.embeddings import attach, contents, make, train
+from support.places import BENCHMARKS, environment
+from tierbed import engine
+from tierbed.engine import OptionError, plan
+from tierbed.engine.cache.division import LEAST, MB, divide
+from tierbed.engine.optim.row_state import RowState
+from tierbed.engine.processors.choose import processor_of
+from tierbed.engine.processors.cuda import on_device
+from tierbed.engine.table.auto_budgets import AutoBudgets
+
+sys.path.insert(0, str(BENCHMARKS))
+from disk.memory_limit import may_limit, memory_limit
+
+LINE = re.compile(
+    r"tierbed: embedding '(\w+)': (\w+)='auto' divides ([\d.]+) MiB free (on this machine|in the memory cgroup '[^']*')"
+    r": cache ([\d.]+) MiB, (.*)\n"
+)
+
+
+ROWS = 5000  # more than are trained; it keeps "auto" from taking half of the machine
+
+
+def machine(root: Path, free_mb: float) -> Path:
+    (root / "proc").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemAvailable: {int(free_mb * 1024)} kB\n")
+    return root
+
+
+def ssd(path: Path, budget_mb: Any = "auto", **more: Any) -> Any:
+    return engine.make_cached_ssd_store_options(budget_mb, path, **{"shards": 2, **more})
+
+
+def processor(options: Any) -> Any:
+    return processor_of(torch.device("cpu"), options)(make(options).spec, RowState(), None)
+
+
+def numbers(options: Any, root: Path, name: str = "rows") -> Any:
+    return AutoBudgets(name, options, root).numbers(processor(options))
+
+
+@given(
+    st.floats(1, 1e6),
+    st.sampled_from(["rocksdb", "table", "device"]),
+    st.one_of(st.none(), st.integers(1, 1 << 40)),
+    st.floats(0, 1e4),
+    st.floats(0, 1e4),
+)
+def test_the_parts_add_up_and_none_takes_more_than_it_can_use(
+    free_mb: float, beside: Any, capacity: int | None, overflow_mb: float, given_mb: float
+) -> None:
+    part = divide(free_mb, 177, beside, capacity=capacity, overflow_mb=overflow_mb, given_mb=given_mb)
+    assert min(part[:6]) >= 0
+    shared = max(free_mb - given_mb, 0)
+    assert part.cache_mb + part.overflow_mb + part.rocksdb_mb + part.rest_mb == pytest.approx(shared)
+    assert part.cache_mb <= shared / 2
+    assert part.rest_mb >= shared / 4 * (1 - 1e-9)
+    assert part.overflow_mb <= overflow_mb
+    if capacity is not None:
+        assert part.cache_mb * MB <= max(1.5 * capacity, LEAST) * 177 * (1 + 1e-9)
+        assert part.rocksdb_mb <= 64 + 3 * capacity / MB + 1e-9
+
+
+def test_the_rule_of_the_docs() -> None:
+    assert divide(4000, 177, "rocksdb", overflow_mb=192)[1:6] == (2000, 192, 500, 0, 1308)
+    assert divide(800, 177, "rocksdb", overflow_mb=192)[1:6] == (400, 100, 100, 0, 200)
+    assert divide(4000, 177, "table", overflow_mb=64)[1:6] == (500, 64, 0, 0, 3436)
+    assert divide(4000, 177, "device")[1:6] == (2000, 0, 0, 0, 2000)
+
+
+def test_auto_is_what_the_division_of_free_memory_says(tmp_path: Path) -> None:
+    root = machine(tmp_path, 1000)
+    options = ssd(tmp_path / "store")
+    assert numbers(options, root) == {**options, "cache_budget_mb": 500, "overflow_mb": 125}
+    less = ssd(tmp_path / "store", overflow_mb=8)
+    assert numbers(less, root) == {**less, "cache_budget_mb": 500}
+    host = engine.make_cached_host_mem_store_options("auto")
+    assert numbers(host, root) == {**host, "cache_budget_mb": 125}
+    known = ssd(tmp_path / "store", 3, host_cache_budget_mb=2)
+    assert numbers(known, root / "nothing is looked at") is known
+
+
+def test_what_other_options_take_of_the_same_memory_is_not_divided(tmp_path: Path) -> None:
+    root = machine(tmp_path, 1000)
+    options = ssd(tmp_path / "store", overflow_mb=8, host_cache_budget_mb=100, read_mode="direct")
+    assert numbers(options, root).cache_budget_mb == (1000 - 100 - 8 - 32) / 2
+    below = ssd(tmp_path / "store", 100, overflow_mb=8, host_cache_budget_mb="auto")
+    assert numbers(below, root) == {**below, "host_cache_budget_mb": (1000 - 100 - 8) / 2}
+    both = ssd(tmp_path / "store", overflow_mb=8, host_cache_budget_mb="auto")
+    assert numbers(both, root) == {**both, "cache_budget_mb": 500, "host_cache_budget_mb": 0}
+
+
+def test_a_device_divides_its_own_memory_and_a_host_cache_that_of_the_host(tmp_path: Path) -> None:
+    root = machine(tmp_path, 1000)
+    options = ssd(tmp_path / "store", overflow_mb=8, host_cache_budget_mb="auto")
+    on_gpu = on_device(EmulatedDevice(), options)(make(options).spec, RowState(), None)
+    taken = AutoBudgets("rows", options, root).numbers(on_gpu)
+    assert taken == {**options, "cache_budget_mb": EmulatedDevice.memory / MB / 2, "host_cache_budget_mb": 500}
+
+
+def test_no_more_than_the_whole_table_needs(tmp_path: Path) -> None:
+    root = machine(tmp_path, 100_000)
+    options = ssd(tmp_path / "store", capacity=1_000_000)
+    row_bytes = processor(options).layout.line_bytes + 33
+    assert numbers(options, root).cache_budget_mb == 1_500_000 * row_bytes / MB
+    few = ssd(tmp_path / "store", capacity=10)
+    assert numbers(few, root).cache_budget_mb == LEAST * row_bytes / MB
+
+
+def test_embeddings_of_a_process_divide_what_the_others_left(tmp_path: Path) -> None:
+    root = machine(tmp_path, 1000)
+    options = ssd(tmp_path / "store", overflow_mb=8)
+    on = processor(options)
+    first, second, again = (AutoBudgets(name, options, root) for name in ("first", "second", "first"))
+    assert first.numbers(on).cache_budget_mb == 500
+    assert second.numbers(on).cache_budget_mb == (1000 - 500 - 8 - 125) / 2  # untouched memory is free to the system
+    assert first.numbers(on).cache_budget_mb == 500  # opened again
+    first.release()
+    assert again.numbers(on).cache_budget_mb == pytest.approx((1000 - 367 / 2 - 8 - 367 / 8) / 2, abs=1e-5)
+    for opened in (second, again):
+        opened.release()
+    assert numbers(options, root).cache_budget_mb == 500
+
+
+def test_too_little_memory_is_refused(tmp_path: Path) -> None:
+    options = ssd(tmp_path / "store")
+    message = (
+        r"embedding 'rows': cache_budget_mb='auto': 0\.1 MiB are free on this machine; the cache would get 0\.1 MiB, "
+        r"and one of 4096 rows takes 0\.\d MiB|free memory, or give a number of MiB"
+    )
+    with pytest.raises(OptionError, match=message):
+        numbers(options, machine(tmp_path / "little", 0.125))
+    with pytest.raises(OptionError, match=r"'auto': 99\.0 MiB are free .* the cache would get 0\.0 MiB"):
+        numbers(ssd(tmp_path / "store", host_cache_budget_mb=100), machine(tmp_path / "given", 99))
+
+
+def test_where_the_system_does_not_tell_auto_is_refused(tmp_path: Path) -> None:
+    message = r"cache_budget_mb='auto': this system does not tell .* '.*/proc/meminfo'; give a number of MiB"
+    with pytest.raises(OptionError, match=message):
+        numbers(ssd(tmp_path / "store"), tmp_path)
+    with pytest.raises(OptionError, match=f"host_{message}"):
+        numbers(ssd(tmp_path / "store", 1, host_cache_budget_mb="auto"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cache_budget_mb", "host_cache_budget_mb"])
+@pytest.mark.parametrize("value", ["Auto", "automatic", "", "1 GiB"])
+def test_another_word_is_refused_with_auto_among_the_remedies(name: str, value: str) -> None:
+    with pytest.raises(OptionError, match=rf"{name}={value!r}: give a number of MiB >=? 0, or \"auto\"$"):
+        engine.make_cached_ssd_store_options(**{"cache_budget_mb": 1, "persistent_path": "/ssd", name: value})
+    with pytest.raises(OptionError, match=r"overflow_mb='auto': give a number of MiB > 0$"):
+        engine.make_cached_ssd_store_options(1, "/ssd", overflow_mb="auto")  # type: ignore[arg-type]
+
+
+def test_the_division_is_printed_once_and_is_that_of_the_cache(tmp_path: Path, capsys: Any) -> None:
+    options = ssd(tmp_path, overflow_mb=2, capacity=100_000)
+    with make(options, "adam") as embedding:
+        assert capsys.readouterr().err == ""
+        train(embedding, range(50))
+        embedding.save_snapshot("one")
+        embedding.load_snapshot("one")
+        printed = LINE.fullmatch(capsys.readouterr().err)
+        assert printed is not None
+        assert printed[1] == "rows"
+        assert printed[2] == "cache_budget_mb"
+        cache = embedding.metrics()["device"]["bytes"] / MB
+        assert float(printed[5]) == pytest.approx(cache, abs=0.1)
+        parts = [float(part) for part in re.findall(r"([\d.]+) MiB", printed[0])]
+        assert parts[0] == pytest.approx(sum(parts[1:]), abs=0.3)
+        assert embedding.store_options == options
+
+
+def test_rows_that_an_optimizer_makes_wider_get_a_cache_for_as_many(tmp_path: Path, capsys: Any) -> None:
+    with make(ssd(tmp_path, capacity=100_000)) as embedding:
+        embedding.put([1, 2], torch.ones(2, embedding.dim), 0)
+        before = embedding.metrics()["device"]["capacity"]
+        attach(embedding, "adam")
+        train(embedding, [1, 2, 3])
+        assert embedding.metrics()["device"]["capacity"] == before
+    first, second = (LINE.fullmatch(line) for line in capsys.readouterr().err.splitlines(keepends=True))
+    assert first is not None
+    assert second is not None
+    assert first[3] == second[3]  # memory is looked at once
+
+
+def trained(options: Any, steps: range) -> bytes:
+    """All that the table holds after these steps, on top of what it held."""
+    with make(options, "adam") as embedding:
+        for step in steps:
+            train(embedding, (torch.arange(200) * (step + 3) ** 2) % 700, torch.arange(200) % 3)
+        return contents(embedding).tobytes()
+
+
+@pytest.fixture(scope="module")
+def expected() -> bytes:
+    return trained(engine.make_device_mem_store_options(), range(6))
+
+
+def test_auto_has_the_bits_of_a_number(tmp_path: Path, expected: bytes) -> None:
+    stores = [
+        engine.make_cached_host_mem_store_options("auto", capacity=ROWS),
+        ssd(tmp_path / "auto", capacity=ROWS),
+        ssd(tmp_path / "number", 0.01, overflow_mb=0.02),
+        ssd(tmp_path / "host", 0.01, overflow_mb=0.02, host_cache_budget_mb="auto", capacity=ROWS),
+    ]
+    for options in stores:
+        assert trained(options, range(6)) == expected
+
+
+@pytest.mark.parametrize("budgets", [(0.01, "auto", 1), ("auto", 0.01, "auto")])
+def test_a_store_is_resumed_with_another_budget(tmp_path: Path, budgets: tuple[Any, ...], expected: bytes) -> None:
+    for number, budget_mb in enumerate(budgets):
+        rows = trained(ssd(tmp_path, budget_mb, overflow_mb=0.02, capacity=ROWS), range(2 * number, 2 * number + 2))
+    assert rows == expected
+
+
+def test_a_plan_has_the_division_of_auto(tmp_path: Path) -> None:
+    trace = [torch.arange(10_000)] * 2
+    planned = plan(trace, dim=5, state=0, memory_mb=900)
+    options = numbers(ssd(tmp_path / "store"), machine(tmp_path, 900))
+    part = planned.division()
+    assert (part.cache_mb, part.overflow_mb) == (options.cache_budget_mb, options.overflow_mb)
+    assert f"'auto' divides 900.0 MiB: {part}" in repr(planned)
+    limited = numbers(ssd(tmp_path / "store", capacity=9000), tmp_path)
+    assert planned.division(capacity=9000).cache_mb == limited.cache_budget_mb
+    assert re.search(r"'auto' divides \d+\.\d MiB: cache ", repr(plan(trace, dim=5, state=0)))
+    with pytest.raises(OptionError, match="memory_mb=-1: give a number of MiB > 0"):
+        plan(trace, dim=5, state=0, memory_mb=-1)
+    with pytest.raises(OptionError, match="capacity=0: give a whole number"):
+        planned.division(capacity=0)
+
+
+OPENS = """
+import sys, torch
+from tierbed import MultiTableEmbedding, make_cached_ssd_store_options
+store = make_cached_ssd_store_options("auto", sys.argv[1])
+with MultiTableEmbedding("rows", 16, torch.float32, torch.int64, None, store) as rows:
+    rows.put(range(100), torch.ones(100, 16))
+"""
+
+
+def test_a_process_in_a_memory_cgroup_divides_what_its_limit_leaves(tmp_path: Path) -> None:
+    if reason := may_limit():
+        pytest.skip(f"this user may make no memory cgroup: {reason}")
+    with memory_limit(1 << 30) as enter:
+        command = [sys.executable, "-c", OPENS, str(tmp_path)]
+        done = subprocess.run(command, preexec_fn=enter, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    printed = LINE.fullmatch(done.stderr)
+    assert printed is not None, done.stderr
+    assert 256 < float(printed[3]) < 1024
+    assert "cgroup" in printed[4]
+    assert float(printed[5]) == pytest.approx(float(printed[3]) / 2, abs=0.1)
