@@ -57,7 +57,7 @@ def is_right(embedding: MultiTableEmbedding) -> None:
 
 def run_out(path: Path, more: int, threads: int) -> None:
     torch.set_num_threads(threads)
-    embedding = make(options("ssd", path), "sgd", tables=1)
+    embedding = make(options("ssd", path, overflow_mb=192), "sgd", tables=1)  # rows of 97 steps are more
     for number in (1, 2):
         step(embedding, number)
     embedding.save_snapshot("first")
