@@ -103,14 +103,17 @@ def _of_floor(what: str, case: Case, ours: Outcome, floor: Floor, bar: float) ->
 
 
 def _parts(case: Case, outcome: Outcome) -> list[tuple[str, str]]:
-    steps = case.steps
-    amplification = outcome.metrics["ssd"]["write_amplification"]
+    steps, ssd = case.steps, outcome.ssd
+    merged = ssd["compaction_read_bytes"] + ssd["compaction_bytes"]
     return [
         ("misses", f"{outcome.misses / steps:,.0f} a step"),
         ("CPU", f"{1e3 * outcome.cpu / steps:.1f} ms"),
         ("from the disk", f"{outcome.read / steps / 1e3:,.0f} kB"),
         ("to it", f"{outcome.written / steps / 1e3:,.0f} kB"),
-        ("write amplification", f"{amplification:.2f}"),
+        ("of all bytes of files compactions", f"{merged / outcome.moved:.0%}"),
+        ("which waited", f"{ssd['compaction_wait_seconds']:.1f} s of {sum(outcome.seconds):.0f}"),
+        ("write amplification", f"{(ssd['flush_bytes'] + ssd['compaction_bytes']) / max(1, ssd['bytes_in']):.2f}"),
+        ("stalled", f"{ssd['stall_seconds']:.2f} s"),
     ]
 
 

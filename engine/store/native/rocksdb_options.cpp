@@ -179,7 +179,7 @@ rocksdb::Options shard_options(const RocksOptions& options) {
 }
 
 void check_options(const NamedOptions& more) {
-    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, 1, more});
+    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, 1, more});
 }
 
 std::string library_version() { return rocksdb::GetRocksVersionAsString(); }
