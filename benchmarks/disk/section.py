@@ -38,7 +38,7 @@ class Sizes:
     apart: bool = True  # a process for each contender
 
 
-QUICK = Sizes(2000, None, 1000, None, 1000, 64, 4, 12, 4, (), 0.05, False)
+QUICK = Sizes(2000, None, 1000, None, 1000, 64, 4, 12, 4, (1.0, 0.5, 0.25), 0.05, False)
 
 
 def disk(folder: Path, sizes: Sizes) -> list[Figure]:
@@ -131,18 +131,17 @@ def _curve(case: Case, sizes: Sizes, floor: Floor) -> list[Figure]:
     table = case.rows * case.tables * STORED_ROW
     for number, share in enumerate(sizes.curve, 1):
         # ids that no case before has brought into recent files
-        under = replace(case, cached=0.05, limit=int(table * share), keep=True, first=number * 100_000, steps=300,
-                        options={"overflow_mb": 64})  # fmt: skip
-        taken = run(under)
+        under = replace(case, cached=0.05, limit=int(table * share), keep=True, first=number * 100_000,
+                        steps=min(300, case.steps), options={"overflow_mb": 64})  # fmt: skip
+        taken = run(under, sizes.apart)
         step, read = step_of(taken), taken.read / 4096 / under.steps
         notes = listed([("ms", f"{1e3 * step:.1f}"), *_parts(under, taken)])
         what = f"samples/s with {share:g} of the table as memory"
-        figures.append(Figure(DISK, what, under.batch / step, "/s", notes=notes))
+        figures.append(Figure(DISK, what, under.batch / step, "/s", notes=notes, at=share))
         if before is not None:
             allowed = before[0] + (read - before[1]) / floor.reads / 0.6
-            figures.append(
-                Figure(DISK, f"step with {share:g}, of what its reads explain", step / allowed, "x", 1.1, at_most=True)
-            )
+            what = f"step with {share:g}, of what its reads explain"
+            figures.append(Figure(DISK, what, step / allowed, "x", 1.1, at_most=True, at=share))
         before = step, read
     return figures
 
