@@ -14,7 +14,7 @@ class Figure:
     """One measured number.
 
     bar: what it must at least be, or with `at_most` at most be; None where it is only reported. notes: what it was
-    made of.
+    made of. at: where on the section's curve it is, if it is one of its points.
     """
 
     section: str
@@ -24,6 +24,7 @@ class Figure:
     bar: float | None = None
     at_most: bool = False
     notes: str = ""
+    at: float | None = None
 
     @property
     def passed(self) -> bool:

@@ -38,7 +38,7 @@ class Sizes:
     apart: bool = True  # a process for each contender
 
 
-QUICK = Sizes(2000, None, 1000, None, 1000, 64, 4, 12, 4, (), 0.05, False)
+QUICK = Sizes(2000, None, 1000, None, 1000, 64, 4, 12, 4, (1.0, 0.5, 0.25), 0.05, False)
 
 
 def disk(folder: Path, sizes: Sizes) -> list[Figure]:
@@ -103,14 +103,17 @@ def _of_floor(what: str, case: Case, ours: Outcome, floor: Floor, bar: float) ->
 
 
 def _parts(case: Case, outcome: Outcome) -> list[tuple[str, str]]:
-    steps = case.steps
-    amplification = outcome.metrics["ssd"]["write_amplification"]
+    steps, ssd = case.steps, outcome.ssd
+    merged = ssd["compaction_read_bytes"] + ssd["compaction_bytes"]
     return [
         ("misses", f"{outcome.misses / steps:,.0f} a step"),
         ("CPU", f"{1e3 * outcome.cpu / steps:.1f} ms"),
         ("from the disk", f"{outcome.read / steps / 1e3:,.0f} kB"),
         ("to it", f"{outcome.written / steps / 1e3:,.0f} kB"),
-        ("write amplification", f"{amplification:.2f}"),
+        ("of all bytes of files compactions", f"{merged / outcome.moved:.0%}"),
+        ("which waited", f"{ssd['compaction_wait_seconds']:.1f} s of {sum(outcome.seconds):.0f}"),
+        ("write amplification", f"{(ssd['flush_bytes'] + ssd['compaction_bytes']) / max(1, ssd['bytes_in']):.2f}"),
+        ("stalled", f"{ssd['stall_seconds']:.2f} s"),
     ]
 
 
@@ -128,18 +131,17 @@ def _curve(case: Case, sizes: Sizes, floor: Floor) -> list[Figure]:
     table = case.rows * case.tables * STORED_ROW
     for number, share in enumerate(sizes.curve, 1):
         # ids that no case before has brought into recent files
-        under = replace(case, cached=0.05, limit=int(table * share), keep=True, first=number * 100_000, steps=300,
-                        options={"overflow_mb": 64})  # fmt: skip
-        taken = run(under)
+        under = replace(case, cached=0.05, limit=int(table * share), keep=True, first=number * 100_000,
+                        steps=min(300, case.steps), options={"overflow_mb": 64})  # fmt: skip
+        taken = run(under, sizes.apart)
         step, read = step_of(taken), taken.read / 4096 / under.steps
         notes = listed([("ms", f"{1e3 * step:.1f}"), *_parts(under, taken)])
         what = f"samples/s with {share:g} of the table as memory"
-        figures.append(Figure(DISK, what, under.batch / step, "/s", notes=notes))
+        figures.append(Figure(DISK, what, under.batch / step, "/s", notes=notes, at=share))
         if before is not None:
             allowed = before[0] + (read - before[1]) / floor.reads / 0.6
-            figures.append(
-                Figure(DISK, f"step with {share:g}, of what its reads explain", step / allowed, "x", 1.1, at_most=True)
-            )
+            what = f"step with {share:g}, of what its reads explain"
+            figures.append(Figure(DISK, what, step / allowed, "x", 1.1, at_most=True, at=share))
         before = step, read
     return figures
 

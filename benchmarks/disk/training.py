@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tier_stores import bytes_of_a_cached_row, make_options, top_tier, wait_until_idle
+from tier_stores import bytes_of_a_cached_row, make_options, wait_until_idle
 from torch import Tensor, nn
 from traces import LogUniform
 from workloads import EPS, LR, hashed
@@ -59,7 +59,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """seconds: of each step. read, written: bytes to and from the disk while steps were timed. sample: bits of rows."""
+    """seconds: of each step. sample: bits of rows. While steps were timed: read, written, bytes to and from the disk;
+    moved, bytes of all reads and writes of files, the page cache's as well; ssd, the growth of RocksDB's counters.
+    """
 
     seconds: list[float]
     losses: list[float]
@@ -68,9 +70,10 @@ class Outcome:
     misses: int
     read: int
     written: int
+    moved: int
     cpu: float
     sample: list[int]
-    metrics: dict[str, Any]
+    ssd: dict[str, float]
 
 
 class Dense(nn.Module):
@@ -106,9 +109,11 @@ class Train(Graph):
         return loss
 
 
-def _settle() -> None:
-    """Wait until nothing of the fill is left to do, for threads or for the disk."""
+def _settle(embedding: MultiTableEmbedding | None = None) -> None:
+    """Wait until nothing of the fill is left to do, for threads, for compactions of the embedding or for the disk."""
     wait_until_idle()
+    while embedding is not None and embedding.metrics().get("ssd", {}).get("running_compactions"):
+        time.sleep(0.1)  # a compaction that waits for its bound uses no processor
     os.sync()
 
 
@@ -123,7 +128,7 @@ class Clock:
         self._warm_up = warm_up
         self.ends: list[float] = []
         self.losses: list[float] = []
-        self._began: tuple[float, int, int] | None = None
+        self._began: tuple[float, int, int, int] | None = None
 
     def step(self, loss: Tensor) -> None:
         self.ends.append(time.perf_counter())
@@ -131,10 +136,10 @@ class Clock:
         if len(self.ends) == self._warm_up:
             self._began = _used()
 
-    def used(self) -> tuple[float, int, int]:
+    def used(self) -> tuple[float, int, int, int]:
         assert self._began is not None
-        cpu, read, written = (now - then for now, then in zip(_used(), self._began, strict=True))
-        return cpu, int(read), int(written)
+        cpu, read, written, moved = (now - then for now, then in zip(_used(), self._began, strict=True))
+        return cpu, int(read), int(written), int(moved)
 
     @property
     def seconds(self) -> list[float]:
@@ -142,9 +147,10 @@ class Clock:
         return [end - begin for begin, end in pairwise(ends)]
 
 
-def _used() -> tuple[float, int, int]:
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return time.process_time(), int(counts["read_bytes"]), int(counts["write_bytes"])
+def _used() -> tuple[float, int, int, int]:
+    counts = {name: int(count) for name, count in map(str.split, Path("/proc/self/io").read_text().splitlines())}
+    moved = counts["rchar:"] + counts["wchar:"]
+    return time.process_time(), counts["read_bytes:"], counts["write_bytes:"], moved
 
 
 def make_embedding(case: Case) -> MultiTableEmbedding:
@@ -190,20 +196,20 @@ def train(case: Case) -> Outcome:
     with make_embedding(case) as embedding:
         graph = Train(embedding, case.row_wise)
         filled = 0.0 if case.keep else fill(embedding, case)
-        _settle()
-        before = dict(top_tier(embedding))
+        _settle(embedding)
+        before = embedding.metrics()
         for step, loss in enumerate(graph.run(batches(), ahead=case.ahead)):
             clock.step(loss)
             if step + 1 == case.warm_up:
-                before = dict(top_tier(embedding))
-        cpu, read, written = clock.used()
-        after = top_tier(embedding)
+                before = embedding.metrics()
+        cpu, read, written, moved = clock.used()
+        after = embedding.metrics()
         backlog = wait_until_idle()
         keys = hashed(torch.arange(0, case.rows, max(1, case.rows // SAMPLE)))
         sample = torch.cat([embedding.get(keys, table) for table in range(case.tables)])
-        metrics = embedding.metrics()
-    misses = after["misses"] - before["misses"] if "misses" in after else 0
-    return Outcome(clock.seconds, clock.losses, filled, backlog, misses, read, written, cpu, _bits(sample), metrics)
+    misses = after["device"]["misses"] - before["device"]["misses"]
+    ssd = {name: after["ssd"][name] - before["ssd"][name] for name in after.get("ssd", {})}
+    return Outcome(clock.seconds, clock.losses, filled, backlog, misses, read, written, moved, cpu, _bits(sample), ssd)
 
 
 def train_memory_mapped(case: Case) -> Outcome:
@@ -219,8 +225,8 @@ def train_memory_mapped(case: Case) -> Outcome:
         numbers = torch.from_numpy(trace.numbers(step))
         labels = labels_of(numbers)
         clock.step(peer.step(numbers, lambda rows, labels=labels: dense(rows, labels), optimizer))
-    cpu, read, written = clock.used()
-    return Outcome(clock.seconds, clock.losses, filled, 0.0, 0, read, written, cpu, [], {})
+    cpu, read, written, moved = clock.used()
+    return Outcome(clock.seconds, clock.losses, filled, 0.0, 0, read, written, moved, cpu, [], {})
 
 
 def train_case(case: Case) -> Outcome:

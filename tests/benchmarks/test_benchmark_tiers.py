@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from support.figures import check_quick_run
 from support.places import BENCHMARKS
+from support.scripts import run_script
 
 sys.path.insert(0, str(BENCHMARKS))
 import tier_stores
@@ -19,8 +21,23 @@ from tier_report import Figure, markdown
 from traces import Cycles, ScanMixed, WrappedZipf, Zipf, ids
 
 
-def test_every_section_has_figures_for_stores_that_agree(tmp_path: Path) -> None:
+def points(svg: str, line: str) -> int:
+    """How many points a line of a picture has."""
+    found = re.search(rf'<g id="{line}">\s*<path d="([^"]*)"', svg)
+    assert found is not None, f"no line {line}"
+    return len(re.findall("[ML]", found[1]))
+
+
+def test_every_section_has_figures_for_stores_that_agree_and_a_curve_that_is_drawn(tmp_path: Path) -> None:
     check_quick_run(tiers, tmp_path)
+    pytest.importorskip("matplotlib")
+    pictures = []
+    for name in ("once.svg", "again.svg"):
+        done = run_script(BENCHMARKS / "disk" / "plot.py", tmp_path / "figures.json", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        pictures.append((tmp_path / name).read_text())
+    assert (points(pictures[0], "measured"), points(pictures[0], "explained")) == (3, 2)
+    assert pictures[0] == pictures[1]
 
 
 def test_stores_that_differ_have_no_figure() -> None:

@@ -202,7 +202,7 @@ rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_byte
 }
 
 void check_options(const NamedOptions& more) {
-    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, 1, more}, 64);
+    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, 1, more}, 64);
 }
 
 std::string library_version() { return rocksdb::GetRocksVersionAsString(); }
