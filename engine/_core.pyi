@@ -366,7 +366,6 @@ class RocksTier(Tier):
         block_bytes: int,
         cache_bytes: int,
         buffer_bytes: int,
-        compaction_rate: int,
         read_mode: str,
         async_io: bool,
         read_threads: int,

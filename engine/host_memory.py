@@ -63,6 +63,6 @@ def _named(path: Path) -> dict[str, int]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""

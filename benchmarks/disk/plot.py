@@ -16,7 +16,7 @@ from typing import Any
 
 def curves(result: dict[str, Any]) -> tuple[dict[float, float], dict[float, float]]:
     """Samples a second by share of the table: measured, and explained by the reads since the share above."""
-    figures = [figure for figure in result["figures"] if figure["at"] is not None]
+    figures = [figure for figure in result["figures"] if figure.get("at") is not None]
     measured = {figure["at"]: figure["value"] for figure in figures if figure["unit"] == "/s"}
     # a step of 1.1 times what its reads explain makes 1.1 times fewer samples than they do
     explained = {figure["at"]: figure["value"] * measured[figure["at"]] for figure in figures if figure["unit"] == "x"}

@@ -111,7 +111,6 @@ def _parts(case: Case, outcome: Outcome) -> list[tuple[str, str]]:
         ("from the disk", f"{outcome.read / steps / 1e3:,.0f} kB"),
         ("to it", f"{outcome.written / steps / 1e3:,.0f} kB"),
         ("of all bytes of files compactions", f"{merged / outcome.moved:.0%}"),
-        ("which waited", f"{ssd['compaction_wait_seconds']:.1f} s of {sum(outcome.seconds):.0f}"),
         ("write amplification", f"{(ssd['flush_bytes'] + ssd['compaction_bytes']) / max(1, ssd['bytes_in']):.2f}"),
         ("stalled", f"{ssd['stall_seconds']:.2f} s"),
     ]

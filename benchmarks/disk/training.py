@@ -113,7 +113,7 @@ def _settle(embedding: MultiTableEmbedding | None = None) -> None:
     """Wait until nothing of the fill is left to do, for threads, for compactions of the embedding or for the disk."""
     wait_until_idle()
     while embedding is not None and embedding.metrics().get("ssd", {}).get("running_compactions"):
-        time.sleep(0.1)  # a compaction that waits for its bound uses no processor
+        time.sleep(0.1)  # a compaction that waits for the disk uses no processor
     os.sync()
 
 

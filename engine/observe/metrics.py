@@ -84,13 +84,6 @@ METRICS: dict[str, Metric] = {
     "flush_bytes": Metric("counter", "bytes written to files from memory"),
     "compaction_bytes": Metric("counter", "bytes written to files by compactions"),
     "compaction_read_bytes": Metric("counter", "bytes read from files by compactions"),
-    "compaction_bounded_bytes": Metric(
-        "counter", "bytes that compactions asked their bound for: at the end of a file more than it has"
-    ),
-    "compaction_bytes_per_second": Metric(
-        "gauge", "the bound of what compactions read and write, unless someone waits for them"
-    ),
-    "compaction_wait_seconds": Metric("counter", "how long threads of compactions waited for it"),
     "pending_compaction_bytes": Metric("gauge", "bytes that compactions have yet to rewrite: an estimate"),
     "running_flushes": Metric("gauge", "flushes under way"),
     "running_compactions": Metric("gauge", "compactions under way"),

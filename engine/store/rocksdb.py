@@ -18,7 +18,6 @@ from .contract import Found, Lines
 
 SHARDS = 4
 WRITE_BUFFER_BYTES = 64 << 20  # the most that the memtables of all shards take
-COMPACTION_RATE = 4 << 30  # bytes a second at most; benchmarks/README.md has what a lower bound costs
 READ_THREADS = 64  # a disk answers no faster to more
 SCAN_BYTES = 1 << 20  # of a chunk
 MB = 1 << 20
@@ -51,7 +50,6 @@ class RocksDB:
     `read_only`: nothing is written to the folder, and a write of rows raises StoreError. A folder on a full disk is
     opened in this way too, until `make_writable`.
     `read_threads`: the most threads that wait for the disk at once.
-    `compaction_rate`: bytes a second that compactions read and write at most, unless someone waits for them.
     `options`: the string of `options_text`; its options go over tierbed's own.
     """
 
@@ -64,7 +62,6 @@ class RocksDB:
         new_shards: int = SHARDS,
         block_bytes: int = 4096,
         cache_mb: float = CACHE_MB,
-        compaction_rate: int = COMPACTION_RATE,
         read_mode: str = "buffered",
         async_io: bool = True,
         read_threads: int = READ_THREADS,
@@ -89,7 +86,6 @@ class RocksDB:
                     block_bytes=block_bytes,
                     cache_bytes=int(cache_mb * MB),
                     buffer_bytes=WRITE_BUFFER_BYTES,
-                    compaction_rate=compaction_rate,
                     read_mode=read_mode,
                     async_io=async_io,
                     read_threads=read_threads,

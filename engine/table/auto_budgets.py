@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -30,8 +32,6 @@ class AutoBudgets:
         self._free: dict[str, FreeMemory] = {}
         self._promised: dict[str, int] = {}  # bytes of each memory, which the caches may not have touched yet
         self._told: set[str] = set()
-        with _one_at_a_time:
-            _of_this_process.add(self)
 
     def numbers(self, processor: Processor[Any]) -> StoreOptions:
         """The options for a table on the processor. Prints each division to stderr, once.
@@ -42,6 +42,8 @@ class AutoBudgets:
         if not isinstance(options, CachedHostMemOptions) or "auto" not in (options.cache_budget_mb, options.get(BELOW)):
             return options
         self.release()
+        with _one_at_a_time:
+            _of_this_process.add(self)
         row_bytes = processor.layout.line_bytes + BESIDE_BYTES
         own = processor.free_memory()
         if own is not None and options.cache_budget_mb == "auto":
@@ -53,7 +55,9 @@ class AutoBudgets:
 
     def release(self) -> None:
         """Give back what the embedding was promised: its caches are closed."""
-        self._promised.clear()
+        if self._promised:
+            with _one_at_a_time:
+                self._promised.clear()
 
     def _of_host(self, options: CachedHostMemOptions, row_bytes: int, top_is_here: bool) -> StoreOptions:
         """The options with numbers for the caches in memory of the host. top_is_here: whether the top one is."""
@@ -103,13 +107,29 @@ class AutoBudgets:
         line = f"tierbed: {option} divides {part.free_mb:.1f} MiB free {free.where}: {part}"
         if line not in self._told:
             self._told.add(line)
-            print(line, file=sys.stderr, flush=True)
+            _tell(line)
         return part
 
 
 _of_this_process: WeakSet[AutoBudgets] = WeakSet()
 _free_at_first: dict[str, int] = {}  # bytes of each memory before the first of the promises that stand
 _one_at_a_time = Lock()
+
+
+def _tell(line: str) -> None:
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):  # it was closed
+            print(line, file=sys.stderr, flush=True)
+
+
+def _forget_parent() -> None:
+    """A forked child has none of its parent's caches in use, and may have its lock as another thread held it."""
+    global _one_at_a_time
+    _one_at_a_time = Lock()
+    _of_this_process.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _left(memory: str, free: FreeMemory) -> FreeMemory:

@@ -34,7 +34,10 @@ def checksum(path: Path, size: int) -> int:
         (DIM, {"read_mode": "mmap"}, True),
         (DIM, {"read_mode": "direct"}, False),
         (1000, {}, True),
-        (600, {}, False),  # one row in a block of 4096 bytes
+        (334, {}, False),  # two rows in a block of 4096 bytes
+        (504, {}, False),  # one
+        (600, {}, False),
+        (1014, {}, False),  # a block for each row, and more than 4096 bytes
         (2000, {}, False),
         (DIM, {"options": "compression=kLZ4Compression"}, False),
         (DIM, {"options": "bottommost_compression=kZSTD"}, False),
@@ -61,6 +64,8 @@ def test_blocks_are_aligned_where_little_is_lost_and_files_have_the_checksums_th
             for file in rows:
                 assert file.crc32c == checksum(tmp_path / file.name, file.size)
                 assert file.size == (tmp_path / file.name).stat().st_size
+    stored = sum(file.stat().st_size for file in tmp_path.glob("shard-*/*.sst"))
+    assert stored < 1.4 * ROWS * (4 * width + 28)
     lines[:] = np.nan
     assert database.read(tables, keys, addresses).all()
     assert (lines[:, :width] == 2).all()

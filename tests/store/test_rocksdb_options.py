@@ -104,7 +104,6 @@ def test_blocks_are_cached_once(tmp_path: Path, mode: str, cache_mb: int, cached
         ({"create_if_missing": True}, r"create_if_missing='true': tierbed decides.*leave it out"),
         ({"db_paths": "/a"}, r"db_paths='/a'.*leave it out"),
         ({"wal_dir": "/a"}, r"wal_dir='/a': .*no write-ahead log"),
-        ({"rate_limiter_bytes_per_sec": "1M"}, r"rate_limiter_bytes_per_sec='1M': compactions are bounded already"),
         ({"WAL_ttl_seconds": 3}, r"WAL_ttl_seconds='3': .*no write-ahead log"),
         ({"max_total_wal_size": 3}, r"max_total_wal_size='3': .*no write-ahead log"),
         ({"allow_mmap_reads": True}, r"allow_mmap_reads='true': give read_mode="),

@@ -90,18 +90,17 @@ void bind_rocksdb(nb::module_& m) {
     tier.def(
             "__init__",
             [](RocksTier* self, const std::string& folder, u32 width, bool create, bool read_only, u32 shards,
-               std::size_t block_bytes, std::size_t cache_bytes, std::size_t buffer_bytes, i64 compaction_rate,
-               const std::string& read_mode, bool async_io, std::size_t read_threads, const NamedOptions& options) {
-                const RocksOptions all{create,      read_only,    shards,          block_bytes,
-                                       cache_bytes, buffer_bytes, compaction_rate, read_mode_of(read_mode),
-                                       async_io,    read_threads, options};
+               std::size_t block_bytes, std::size_t cache_bytes, std::size_t buffer_bytes, const std::string& read_mode,
+               bool async_io, std::size_t read_threads, const NamedOptions& options) {
+                const RocksOptions all{
+                    create,   read_only,    shards, block_bytes, cache_bytes, buffer_bytes, read_mode_of(read_mode),
+                    async_io, read_threads, options};
                 nb::gil_scoped_release unlocked;
                 new (self) RocksTier(folder, width, all);
             },
             nb::arg("folder"), nb::arg("width"), nb::kw_only(), nb::arg("create"), nb::arg("read_only"),
             nb::arg("shards"), nb::arg("block_bytes"), nb::arg("cache_bytes"), nb::arg("buffer_bytes"),
-            nb::arg("compaction_rate"), nb::arg("read_mode"), nb::arg("async_io"), nb::arg("read_threads"),
-            nb::arg("options"))
+            nb::arg("read_mode"), nb::arg("async_io"), nb::arg("read_threads"), nb::arg("options"))
         .def("flush", &RocksTier::flush, unlocked)
         .def("compact", &RocksTier::compact, unlocked)
         .def("close", &RocksTier::close, unlocked)

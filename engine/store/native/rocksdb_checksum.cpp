@@ -1,6 +1,7 @@
 #include "rocksdb_checksum.h"
 
 #include <cstring>
+#include <functional>
 #include <utility>
 
 #include <rocksdb/file_checksum.h>
@@ -52,8 +53,10 @@ std::unique_ptr<rocksdb::FileChecksumGenerator> make_generator() {
 // A file that RocksDB only appends to.
 class FollowedFile : public rocksdb::FSWritableFileOwnerWrapper {
 public:
-    FollowedFile(std::unique_ptr<rocksdb::FSWritableFile> file, std::shared_ptr<rocksdb::FileChecksumGenerator> checksum)
-        : FSWritableFileOwnerWrapper(std::move(file)), checksum_(std::move(checksum)) {}
+    FollowedFile(std::unique_ptr<rocksdb::FSWritableFile> file, std::shared_ptr<rocksdb::FileChecksumGenerator> checksum,
+                 std::function<void()> closed)
+        : FSWritableFileOwnerWrapper(std::move(file)), checksum_(std::move(checksum)), closed_(std::move(closed)) {}
+    ~FollowedFile() override { closed_(); }
 
     rocksdb::IOStatus Append(const rocksdb::Slice& data, const rocksdb::IOOptions& io,
                              rocksdb::IODebugContext* debug) override {
@@ -69,6 +72,7 @@ public:
 
 private:
     std::shared_ptr<rocksdb::FileChecksumGenerator> checksum_;
+    std::function<void()> closed_;
 };
 
 // The checksum of a followed file, which RocksDB has closed before it asks.
@@ -128,7 +132,13 @@ std::unique_ptr<rocksdb::FSWritableFile> FileChecksums::follow(const std::string
     std::shared_ptr<rocksdb::FileChecksumGenerator> checksum = make_generator();
     const std::lock_guard lock(mutex_);
     followed_[path] = checksum;
-    return std::make_unique<FollowedFile>(std::move(file), std::move(checksum));
+    return std::make_unique<FollowedFile>(std::move(file), std::move(checksum),
+                                          [files = shared_from_this(), path] { files->forget(path); });
+}
+
+void FileChecksums::forget(const std::string& path) {
+    const std::lock_guard lock(mutex_);
+    followed_.erase(path);
 }
 
 std::shared_ptr<rocksdb::FileChecksumGenFactory> FileChecksums::factory() {

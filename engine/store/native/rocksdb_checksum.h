@@ -46,8 +46,10 @@ public:
 private:
     class Factory;
 
+    void forget(const std::string& path);
+
     std::mutex mutex_;
-    std::map<std::string, std::shared_ptr<rocksdb::FileChecksumGenerator>> followed_;  // until RocksDB asks
+    std::map<std::string, std::shared_ptr<rocksdb::FileChecksumGenerator>> followed_;  // until RocksDB asks, or closes the file
 };
 
 }  // namespace tierbed

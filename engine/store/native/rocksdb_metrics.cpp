@@ -4,8 +4,6 @@
 #include <rocksdb/db.h>
 #include <rocksdb/statistics.h>
 
-#include "rocksdb_bound.h"
-
 namespace tierbed {
 namespace {
 
@@ -30,7 +28,7 @@ void add_latencies(RocksMetrics& metrics, const std::string& name, const Histogr
 
 RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, std::size_t read_threads,
                         const std::vector<rocksdb::DB*>& shards, const rocksdb::Cache* cache,
-                        const CompactionBound& bound, const rocksdb::Statistics& statistics) {
+                        const rocksdb::Statistics& statistics) {
     const auto ticker = [&](u32 type) { return statistics.getTickerCount(type); };
     const u64 written = counts.rows_written * row_bytes;
     const u64 flushed = ticker(rocksdb::FLUSH_WRITE_BYTES), compacted = ticker(rocksdb::COMPACT_WRITE_BYTES);
@@ -60,15 +58,12 @@ RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, std::size_t re
         {"flush_bytes", flushed},
         {"compaction_read_bytes", ticker(rocksdb::COMPACT_READ_BYTES)},
         {"compaction_bytes", compacted},
-        {"compaction_bounded_bytes", static_cast<u64>(bound.GetTotalBytesThrough(rocksdb::Env::IO_LOW))},
-        {"compaction_bytes_per_second", static_cast<u64>(bound.GetBytesPerSecond())},
         {"pending_compaction_bytes", sum_of(shards, "rocksdb.estimate-pending-compaction-bytes")},
         {"running_flushes", sum_of(shards, "rocksdb.num-running-flushes")},
         {"running_compactions", sum_of(shards, "rocksdb.num-running-compactions")},
         {"background_errors", sum_of(shards, "rocksdb.background-errors")},
     };
     metrics.reals = {
-        {"compaction_wait_seconds", bound.waited()},
         {"stall_seconds", static_cast<double>(ticker(rocksdb::STALL_MICROS)) * 1e-6},
         {"write_amplification",
          written ? static_cast<double>(flushed + compacted) / static_cast<double>(written) : 0.0},

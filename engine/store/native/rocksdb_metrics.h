@@ -17,8 +17,6 @@ class Statistics;
 
 namespace tierbed {
 
-class CompactionBound;
-
 // Since the tier was opened.
 struct RocksCounts {
     std::atomic<u64> hits{0}, misses{0}, rows_written{0}, rows_erased{0};
@@ -33,6 +31,6 @@ struct RocksMetrics {
 // Sums over the shards; `cache` may be null. read_threads: of the next read.
 RocksMetrics metrics_of(const RocksCounts& counts, u64 row_bytes, std::size_t read_threads,
                         const std::vector<rocksdb::DB*>& shards, const rocksdb::Cache* cache,
-                        const CompactionBound& bound, const rocksdb::Statistics& statistics);
+                        const rocksdb::Statistics& statistics);
 
 }  // namespace tierbed

@@ -13,7 +13,6 @@
 #include <rocksdb/statistics.h>
 #include <rocksdb/table.h>
 
-#include "rocksdb_bound.h"
 #include "rocksdb_open.h"
 #include "rocksdb_status.h"
 #include "rocksdb_tier.h"
@@ -64,8 +63,6 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     if (caches_blocks(options)) table->block_cache = cache_ = rocksdb::NewLRUCache(options.cache_bytes);
     database.statistics = statistics_ = rocksdb::CreateDBStatistics();
     statistics_->set_stats_level(rocksdb::kExceptHistogramOrTimers);
-    database.rate_limiter = bound_ = std::make_shared<CompactionBound>(options.compaction_rate);
-    database.listeners.push_back(listener_of(bound_, database));
     info_ = {background_threads(database),
              database.write_buffer_size * static_cast<std::size_t>(database.max_write_buffer_number) * options.shards,
              options.async_io && has_async_io()};
@@ -122,7 +119,6 @@ void RocksTier::make_writable() {
 void RocksTier::close() {
     if (process_ != getpid() || failed()) leave_alone();
     readers_.reset();
-    const CompactionBound::Lifted lifted(*bound_);  // closing waits for compactions under way to stop
     shards_.clear();
 }
 

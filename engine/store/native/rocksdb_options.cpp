@@ -31,6 +31,7 @@ constexpr int MERGED = 8;    // memtables that one flush writes
 constexpr int BUFFERS = 12;  // memtables of a shard, at most: those, and room to write while they are flushed
 constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB raises a smaller memtable to it
 constexpr std::size_t ENTRY_BYTES = 20;            // of a row in a block beside the row itself, about
+constexpr std::size_t BLOCK_BYTES = 64;            // of a block beside its rows, about
 constexpr std::size_t MOST_UNUSED = 4;             // a part of a block: what aligned blocks may leave unused
 
 // Errors are returned and thrown; a log beside them would take disk, and fail to open where there is none.
@@ -157,7 +158,8 @@ void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedO
     if (table->block_align) wrong(TABLE, nested, "block_align=true: blocks are aligned where it pays; leave it out");
     if (nested.find("block_align") != std::string::npos) return;
     const std::size_t block = table->block_size, entry = row_bytes + ENTRY_BYTES;
-    const bool is_power = (block & (block - 1)) == 0, fills = entry <= block && block % entry <= block / MOST_UNUSED;
+    const std::size_t room = block - std::min(block, BLOCK_BYTES);
+    const bool is_power = (block & (block - 1)) == 0, fills = entry <= room && room % entry <= block / MOST_UNUSED;
     const bool follows = !options.use_direct_io_for_flush_and_compaction;  // `FileChecksums` sees no other writes
     table->block_align = is_power && fills && follows && !compresses(options);
 }
@@ -202,7 +204,7 @@ rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_byte
 }
 
 void check_options(const NamedOptions& more) {
-    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, 1, more}, 64);
+    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, 1, more}, 64);
 }
 
 std::string library_version() { return rocksdb::GetRocksVersionAsString(); }

@@ -24,7 +24,6 @@ struct RocksOptions {
     std::size_t block_bytes;
     std::size_t cache_bytes;   // of blocks, for direct reads: the page cache has them otherwise
     std::size_t buffer_bytes;  // of memtables, the most of all shards together
-    i64 compaction_rate;       // bytes a second that compactions read and write at most, all shards together
     ReadMode read_mode;
     bool async_io;             // where the library has it
     std::size_t read_threads;  // the most of a call, the caller among them

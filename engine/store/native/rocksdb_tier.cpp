@@ -20,7 +20,6 @@
 #include "ops/kernels/hash.h"
 #include "packed_row.h"
 #include "ops/native/thread_pool.h"
-#include "rocksdb_bound.h"
 #include "rocksdb_status.h"
 
 namespace tierbed {
@@ -213,9 +212,8 @@ void RocksTier::change(const Rows& rows, bool erase) {
 
 // A flush that failed stops all writes until it succeeds: tries it again. RocksDB 7 waits for ever in Resume where
 // other work of the database fails meanwhile, so that comes to its end first, which takes a second after a failure.
-bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) const {
+bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
     if (failed.severity() < rocksdb::Status::kHardError) return false;  // it was not stopped
-    const CompactionBound::Lifted lifted(*bound_);
     rocksdb::DB& db = *shard.db;
     while (property_of(db, rocksdb::DB::Properties::kNumRunningFlushes) ||
            property_of(db, rocksdb::DB::Properties::kNumRunningCompactions))
@@ -287,7 +285,6 @@ void RocksTier::flush() {
 void RocksTier::compact() {
     make_writable();
     flush();
-    const CompactionBound::Lifted lifted(*bound_);
     rocksdb::CompactRangeOptions options;
     options.bottommost_level_compaction = rocksdb::BottommostLevelCompaction::kForceOptimized;
     for (auto& shard : shards_)
@@ -305,7 +302,7 @@ RocksMetrics RocksTier::metrics() const {
     const std::shared_lock opened(opening_);
     return call([&] {
         return metrics_of(counts_, stored_bytes_of(shape_.width), readers_->wanted(), databases(), cache_.get(),
-                          *bound_, *statistics_);
+                          *statistics_);
     });
 }
 

@@ -116,7 +116,7 @@ private:
     rocksdb::Status flush_shard(Shard& shard, bool wait) const;
     rocksdb::Status write_batch(Shard& shard, rocksdb::WriteBatch& batch) const;
     static rocksdb::Status flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options);
-    bool resume(Shard& shard, const rocksdb::Status& failed) const;
+    static bool resume(Shard& shard, const rocksdb::Status& failed);
     void open(Shard& shard, const RocksOptions& options);
     void leave_alone();
     void fail() const noexcept;
@@ -145,7 +145,6 @@ private:
     RocksInfo info_{};
     std::shared_ptr<rocksdb::Cache> cache_;
     std::shared_ptr<rocksdb::Statistics> statistics_;
-    std::shared_ptr<CompactionBound> bound_;
     std::vector<std::unique_ptr<Shard>> shards_;
     std::unique_ptr<ReadThreads> readers_;
     RocksCounts counts_;

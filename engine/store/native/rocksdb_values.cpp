@@ -20,7 +20,6 @@ const char NO_LOG[] = "the store writes no write-ahead log, snapshots are what s
 const char ORDER[] = "rows are stored in the order and with the bytes that tierbed gives them; leave it out";
 const char READ_MODE[] = "give read_mode='buffered', 'mmap' or 'direct' instead";
 const char JOBS[] = "give max_background_jobs instead";
-const char BOUND[] = "compactions are bounded already, by what they need, and flushes may not wait; leave it out";
 const char SCANS[] = "snapshots of a running table would mix rows of two steps; leave it out";
 
 const std::map<std::string, const char*>& refused() {
@@ -55,8 +54,6 @@ const std::map<std::string, const char*>& refused() {
         {"num_levels", "the folder would not open with another number; leave it out"},
         {"paranoid_checks", DAMAGE},
         {"plain_table_factory", ORDER},
-        {"rate_limiter", BOUND},
-        {"rate_limiter_bytes_per_sec", BOUND},
         {"skip_checking_sst_file_sizes_on_db_open", DAMAGE},
         {"table_factory", "set block_based_table_factory={...} instead"},
         {"two_write_queues", NO_LOG},
