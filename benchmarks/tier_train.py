@@ -105,7 +105,7 @@ def measure(
     notes = f"{draw}, {sizes.rows:,} rows, cache {capacity:.1%} of them, options {dict(options)}"
     fills = Figure(SECTION, "fill cached_ssd", filled[1], "s", notes=f"device_mem {filled[0]:.1f} s")
     return [
-        *_figures(f"prefetch {ahead} ahead", turns[ahead], sizes, 0.6 if draw == "zipf" else None, notes),
+        *_figures(f"prefetch {ahead} ahead", turns[ahead], sizes, 0.65 if draw == "zipf" else None, notes),
         *_figures("prefetch off", turns[0], sizes, None, notes),
         fills,
     ]
