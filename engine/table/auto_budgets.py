@@ -98,10 +98,11 @@ class AutoBudgets:
                 free.bytes / MB, row_bytes, beside, capacity=capacity, overflow_mb=overflow_mb, given_mb=given_mb
             )
             if part.cache_mb * MB < LEAST * row_bytes:
+                taken = f", and other options give away {given_mb:.1f}: lower these" if given_mb else ""
                 raise OptionError(
-                    f"{option}: {part.free_mb:.1f} MiB are free {free.where}; the cache would get {part.cache_mb:.1f} "
-                    f"MiB, and one of {LEAST} rows takes {LEAST * row_bytes / MB:.1f}; free memory, or give a number "
-                    "of MiB"
+                    f"{option}: {part.free_mb:.1f} MiB are free {free.where}{taken}; the cache would get "
+                    f"{part.cache_mb:.1f} MiB, and one of {LEAST} rows takes {LEAST * row_bytes / MB:.1f}; free "
+                    "memory, or give a number of MiB"
                 )
             self._promised[memory] = int((part.free_mb - part.rest_mb) * MB)
         line = f"tierbed: {option} divides {part.free_mb:.1f} MiB free {free.where}: {part}"

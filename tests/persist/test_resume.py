@@ -259,7 +259,7 @@ def test_damaged_live_rows_are_never_served(tmp_path: Path, store: str) -> None:
         steps(embedding, 3)
         everything = held(embedding)
     files = sorted([*tmp_path.glob("rows/live/*.npy"), *tmp_path.glob("rows/live/*/*.sst")])
-    flip_bit(files[0], 8 * (files[0].stat().st_size // 3))
+    flip_bit(files[0], 8 * min(files[0].stat().st_size // 3, 200))  # of a row, and not of what lies behind the last
     with pytest.raises(TierbedError, match="live"), embedding_at(tmp_path, store, None) as embedding:  # noqa: PT012
         embedding.get([key for _, key in everything])
         held(embedding)

@@ -26,6 +26,7 @@ MANIFEST = "manifest.msgpack"
 KINDS = ["full", "incremental", "checkpoint"]
 CRC32C = {"block_based_table_factory": {"checksum": "kCRC32c"}}  # of blocks, which `with_right_checksums` knows
 TRAILER_BYTES = 5  # behind a block: its compression, and its checksum
+PAGE = 4096  # with which an aligned block begins
 
 
 def save_each_kind(path: Path, **more: Any) -> Path:
@@ -87,8 +88,14 @@ def blocks_of(data: bytes) -> list[tuple[int, int]]:
         crc = _crc32c(crc, byte)
         if data[place + 1 : place + TRAILER_BYTES] == _masked(crc):
             found.append((begin, place))
-            begin, crc = place + TRAILER_BYTES, 0xFFFFFFFF
+            begin, crc = _behind_padding(data, place + TRAILER_BYTES), 0xFFFFFFFF
     return found
+
+
+def _behind_padding(data: bytes, place: int) -> int:
+    """Where the next block begins: with a page, where only zeros are before it."""
+    page = -(-place // PAGE) * PAGE
+    return page if page <= len(data) and not any(data[place:page]) else place
 
 
 def with_right_checksums(data: bytes, blocks: list[tuple[int, int]]) -> bytes:
