@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from .._core import WAY_BYTES, WAYS
 from ..row_format import BUCKETS
+from ..store.rocksdb import WRITE_BUFFER_BYTES
 
 MB = 1 << 20
 BESIDE_BYTES = WAY_BYTES + 1  # of a cache's metadata for each line: a way and a tag
@@ -17,7 +18,7 @@ OVERFLOW = {"rocksdb": 1 / 8, "table": 1 / 8, "device": 0.0}  # at most
 ROCKSDB = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}
 REST = {"rocksdb": "page cache and all else", "table": "the table and all else", "device": "all else"}
 LINES_A_ROW = 1.5  # of a cache in which hardly a row gives way: rows fall on its sets at random
-WRITE_BUFFERS_MB, INDEX_BYTES = 64, 3  # of RocksDB as tierbed sets it: at most, and of files for each row
+INDEX_BYTES = 3  # of RocksDB's files for each row
 
 
 class Division(NamedTuple):
@@ -64,6 +65,6 @@ def divide(
     rocksdb = shared * ROCKSDB[beside]
     if capacity is not None:
         cache = min(cache, max(LINES_A_ROW * capacity, LEAST) * row_bytes / MB)
-        rocksdb = min(rocksdb, WRITE_BUFFERS_MB + INDEX_BYTES * capacity / MB)
+        rocksdb = min(rocksdb, (WRITE_BUFFER_BYTES + INDEX_BYTES * capacity) / MB)
     overflow = min(overflow_mb, shared * OVERFLOW[beside])
     return Division(free_mb, cache, overflow, rocksdb, given_mb, shared - cache - overflow - rocksdb, beside)

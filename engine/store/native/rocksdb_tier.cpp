@@ -6,8 +6,6 @@
 #include <cstring>
 #include <stdexcept>
 #include <thread>
-#include <tuple>
-#include <utility>
 
 #include <unistd.h>
 
@@ -60,15 +58,18 @@ struct Place {
     u64 key;
     u32 bucket, table;
     std::size_t row;
-    bool operator<(const Place& other) const {
-        return std::tie(bucket, table, key) < std::tie(other.bucket, other.table, other.key);
-    }
     Key name() const { return {bucket, table, key}; }
 };
 
-Place place_of(const Rows& rows, std::size_t row) {
-    const u64 hash = rows.hashes[row];
-    return {key_of(rows.tables[row], hash), bucket_of(hash), rows.tables[row], row};
+// Appends rows of one bucket, sorted.
+void append_sorted(std::vector<Place>& places, const Rows& rows, std::size_t begin, std::size_t end) {
+    const auto first = static_cast<std::ptrdiff_t>(places.size());
+    for (std::size_t row = begin; row < end; ++row) {
+        const u64 hash = rows.hashes[row];
+        places.push_back({key_of(rows.tables[row], hash), bucket_of(hash), rows.tables[row], row});
+    }
+    std::sort(places.begin() + first, places.end(),
+              [](const Place& a, const Place& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
 }
 
 using Begins = std::array<std::size_t, BUCKETS + 1>;
@@ -103,14 +104,19 @@ std::vector<RocksTier::Range> RocksTier::ranges_of(const Rows& rows) const {
     const Begins begin = begins_of(rows);
     std::vector<Range> ranges;
     for (std::size_t shard = 0; shard < shards_.size(); ++shard) {
-        Range range{shard, {}};
+        std::size_t room = 0;  // of the last range
         for (std::size_t bucket = shard; bucket < BUCKETS; bucket += shards_.size()) {
-            for (std::size_t row = begin[bucket]; row < begin[bucket + 1]; ++row) {
-                range.rows.push_back(row);
-                if (range.rows.size() == most) ranges.push_back(std::exchange(range, {shard, {}}));
+            for (std::size_t first = begin[bucket], end; first < begin[bucket + 1]; first = end) {
+                if (room == 0) {
+                    ranges.push_back({shard, 0, {}});
+                    room = most;
+                }
+                end = std::min(first + room, begin[bucket + 1]);
+                room -= end - first;
+                ranges.back().count += end - first;
+                ranges.back().spans.emplace_back(first, end);
             }
         }
-        if (!range.rows.empty()) ranges.push_back(std::move(range));
     }
     return ranges;
 }
@@ -120,9 +126,8 @@ std::size_t RocksTier::read_range(const Rows& rows, const Range& range, bool* fo
     rocksdb::ReadOptions options;
     options.async_io = info_.async_io;
     std::vector<Place> places;
-    places.reserve(range.rows.size());
-    for (const std::size_t row : range.rows) places.push_back(place_of(rows, row));
-    std::sort(places.begin(), places.end());
+    places.reserve(range.count);
+    for (const auto& [begin, end] : range.spans) append_sorted(places, rows, begin, end);
     std::vector<Key> names;
     std::vector<rocksdb::Slice> slices;
     names.reserve(places.size());
@@ -195,8 +200,7 @@ void RocksTier::change(const Rows& rows, bool erase) {
         rocksdb::WriteBatch batch(std::min(count * most_bytes, BATCH_BYTES) + most_bytes);
         for (std::size_t bucket = number; bucket < BUCKETS; bucket += shards_.size()) {
             std::vector<Place> places;
-            for (std::size_t row = begin[bucket]; row < begin[bucket + 1]; ++row) places.push_back(place_of(rows, row));
-            std::sort(places.begin(), places.end());
+            append_sorted(places, rows, begin[bucket], begin[bucket + 1]);
             for (const Place& place : places) {
                 const Key name = place.name();
                 const u64 line = erase ? 0 : rows.lines[place.row];

@@ -12,6 +12,7 @@
 #include <optional>
 #include <shared_mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <sys/types.h>
@@ -93,10 +94,10 @@ public:
     };
 
 private:
-    // Rows of one shard, by their numbers in a call, buckets ascending.
+    // Rows of one shard by their numbers in a call: from first to end of each bucket, buckets ascending.
     struct Range {
-        std::size_t shard;
-        std::vector<std::size_t> rows;
+        std::size_t shard, count;
+        std::vector<std::pair<std::size_t, std::size_t>> spans;
     };
 
     struct Shard {
