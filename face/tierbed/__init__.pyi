@@ -2,6 +2,7 @@
 
 from . import engine as engine
 from . import graph as graph
+from . import jagged as jagged
 from . import one_embedding as one_embedding
 from . import optim as optim
 from . import snapshots as snapshots

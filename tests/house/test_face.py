@@ -19,6 +19,7 @@ FACES = {
     "tierbed.engine": ROOT / "engine",
     "tierbed.engine.optim": ROOT / "engine" / "optim",
     "tierbed.graph": ROOT / "graph",
+    "tierbed.jagged": ROOT / "jagged",
     "tierbed.snapshots": ROOT / "snapshots",
     "tierbed.snapshots.exchange": ROOT / "snapshots" / "exchange",
 }

@@ -1,0 +1,1 @@
+"""FBGEMM's table-batched embedding by its own words."""

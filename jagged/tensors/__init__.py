@@ -1,0 +1,1 @@
+"""Jagged and keyed tensors: what features are given in, and what collections return."""
