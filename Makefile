@@ -22,7 +22,7 @@ test-slow: install peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=slow -n $(TESTERS) --dist worksteal
 
 # what a new op, optimizer or tier must pass: WHAT=optimizer, and NAME=adam for the cells of that one, slow ones as well
-check: install
+check: install peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal $(if $(NAME),-m "$(WHAT)" -k "$(NAME)",-m "$(WHAT) and not slow")
 
 # rounds of the crash harness; SEED=7 N=1 repeats one

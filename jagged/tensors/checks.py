@@ -8,7 +8,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch.nn import functional as F
 
 from ...engine.errors import GraphError, InputError
 
@@ -84,7 +83,8 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
 
 def offsets_of(lengths: Tensor) -> Tensor:
     """Offsets int64 [bags + 1] of lengths [bags]."""
-    return F.pad(lengths.cumsum(0, dtype=torch.int64), (1, 0))
+    ends = lengths.cumsum(0, dtype=torch.int64)
+    return torch.cat([ends.new_zeros(1), ends])  # F.pad would fix the sizes of a trace
 
 
 def check_ascending(offsets: Sequence[int], count: int, where: Sequence[str] | None = None) -> None:
