@@ -51,6 +51,10 @@ class KeyedJagged(Jagged, registered=False):
         """Whether keys differ in their numbers of bags."""
 
     @abstractmethod
+    def offsets_of_keys(self) -> Sequence[Tensor]:
+        """The offsets of each key, from 0 on: int64 [bags of it + 1]."""
+
+    @abstractmethod
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> Self:
         """Such a tensor of the keys of these numbers."""
 
@@ -70,23 +74,26 @@ class KeyedJagged(Jagged, registered=False):
         """One feature, a view. KeyError where there is none."""
         at = self._index[key]
         begin, end = self._bounds[at : at + 2]
-        first, last = self._firsts[at : at + 2]
         weights = None if self._weights is None else self._weights[begin:end]
-        return JaggedTensor(self._values[begin:end], weights, offsets=self._offsets[first : last + 1] - begin)
+        return JaggedTensor(self._values[begin:end], weights, offsets=self._offsets_of(at, at + 1))
 
     def to_dict(self) -> dict[str, JaggedTensor]:
         """Each feature by its key, views of one split."""
-        parts = self._pieces([1] * len(self._keys))
-        made = (JaggedTensor(values, weights, offsets=offsets) for values, weights, offsets in parts)
+        parts = zip(*self._split(self.length_per_key()), self.offsets_of_keys(), strict=True)
+        made = (JaggedTensor._unflatten(part, None) for part in parts)  # parts of what was checked
         return dict(zip(self._keys, made, strict=True))
 
     def split(self, segments: Sequence[int]) -> list[Self]:
         """Views of the first segments[0] keys, of the next segments[1], and so on, to the last. InputError."""
         if min(segments, default=0) < 0 or sum(segments) != len(self._keys):
             raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is {len(self._keys)}")
-        ends = [*accumulate(segments, initial=0)]
-        chosen = [[*range(begin, end)] for begin, end in pairwise(ends)]
-        return [self._part(keys, *part) for keys, part in zip(chosen, self._pieces(segments), strict=True)]
+        spans = [*pairwise(accumulate(segments, initial=0))]
+        sizes = [self._bounds[end] - self._bounds[begin] for begin, end in spans]
+        parts = zip(spans, *self._split(sizes), strict=True)
+        return [
+            self._part([*range(begin, end)], values, weights, self._offsets_of(begin, end))
+            for (begin, end), values, weights in parts
+        ]
 
     def permute(self, indices: Sequence[int]) -> Self:
         """A copy with the keys of these numbers, in this order, each once. InputError.
@@ -121,16 +128,14 @@ class KeyedJagged(Jagged, registered=False):
             self.validate()  # which tells the bag
         return bounds
 
-    def _pieces(self, segments: Sequence[int]) -> list[tuple[Tensor, Tensor | None, Tensor]]:
-        """Values, weights and offsets of the first segments[0] keys, of the next segments[1], and so on."""
-        spans = [*pairwise(accumulate(segments, initial=0))]
-        sizes = [self._bounds[end] - self._bounds[begin] for begin, end in spans]
+    def _split(self, sizes: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Values and weights in parts of these sizes."""
         values = self._values.split(sizes) if sizes else ()
-        weights = [None] * len(sizes) if self._weights is None or not sizes else self._weights.split(sizes)
-        offsets = [
-            self._offsets[self._firsts[begin] : self._firsts[end] + 1] - self._bounds[begin] for begin, end in spans
-        ]
-        return list(zip(values, weights, offsets, strict=True))
+        return values, [None] * len(values) if self._weights is None else self._weights.split(sizes) if sizes else ()
+
+    def _offsets_of(self, begin: int, end: int) -> Tensor:
+        """The offsets of keys number `begin` to `end`, from 0 on."""
+        return self._offsets[self._firsts[begin] : self._firsts[end] + 1] - self._bounds[begin]
 
     def _bags(self) -> list[str]:
         counts = zip(self._keys, self.stride_per_key(), strict=True)

@@ -123,6 +123,11 @@ class KeyedJaggedTensor(KeyedJagged):
     def inverse_indices_or_none(self) -> None:
         """TorchRec's name for how samples share bags: here each sample has its own."""
 
+    def offsets_of_keys(self) -> Sequence[Tensor]:
+        bags = self.stride()
+        rows = self._offsets.unfold(0, bags + 1, bags) if bags else self._offsets.expand(len(self._keys), 1)
+        return (rows - rows[:, :1]).unbind()
+
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
         return KeyedJaggedTensor([self._keys[at] for at in chosen], values, weights, offsets=offsets)
 

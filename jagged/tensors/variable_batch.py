@@ -63,6 +63,9 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         """The keys, and for each which of its bags each sample has, int64 [keys, batch], if that is known."""
         return None if self._inverse is None else (self.keys(), self._inverse)
 
+    def offsets_of_keys(self) -> Sequence[Tensor]:
+        return [self._offsets_of(at, at + 1) for at in range(len(self._keys))]
+
     def _in_order(self, names: Sequence[str], indices: Tensor) -> Tensor:
         """The rows of indices in the order of keys, as int64."""
         if not isinstance(indices, Tensor) or indices.dim() != 2 or indices.shape[0] != len(names):
