@@ -29,7 +29,7 @@ from .run.attempt import FailedForSizes
 from .run.compiled import CompiledStep, Forward, compile_step
 from .run.pipeline import AHEAD, Run, forget_announced, iterate
 from .run.progress import Bar, NoProgress
-from .run.steps import STEPS, Steps
+from .run.steps import Steps
 from .show.drawing import draw
 from .show.profile import Profile, Timer, profile
 from .show.why import Compiles, facts
@@ -43,6 +43,8 @@ from .trace.signature import Structure, call_key
 from .trace.sizes import tell_uncompiled
 from .trace.swap import one_trace
 from .trace.trace import trace
+
+STEPS = 64
 
 
 class Graph(Built):
@@ -74,7 +76,7 @@ class Graph(Built):
         self.__recorded = False
         self.__left: list[None] = []  # an item for each run that was left before its end
         # two underscores: a subclass may have attributes of any name
-        self.__steps = Steps()
+        self.__steps = Steps(STEPS)
         self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = (
             tensors_spec(0),
             NONE_OPEN,

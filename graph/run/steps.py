@@ -14,20 +14,20 @@ from ..trace.signature import without_sizes
 from ..trace.sizes import Sizes, tell_failed
 from .compiled import CompiledStep
 
-STEPS = 64
-
 # dimensions to leave open, None for a step of one call's sizes alone -> that step
 Compile = Callable[[Dims | None], CompiledStep]
 
 
 class Steps:
-    """Steps for one signature, and steps that many sizes share; of the former, the `STEPS` used last.
+    """Steps for one signature, and steps that many sizes share; of the former, those used last.
 
     A signature leaves out the sizes that containers leave open. One step serves all of these sizes, from the first
     call on. Where a `build` wants to know such a size, each size has a step of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        """most: how many steps for one signature there may be."""
+        self._most = most
         self._kept: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         self._sizes = Sizes[CompiledStep]()
         self._closed: set[Hashable] = set()  # signatures whose open sizes cannot stay open
@@ -83,7 +83,7 @@ class Steps:
 
     def drop_oldest(self) -> bool:
         """Drop the step that was not used for longest where there are too many. Returns whether there were."""
-        if len(self._kept) <= STEPS:
+        if len(self._kept) <= self._most:
             return False
         self._kept.popitem(last=False)
         return True
