@@ -184,7 +184,7 @@ def test_what_has_known_sizes_is_compiled_and_the_rest_runs_as_recorded(caplog: 
         torch.manual_seed(1)
         results.append(torch.stack([loss for loss, _ in graph.run(batches([30, 40, 0, 1, 50]))]))
         states.append([rows.get(torch.arange(300).view(100, FEATURES)), *graph.own()])
-        assert ("dense_" in str(graph)) == compiled
+        assert ("self.dense_0" in str(graph)) == compiled
         assert compiled_steps(graph) == 1
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-6)
