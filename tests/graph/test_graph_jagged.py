@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from support.cuda_tables import on_one_device
 from support.embeddings import contents, make
 from support.graphs import FEW, compiled_steps, embedding, graph_of
 from support.jagged_arguments import Jagged, jagged
@@ -204,3 +206,32 @@ def test_a_step_without_known_sizes_says_once_that_nothing_is_compiled(caplog: p
         graph(jagged(30, features=features))
     assert compiled_steps(graph) == 2
     assert len([record for record in caplog.records if "compile_dense" in record.message]) == 1
+
+
+@on_one_device
+@pytest.mark.parametrize("store", ["device", "cached_host", "cached_ssd"])
+def test_on_a_gpu_one_step_has_the_bits_of_a_step_for_each(
+    place: torch.device, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(graph: Any, features: Jagged, grad: Tensor) -> Tensor:
+        bags = graph.rows(features.values, 0, features.offsets, pooling="sum", weights=features.weights)
+        (bags.view(grad.shape) * grad).sum().backward()
+        return bags
+
+    totals, found = [30, 0, 7, 1, 12], []
+    for name in ("shared", "own"):
+        if name == "own":
+            steps_of_their_own(monkeypatch)
+        path = tmp_path / name if store == "cached_ssd" else None
+        with make(options(store, path, **({"capacity": 500} if store == "device" else {})), tables=1) as rows:
+            graph: Any = graph_of(build, torch.optim.Adagrad(rows.parameters(), lr=0.1), rows=rows).to(place)
+            if store == "device" and name == "shared":
+                graph.cuda_graph()
+            given = [jagged(total, weighted=True).to(place) for total in totals]
+            grad = torch.rand(18, rows.spec.dim, generator=torch.Generator().manual_seed(1)).to(place)
+            results = [result.cpu() for result in graph.run([(features, grad) for features in given])]
+            assert compiled_steps(graph) == (1 if name == "shared" else len(totals))
+            found.append((results, contents(rows).tobytes()))
+            assert rows.metrics()["table"]["prefetch_hits"] == len(totals)
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+    assert found[0][1] == found[1][1]

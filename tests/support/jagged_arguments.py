@@ -26,6 +26,12 @@ class Jagged:
     def children(self) -> list[Tensor | None]:
         return [self.values, self.weights, self.offsets]
 
+    def to(self, device: torch.device) -> Jagged:
+        values, weights, offsets = (child if child is None else child.to(device) for child in self.children())
+        assert values is not None
+        assert offsets is not None
+        return Jagged(self.keys, values, weights, offsets)
+
 
 pytree.register_pytree_node(
     Jagged,
