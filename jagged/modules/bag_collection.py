@@ -72,8 +72,8 @@ class EmbeddingBagCollection(Tables):
     def forward(self, features: Any) -> KeyedTensor:
         """A row for each sample and feature, [batch, sum of dims]: keys in the order of tables, then of their features.
 
-        features: a KeyedJaggedTensor, or TorchRec's, with more keys and in any order; or a dict of JaggedTensors. Rows of
-        an empty bag are zeros. KeyError for a feature that is missing; InputError, StoreError as a lookup.
+        features: a KeyedJaggedTensor, or TorchRec's, with more keys and in any order; or a dict of JaggedTensors. Rows
+        of an empty bag are zeros. KeyError for a feature that is missing; InputError, StoreError as a lookup.
         """
         batch = features_of(features)
         weights = self._weights_of(batch)

@@ -66,8 +66,8 @@ class EmbeddingCollection(Tables):
         """The rows of each feature by its name: a JaggedTensor of values [ids, dim], or `Padded` where it is padded.
 
         features: a KeyedJaggedTensor, or TorchRec's, with more keys and in any order; or a dict of JaggedTensors,
-        which in a graph is the way to have features apart. KeyError for a feature that is missing; InputError, StoreError
-        as a lookup; GraphError in a graph for a feature of a KeyedJaggedTensor that is not padded.
+        which in a graph is the way to have features apart. KeyError for a feature that is missing; InputError,
+        StoreError as a lookup; GraphError in a graph for a feature of a KeyedJaggedTensor that is not padded.
         """
         batch = dict(features) if isinstance(features, Mapping) else features_of(features)
         wanted = {feature for config in self.configs for feature in config.feature_names}

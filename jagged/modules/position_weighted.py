@@ -48,7 +48,7 @@ class PositionWeighted(nn.Module):
         batch = features_of(features)
         if batch.variable_stride_per_key() or batch.weights_or_none() is not None:
             raise InputError(
-                "features: give a KeyedJaggedTensor with one bag for each sample, and without weights: they are made here"
+                "features: give a KeyedJaggedTensor with one bag for each sample, without weights: they are made here"
             )
         keys, offsets, device = batch.keys(), batch.offsets(), batch.values().device
         if missing := [feature for feature in self.max_feature_lengths if feature not in keys]:

@@ -1,0 +1,357 @@
+"""A collection takes a wrong argument, shares or divides tables wrongly, or trains otherwise in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tierbed
+from support.cuda_tables import on_devices, tables_on
+from support.embeddings import contents
+from support.stores import STORES, options
+from tierbed.engine import EagerOptimizer, GraphError, InputError, OptionError
+from tierbed.engine.ops.cuda.device import Device
+from tierbed.jagged import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    Padded,
+    PoolingType,
+    PositionWeighted,
+)
+
+STORE = tierbed.make_device_mem_store_options()
+TABLES: list[dict[str, Any]] = [
+    {"num_embeddings": 40, "embedding_dim": 4, "name": "t1", "feature_names": ["x", "y"]},
+    {"num_embeddings": None, "embedding_dim": 4, "name": "t2", "feature_names": ["z"], "pooling": PoolingType.MEAN},
+    {"num_embeddings": 40, "embedding_dim": 2, "name": "t3", "feature_names": ["y"]},
+]
+
+
+def bags(store: Any = STORE, **more: Any) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection([EmbeddingBagConfig(**table) for table in TABLES], store, **more)
+
+
+def batch(seed: int, keys: tuple[str, ...] = ("z", "other", "y", "x"), samples: int = 5) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(keys) * samples,), generator=generator)
+    return KeyedJaggedTensor(keys, torch.randint(40, (int(lengths.sum()),), generator=generator), lengths=lengths)
+
+
+class Model(nn.Module):
+    """Bags weighted by position, rows of padded ids, and a layer over both."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self.positions = PositionWeighted({"x": 3, "z": 3})
+        self.bags = bags(store, is_weighted=True)
+        self.rows = EmbeddingCollection(
+            [EmbeddingConfig(40, 3, "history", feature_names=["y"])], store, padded={"y": 2}
+        )
+        torch.manual_seed(0)
+        self.layer = nn.Linear(self.bags_dim + 6, 1)
+
+    bags_dim = 14
+
+    def forward(self, features: Any) -> Tensor:
+        pooled = self.bags(self.positions(features)).values()
+        padded = self.rows(features)["y"]
+        assert isinstance(padded, Padded)
+        both = torch.cat([pooled, (padded.values * padded.mask[..., None]).flatten(1)], 1)
+        out: Tensor = self.layer(both).square().sum()
+        return out
+
+    def rows_of(self) -> list[bytes]:
+        every = [*self.bags.embeddings.values(), *self.rows.embeddings.values()]
+        return [contents(embedding).tobytes() for embedding in every]  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.bags.close()
+        self.rows.close()
+
+
+class Step(tierbed.Graph):
+    """A training step of the model."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        rows = [*model.bags.parameters(), *model.rows.parameters()]
+        self.add_optimizer(tierbed.optim.RowWiseAdagrad(rows, lr=0.1))
+        self.add_optimizer(torch.optim.SGD([*model.positions.parameters(), *model.layer.parameters()], lr=0.01))
+
+    def build(self, features: Any) -> Tensor:
+        loss = self.model(features)
+        loss.backward()
+        return loss
+
+
+def in_a_loop(store: Any, place: torch.device | str = "cpu") -> Iterator[Any]:
+    model = Model(store).to(place)
+    rows = [*model.bags.parameters(), *model.rows.parameters()]
+    optimizer = EagerOptimizer(tierbed.optim.RowWiseAdagrad(rows, lr=0.1), model)
+    dense = torch.optim.SGD([*model.positions.parameters(), *model.layer.parameters()], lr=0.01)
+    for seed in range(6):
+        loss = model(batch(seed).to(place))
+        loss.backward()
+        optimizer.step()
+        dense.step()
+        optimizer.zero_grad()
+        dense.zero_grad()
+        yield loss.item()
+    yield model.rows_of()
+    model.close()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_graph_trains_collections_as_a_plain_loop_on_every_store(store: str, tmp_path: Path) -> None:
+    def made(path: Path) -> Any:
+        return options(store, path, budget_mb=0.2) if store in STORES[2:] else options(store, path)
+
+    plain = [*in_a_loop(STORE)]
+    assert [*in_a_loop(made(tmp_path / "loop"))] == plain
+    graph = Step(Model(made(tmp_path / "graph")))
+    losses = [loss.item() for loss in graph.run(batch(seed) for seed in range(6))]
+    assert [*losses, graph.model.rows_of()] == plain
+    assert not graph.why_recompiled()  # batches of any number of ids share a step
+    for embedding in graph.model.bags.embeddings.values():
+        assert embedding.metrics()["table"]["prefetch_misses"] == 0  # type: ignore[operator]
+        assert embedding.metrics()["table"]["prefetch_hits"] >= 5  # type: ignore[operator]
+    graph.model.close()
+
+
+@on_devices
+def test_collections_on_a_gpu_have_the_bits_of_the_cpu(device: Device) -> None:
+    expected = [*in_a_loop(STORE)]
+    with tables_on(device) as place:
+        assert [*in_a_loop(STORE, place)][-1] == expected[-1]
+
+
+def test_tables_of_one_dim_and_group_share_an_embedding() -> None:
+    tables = [
+        EmbeddingBagConfig(9, 4, "a"), EmbeddingBagConfig(9, 4, "b", group="slow"), EmbeddingBagConfig(9, 4, "c"),
+        EmbeddingBagConfig(9, 2, "d"),
+    ]  # fmt: skip
+    with EmbeddingBagCollection(tables, STORE, name="e") as made:
+        assert [*made.embeddings] == ["e-d4", "e-d4-slow", "e-d2"]
+        assert made.embedding_of("a") is made.embedding_of("c") is not made.embedding_of("b")
+        assert made.place_of("c") == ("e-d4", 1)
+        keys = ["a", "b", "c", "d"]
+        features = KeyedJaggedTensor(keys, torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+        rows = made(features)
+        assert rows.keys() == keys
+        assert torch.equal(rows["c"], made.embedding_of("c").get([2], 1))
+        assert torch.equal(rows["d"], made.embedding_of("d").get([3], 0))
+        assert not torch.equal(made.embedding_of("a").get([2], 0), made.embedding_of("b").get([2], 0))
+        for frozen in "bd":
+            made.embedding_of(frozen).requires_grad_(False)
+        optimizer = EagerOptimizer(torch.optim.SGD(made.embedding_of("a").parameters(), lr=1.0), made.embedding_of("a"))
+        made(features).values().sum().backward()
+        optimizer.step()
+        assert made.embedding_of("a").size() == 2
+        assert made.embedding_of("b").size() == 0
+
+
+def test_new_rows_are_uniform_by_the_number_of_ids() -> None:
+    tables = [
+        EmbeddingBagConfig(25, 64, "a"), EmbeddingBagConfig(25, 64, "b", weight_init_min=0.5, weight_init_max=0.75),
+        EmbeddingBagConfig(None, 64, "c"),
+        EmbeddingBagConfig(25, 64, "d", initializer=tierbed.make_constant_initializer(3.0)),
+    ]  # fmt: skip
+    with EmbeddingBagCollection(tables, STORE) as made:
+        a, b, c, d = (made.embedding_of(name).get(torch.arange(25), name) for name in "abcd")
+        assert 0.19 < float(a.abs().max()) <= 0.2
+        assert 0.5 <= float(b.min()) < float(b.max()) <= 0.75
+        assert 0.04 < float(c.std()) < 0.06
+        assert (d == 3).all()
+        assert made.embedding_of("c").get([2**62], "c").shape == (1, 64)
+        with pytest.raises(InputError, match="25 is no id of table a, whose ids are 0 to 24"):
+            made(KeyedJaggedTensor([*"abcd"], torch.tensor([25]), lengths=torch.tensor([1, 0, 0, 0])))
+
+
+def test_a_shared_table_is_one_table() -> None:
+    with bags() as first:
+        tables = [
+            EmbeddingConfig(40, 4, "t1", feature_names=["w"]), EmbeddingConfig(9, 4, "own", feature_names=["v"]),
+        ]  # fmt: skip
+        second = EmbeddingCollection(tables, STORE, share=first)
+        assert second.embedding_of("t1") is first.embedding_of("t1")
+        assert [*second.embeddings] == ["ebc-d4", "ec-d4"]
+        features = KeyedJaggedTensor(["w", "v"], torch.tensor([7, 8]), lengths=torch.tensor([1, 1]))
+        rows = second(features)["w"]
+        assert isinstance(rows, JaggedTensor)
+        assert torch.equal(rows.values(), first.embedding_of("t1").get([7], "t1"))
+        with pytest.raises(OptionError, match="share has every table, with its store"):
+            EmbeddingCollection(tables[:1], STORE, share=first)
+        with pytest.raises(OptionError, match=r"table 't1': num_embeddings=41, and 40 where it is shared from, 'ebc'"):
+            EmbeddingCollection([EmbeddingConfig(41, 4, "t1")], share=first)
+        with pytest.raises(OptionError, match=r"takes -1 for an id"):
+            EmbeddingCollection(tables[:1], share=first, padded={"w": 3})
+        EmbeddingCollection(tables[:1], share=first).close()
+
+
+def test_a_padded_feature_has_rows_then_zeros() -> None:
+    with EmbeddingCollection([EmbeddingConfig(None, 3, "t", feature_names=["a", "b"])], STORE, padded={"b": 2}) as made:
+        features = KeyedJaggedTensor(["b", "a"], torch.tensor([5, 6, 7, 8, 9]), lengths=torch.tensor([3, 0, 1, 1]))
+        out = made(features)
+        assert isinstance(out["b"], Padded)
+        assert out["b"].mask.tolist() == [[True, True], [False, False]]
+        assert torch.equal(out["b"].values[0], made.embedding_of("t").get([5, 6]))
+        assert (out["b"].values[1] == 0).all()
+        assert isinstance(out["a"], JaggedTensor)
+        assert torch.equal(made(features.to_dict())["b"].values, out["b"].values)
+        empty = KeyedJaggedTensor(
+            ["b", "a"], torch.empty(0, dtype=torch.int64), lengths=torch.zeros(4, dtype=torch.int64)
+        )
+        assert (made(empty)["b"].values == 0).all()
+
+
+def test_features_apart_in_a_graph_need_a_dict_or_padding() -> None:
+    class Rows(tierbed.Graph):
+        """The sum of all rows of a feature, trained."""
+
+        def __init__(self, made: EmbeddingCollection) -> None:
+            super().__init__()
+            self.made = made
+            self.add_optimizer(torch.optim.SGD(made.parameters(), lr=1.0))
+
+        def build(self, features: Any) -> Tensor:
+            rows = self.made(features)["a"]
+            total = rows.values().square().sum() / 2
+            total.backward()
+            return total
+
+    with EmbeddingCollection([EmbeddingConfig(None, 3, "t", feature_names=["a"])], STORE) as made:
+        graph = Rows(made)
+        for seed in range(4):
+            features = batch(seed, ("a", "b"))
+            with pytest.raises(GraphError, match=r"dict of JaggedTensors, one for each key, or let .*padded"):
+                graph(features)
+            graph({"a": features["a"]})
+        assert not graph.why_recompiled()
+        assert made.embedding_of("t").size() > 0
+
+
+def test_position_weights_begin_at_one_and_learn() -> None:
+    positions = PositionWeighted({"b": 2, "a": 3})
+    features = KeyedJaggedTensor(["a", "c", "b"], torch.arange(6), lengths=torch.tensor([3, 0, 1, 0, 2, 0]))
+    with torch.no_grad():
+        positions.position_weight.copy_(torch.tensor([1.0, 2, 3, 4, 5]))
+    weighted = positions(features)
+    assert weighted.weights().tolist() == [3, 4, 5, 1, 1, 2]
+    weighted.weights().sum().backward()
+    assert positions.position_weight.grad.tolist() == [1, 1, 1, 1, 1]
+    assert positions.weights_of("a").tolist() == [3, 4, 5]
+    with pytest.raises(InputError, match="feature 'b': a bag of more than 2 ids"):
+        positions(KeyedJaggedTensor(["a", "b"], torch.arange(3), lengths=torch.tensor([0, 3])))
+    with pytest.raises(KeyError, match="feature 'b' is not in the batch"):
+        positions(KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([3])))
+    with pytest.raises(InputError, match="without weights"):
+        positions(weighted)
+
+
+def test_a_batch_of_no_sample_is_looked_up_and_trained() -> None:
+    with bags() as made:
+        optimizer = EagerOptimizer(torch.optim.SGD(made.parameters(), lr=0.1), made)
+        out = made(batch(0, samples=0))
+        assert out.values().shape == (0, 14)
+        out.values().sum().backward()
+        optimizer.step()
+        assert all(embedding.size() == 0 for embedding in made.embeddings.values())  # type: ignore[operator]
+
+
+def test_prefetch_of_a_plain_loop_is_met() -> None:
+    with bags() as made:
+        optimizer = EagerOptimizer(torch.optim.SGD(made.parameters(), lr=0.1), made)
+        for seed in range(3):
+            made.prefetch(batch(seed))
+        for seed in range(3):
+            made(batch(seed)).values().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for embedding in made.embeddings.values():
+            assert embedding.metrics()["table"]["prefetch_hits"] == 3  # type: ignore[operator]
+
+
+def test_evaluation_advances_no_step_and_inserts_nothing() -> None:
+    with bags() as made:
+        with torch.no_grad():
+            made(batch(0))
+        made(batch(1))
+        for embedding in made.embeddings.values():
+            assert (embedding.size(), embedding.metrics()["table"]["step"]) == (0, 0)  # type: ignore[operator]
+
+
+def test_bad_ids_reach_no_row() -> None:
+    """FBGEMM trains row 0 by them."""
+    with EmbeddingBagCollection([EmbeddingBagConfig(5, 4, "t", bad_ids="drop")], STORE) as made:
+        optimizer = EagerOptimizer(torch.optim.SGD(made.parameters(), lr=1.0), made)
+        made(KeyedJaggedTensor(["t"], torch.tensor([9, -1]), lengths=torch.tensor([2]))).values().sum().backward()
+        optimizer.step()
+        assert made.embedding_of("t").size() == 0
+        assert made.embedding_of("t").metrics()["table"]["dropped"] == 2 * 2  # the lookup, and the step that trains it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_embeddings": 0}, "table 't': num_embeddings=0; give how many ids"),
+        ({"embedding_dim": 0}, "table 't': embedding_dim=0; give a whole number"),
+        ({"name": ""}, "table '': name=''; give printable characters"),
+        ({"data_type": "FP16"}, "table 't': data_type='FP16'; rows are FP32"),
+        ({"init_fn": torch.nn.init.zeros_}, "table 't': init_fn=.*give initializer="),
+        ({"need_pos": True}, "table 't': need_pos=True has no meaning here: PositionWeighted"),
+        ({"use_virtual_table": True}, "use_virtual_table=True has no meaning here"),
+        ({"feature_names": "x"}, "table 't': feature_names='x'; give a list"),
+        ({"feature_names": ["x", "x"]}, "has one twice"),
+        ({"pooling": PoolingType.NONE}, "table 't': pooling=.*give PoolingType.SUM or PoolingType.MEAN"),
+        ({"weight_init_min": 1.0, "weight_init_max": 0.0}, "low"),
+        ({"initializer": {"type": "none"}}, "initializer type 'none' is unknown"),
+        ({"group": 3}, "group=3; give a string"),
+    ],
+)
+def test_a_wrong_field_of_a_config_is_told(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        EmbeddingBagConfig(**{"num_embeddings": 9, "embedding_dim": 4, "name": "t", **arguments})
+
+
+def test_wrong_arguments_of_a_collection_are_told() -> None:
+    config = EmbeddingBagConfig(9, 4, "t")
+    for arguments, message in (
+        (([], STORE), r"tables=\[\]: give a list of EmbeddingBagConfig"),
+        (([config, config], STORE), "tables: 2 are called 't'"),
+        (([3], STORE), "tables: got a int; give a list of EmbeddingBagConfig"),
+        (([config],), "store_options=None: nothing says where table t is"),
+        (([config], {"ebc-d8": STORE}), "no such embedding; did you mean 'ebc-d4'"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            EmbeddingBagCollection(*arguments)
+    with EmbeddingBagCollection([config], STORE) as made:
+        with pytest.raises(KeyError, match="feature 't' is not in the batch, whose keys are x"):
+            made(KeyedJaggedTensor(["x"], torch.tensor([1]), lengths=torch.tensor([1])))
+        with pytest.raises(InputError, match="features: got a Tensor"):
+            made(torch.tensor([1]))
+        with pytest.raises(InputError, match=r"torch\.float32; give ids of an integer dtype"):
+            made(KeyedJaggedTensor(["t"], torch.tensor([1.0]), lengths=torch.tensor([1])))
+        with pytest.raises(InputError, match="table='u': there is none of that name; give one of t"):
+            made.embedding_of("u")
+    with (
+        EmbeddingBagCollection([config], STORE, is_weighted=True) as made,
+        pytest.raises(InputError, match="is_weighted=True, and the batch has no weights"),
+    ):
+        made(KeyedJaggedTensor(["t"], torch.tensor([1]), lengths=torch.tensor([1])))
+
+
+def test_ids_of_another_integer_dtype_are_converted() -> None:
+    with bags() as made:
+        wide = batch(0)
+        narrow = KeyedJaggedTensor(wide.keys(), wide.values().to(torch.int32), offsets=wide.offsets())
+        assert torch.equal(made(narrow).values(), made(wide).values())
