@@ -36,11 +36,11 @@ def regrouped(keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]]) -
         raise InputError(f"keyed_tensors: they have {batches} samples; give tensors of one batch")
     parts: dict[str, Tensor] = {}
     for tensor in keyed_tensors:
-        keys, lengths = tensor.keys(), tensor.length_per_key()
+        keys, lengths, values = tensor.keys(), tensor.length_per_key(), tensor.values()
         if both := [key for key in keys if key in parts]:
             raise InputError(f"keyed_tensors: {both} are keys of two of them; give each key once")
-        if keys:
-            parts.update(zip(keys, tensor.values().split(lengths, 1), strict=True))
+        if keys:  # the backward of a split copies, also of a split into one
+            parts.update(zip(keys, values.split(lengths, 1) if len(keys) > 1 else [values], strict=True))
     none = keyed_tensors[0].values()[:, :0]
     return [torch.cat([parts[key] for key in group], 1) if group else none for group in groups]
 
