@@ -10,8 +10,9 @@ import torch
 from support.places import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
-from jagged import open_sizes
 from tier_stores import Mismatch
+
+from jagged import open_sizes
 
 
 def test_one_step_serves_all_totals_with_the_bits_of_a_step_for_each() -> None:
