@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from support.embeddings import contents, make
 from support.graphs import FEW as OWN
 from support.graphs import compiled_steps, graph_of
+from support.jagged_arguments import Jagged, jagged
 from support.stores import options
 from tierbed.engine import CapacityError, MultiTableEmbedding
 from tierbed.graph import Graph
@@ -183,3 +184,19 @@ def test_errors_of_rows_are_not_tried_again() -> None:
             graph(torch.arange(50), torch.zeros(50))
         graph(torch.arange(20), torch.zeros(20))
         assert compiled_steps(graph) == OWN + 1
+
+
+def test_a_step_of_open_sizes_that_fails_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    def build(graph: Any, features: Jagged) -> Tensor:
+        loss: Tensor = shaky(graph.rows(features.values, 0)).square().sum()
+        loss.backward()
+        return loss
+
+    with make(options("cached_host"), None) as rows, make(options("cached_host"), None) as other:
+        graphs = [graph_of(build, torch.optim.SGD(r.parameters(), lr=0.1), rows=r) for r in (rows, other)]
+        _failing.add(3)
+        for total in (30, 40, 50, 50, 60):
+            assert torch.equal(*(graph(jagged(total)) for graph in graphs[:: 1 if total < 50 else -1]))
+        assert contents(rows).tobytes() == contents(other).tobytes()
+    assert sorted(map(compiled_steps, graphs)) == [1, 3]  # one for each of 40, 50 and 60
+    assert len([record for record in caplog.records if "the step that many sizes share failed" in record.message]) == 1

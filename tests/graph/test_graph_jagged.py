@@ -235,3 +235,18 @@ def test_on_a_gpu_one_step_has_the_bits_of_a_step_for_each(
             assert rows.metrics()["table"]["prefetch_hits"] == len(totals)
     assert all(map(torch.equal, found[0][0], found[1][0]))
     assert found[0][1] == found[1][1]
+
+
+def test_a_total_that_changes_the_dimensions_of_what_build_makes_has_a_step_of_its_own() -> None:
+    def build(graph: Any, features: Jagged) -> Tensor:
+        found = graph.rows(features.values).squeeze()  # of one id, the only dimension left is the row's
+        loss: Tensor = found.square().sum(1 if found.dim() > 1 else 0).sum()
+        loss.backward()
+        return loss
+
+    rows = embedding()
+    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    for total in (30, 1, 40, 1):
+        expected = rows.get(jagged(total).values).square().sum()
+        torch.testing.assert_close(graph(jagged(total)), expected)
+    assert compiled_steps(graph) == 2
