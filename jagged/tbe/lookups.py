@@ -52,7 +52,10 @@ class Plan:
             return self._in_order(found, [one.ids for one in asked])
         if call.sizes is not None:
             return self._of_ranks(call.sizes, found)
-        flat = [rows.unflatten(0, (-1, call.batch)).transpose(0, 1).flatten(1) for rows in found]
+        flat = [
+            rows.unflatten(0, (len(part.features), call.batch)).transpose(0, 1).flatten(1)
+            for part, rows in zip(self._parts, found, strict=True)
+        ]
         if len(flat) == 1:
             return flat[0]
         pieces = [iter(rows.split(runs, 1)) for rows, runs in zip(flat, self._runs, strict=True)]

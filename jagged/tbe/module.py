@@ -15,7 +15,12 @@ from torch._guards import detect_fake_mode
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.modules.multi_table import MultiTableEmbedding
 from ...engine.numeric import real
-from ...engine.spec.initializers import make_constant_initializer, make_table_options, make_uniform_initializer
+from ...engine.spec.initializers import (
+    AnyTableOptions,
+    make_constant_initializer,
+    make_table_options,
+    make_uniform_initializer,
+)
 from ...engine.spec.table_spec import check_name, check_seed
 from ...engine.spec.tables import choices, table_number
 from ..modules.division import stores_text
@@ -120,16 +125,12 @@ class TableBatchedEmbeddingBags(nn.Module):
         self.to(device_of(self.tables[0].compute, device))
 
     def _made(self, dtype: torch.dtype, part: Part, seed: int) -> MultiTableEmbedding:
-        tables = [self.tables[number] for number in part.tables]
-        mode = self.bounds_check_mode.name.removeprefix("V2_")
-        zeros = make_constant_initializer(0.0)
-        bounds: list[dict[str, Any]] = [{} for t in tables]
         embedding = MultiTableEmbedding(
             part.name,
-            tables[0].dim,
+            self.tables[part.tables[0]].dim,
             torch.float32,
             torch.int64,
-            [make_table_options(zeros, t.name, **bound) for t, bound in zip(tables, bounds, strict=True)],
+            self._options(part, make_constant_initializer(0.0)),
             self._stores[part.name],
             seed=seed,
             output_dtype=dtype,
@@ -137,6 +138,10 @@ class TableBatchedEmbeddingBags(nn.Module):
         embedding.requires_grad_(False)  # no EagerOptimizer and no graph trains it
         embedding.use_optimizer(self._rows)
         return embedding
+
+    def _options(self, part: Part, initializer: Mapping[str, Any]) -> list[AnyTableOptions]:
+        tables = [self.tables[number] for number in part.tables]
+        return [make_table_options(initializer, table.name) for table in tables]
 
     def forward(
         self,
@@ -192,10 +197,7 @@ class TableBatchedEmbeddingBags(nn.Module):
                 for number, table in enumerate(part.tables):
                     fill_uniform(embedding, number, self.tables[table].rows, min_val, max_val)
             else:
-                embedding.spec = replace(
-                    embedding.spec,
-                    tables=tuple(replace(options, initializer=uniform) for options in embedding.spec.tables),
-                )
+                embedding.spec = replace(embedding.spec, tables=tuple(self._options(part, uniform)))
 
     def split_embedding_weights(self) -> list[Tensor]:
         """The rows of each table [rows, dim], copied: writing to them changes no table, and `embedding.put` does."""

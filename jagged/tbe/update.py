@@ -31,7 +31,7 @@ class Trainer:
         """The result of a checked lookup, whose backward updates rows where `anchor` requires grad."""
         if anchor.requires_grad and torch.is_grad_enabled():
             refuse_lookup(self.embedding.name)
-        output: Tensor = _Lookup.apply(anchor, weights, self, lookup)  # type: ignore[no-untyped-call]
+        output: Tensor = _Lookup.apply(anchor, weights, self, lookup)
         return output
 
     def update(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, of_weights: bool) -> Tensor | None:
