@@ -31,6 +31,7 @@ class Plan:
 
     def __init__(self, name: str, parts: Sequence[Part], specs: Sequence[TableSpec], pooling: str | None) -> None:
         self._name, self._parts, self._specs, self._pooling = name, parts, specs, pooling
+        self._table_ids: dict[tuple[int, torch.device], Tensor] = {}  # of each part's features
         self._features = sum(len(part.features) for part in parts)
         of = {feature: at for at, part in enumerate(parts) for feature in part.features}
         self._part_of = [of[feature] for feature in range(self._features)]
@@ -44,6 +45,8 @@ class Plan:
 
     def asked(self, call: Call) -> list[Asked]:
         """What the call asks of each embedding. InputError."""
+        if call.sizes is None and self._pooling is not None:
+            return [self._of_features(at, call) for at in range(len(self._parts))]
         return [self._of_piece(at, call) for at in range(len(self._parts))]
 
     def joined(self, call: Call, asked: Sequence[Asked], found: Sequence[Tensor]) -> Tensor:
@@ -52,14 +55,20 @@ class Plan:
             return self._in_order(found, [one.ids for one in asked])
         if call.sizes is not None:
             return self._of_ranks(call.sizes, found)
-        flat = [
-            rows.unflatten(0, (len(part.features), call.batch)).transpose(0, 1).flatten(1)
-            for part, rows in zip(self._parts, found, strict=True)
-        ]
+        flat = [rows.flatten(1) for rows in found]
         if len(flat) == 1:
             return flat[0]
         pieces = [iter(rows.split(runs, 1)) for rows, runs in zip(flat, self._runs, strict=True)]
         return torch.cat([next(pieces[at]) for at in self._order], 1)
+
+    def _of_features(self, at: int, call: Call) -> Asked:
+        part, spec, device = self._parts[at], self._specs[at], call.indices.device
+        if (at, device) not in self._table_ids:
+            self._table_ids[at, device] = torch.tensor(part.table_of, device=device)
+        table_ids = self._table_ids[at, device]
+        lookup = check_lookup(spec, call.indices, table_ids, call.offsets, self._pooling, part.features, self._features)
+        check_weights(spec, lookup, call.weights)
+        return Asked(lookup, call.weights, [])
 
     def _of_piece(self, at: int, call: Call) -> Asked:
         """The bags, or the indices, of the part's features alone, with a table id for each."""

@@ -54,9 +54,9 @@ class Trainer:
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, weights: Tensor | None, trainer: Trainer, lookup: Lookup) -> Tensor:
-        ctx.trainer, ctx.rest = trainer, lookup[3:]
+        ctx.trainer, ctx.pooling, ctx.places = trainer, lookup.pooling, lookup.places
         needs_rows = ctx.needs_input_grad[1]
-        ctx.save_for_backward(trainer.embedding.shadow if needs_rows else None, anchor, weights, *lookup[:3])
+        ctx.save_for_backward(trainer.embedding.shadow if needs_rows else None, anchor, weights, *lookup.tensors)
         return trainer.embedding.read(lookup, weights)
 
     @staticmethod
@@ -64,7 +64,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _, anchor, weights, ids, table_ids, offsets = ctx.saved_tensors
         trainer: Trainer = ctx.trainer
-        lookup = Lookup(ids, table_ids, offsets, *ctx.rest)
+        lookup = Lookup(ids, table_ids, offsets, ctx.pooling, ctx.places)
         if trainer.clip is not None:
             grad = grad.clamp(-trainer.clip, trainer.clip)
         of_weights = ctx.needs_input_grad[1]
