@@ -14,15 +14,15 @@ demo: install
 	$(BIN)/python examples/movielens.py $(if $(DATA),--data $(DATA)) --store ssd --out build/movielens
 
 # processes of one thread each, two for a core: tests wait for disks and children. Tests of threads set their number
-test: install
+test: install peers
 	$(MAKE) --jobs=2 instructions types lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(TESTERS) --dist worksteal
 
-test-slow: install
+test-slow: install peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=slow -n $(TESTERS) --dist worksteal
 
 # what a new op, optimizer or tier must pass: WHAT=optimizer, and NAME=adam for the cells of that one, slow ones as well
-check: install
+check: install peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal $(if $(NAME),-m "$(WHAT)" -k "$(NAME)",-m "$(WHAT) and not slow")
 
 # rounds of the crash harness; SEED=7 N=1 repeats one
@@ -46,9 +46,12 @@ types: install
 instructions: install
 	$(BIN)/python benchmarks/instructions.py $(if $(RENEW),--renew)
 
-# what benchmarks are compared with; no extra can leave out what these packages require
-peers: install
-	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/peers.txt
+# what tests and benchmarks compare with; no extra can leave out what these packages require
+peers: $(VENV)/.peers
+
+$(VENV)/.peers: benchmarks/peers.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --requirement $<
+	touch $@
 
 install: $(VENV)/.installed
 

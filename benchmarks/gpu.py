@@ -23,7 +23,7 @@ from tierbed.engine import MultiTableEmbedding, _core, make_device_mem_store_opt
 from tierbed.engine.cache.cuda.cache import Cache
 from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda import step as cuda
-from tierbed.engine.ops.cuda.batch import Batch
+from tierbed.engine.ops.cuda.batch import Batch, Ids, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.faults import Faults
 from tierbed.engine.ops.cuda.layout import InitialValues, Layout
@@ -86,7 +86,7 @@ class Tables:
         return CudaFullTable(self.layout, capacity, load)
 
     def batch(self, ids: Tensor) -> Batch:
-        return Batch(self.device, [(ids.reshape(-1), None, None)], self.tables, None, self.faults.word)
+        return Batch(self.device, [Segment(ids.reshape(-1))], Ids(self.tables), self.faults.word)
 
     def step(self, store: CudaFullStore | CachedTable, ids: Tensor, grads: Tensor) -> Tensor:
         """Forward, backward and update on the device; ids [n, tables], grads [n * tables, dim]. What was looked up."""

@@ -14,7 +14,7 @@
 #include <valgrind/callgrind.h>
 
 #include "cache/native/cached_tier.h"
-#include "ops/native/thread_pool.h"
+#include "workers/native/thread_pool.h"
 #include "ops/native/update.h"
 #include "store/native/full_table.h"
 
@@ -112,9 +112,10 @@ private:
     }
 
     std::shared_ptr<Batch> batch_of(const std::vector<u64>& keys, std::size_t length) const {
-        const Segment segment{keys.data(), nullptr, keys.size(), keys.size() / length, length, nullptr, length > 1};
+        const Bags bags{nullptr, length, nullptr, 0, 0};
+        const Segment segment{keys.data(), nullptr, keys.size(), keys.size() / length, bags, 0, length > 1};
         return std::make_shared<Batch>(
-            std::make_shared<const Deduplicated>(std::vector<Segment>{segment}, TABLES, std::nullopt));
+            std::make_shared<const Deduplicated>(std::vector<Segment>{segment}, TABLES, std::nullopt, LegalIds{}));
     }
 
     std::vector<u64> draw() {

@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ._core_batch import Batch as Batch
+from ._core_batch import FeatureSegment as FeatureSegment
+from ._core_batch import Layout as Layout
+from ._core_batch import Segment as Segment
 from ._core_rows import Crc32c as Crc32c
 from ._core_rows import RowCheck as RowCheck
 from ._core_rows import join_rows as join_rows
@@ -44,72 +48,6 @@ def buckets(tables: U32, keys: U64) -> U8:
 
 def normal_quantile(p: float) -> float:
     """The inverse of the standard normal distribution function, 0 < p < 1: Wichura's AS 241 in IEEE operations."""
-
-Segment = tuple[U64, U32 | None, int | I64 | None]
-
-class Batch:
-    """The unique rows of one or several lookups.
-
-    Positions number the ids of all segments one after another. Unique rows are ordered by bucket, then by first
-    occurrence. What follows from the ids alone is read-only.
-    """
-
-    def __init__(self, segments: Sequence[Segment], num_tables: int, padding: int | None) -> None:
-        """Each segment is the ids of one lookup: (keys [n], table ids, bags).
-
-        `bags`: None where each id is a bag of its own, the length of every bag, or offsets [bags + 1] that ascend from
-        0 to n. Table ids [bags], or None where bag i is of table i % num_tables.
-
-        Keys equal to `padding` (as unsigned 64 bits) are no rows. A table id >= num_tables raises IndexError naming
-        its position.
-        """
-    size: int  # positions, padding included
-    sources: int  # bags of all segments: the rows of their outputs
-    unique: int  # unique rows
-    keys: U64  # [unique]
-    tables: U32  # [unique]
-    inverse: NDArray[np.int32]  # [size], the unique row of each position, -1 for padding
-    lines: U64  # [unique], addresses, writable; zero until pinned or peeked
-    views: U64  # [unique], where `gather` reads: the lines, or copies of rows that `settle` brought up to date
-    occurrences: U32  # [size - padding], positions grouped by unique row, ascending within one
-    offsets: U32  # [unique + 1], where each row's occurrences start
-
-    own_lines: U64  # [unique], the lines of rows that `Ledger.admit` refused, 0 for others; empty where it refused none
-
-    def sibling(self) -> Batch:
-        """A batch of the same ids for another table: it shares what follows from them, and has lines of its own."""
-    def allocate(self, n: int, layout: Layout) -> U64:
-        """[n], the addresses of fresh lines that live as long as the batch."""
-    def use_own_lines(self) -> None:
-        """Put them in the place of the lines that a tier has for those rows."""
-
-class Layout:
-    """What a line looks like and how a new one begins."""
-
-    def __init__(
-        self,
-        dim: int,
-        states: Sequence[float],
-        state_widths: Sequence[int],
-        seed: int,
-        columns: Sequence[int],
-        kinds: Sequence[int],
-        parameters: F32,
-        quantiles: NDArray[np.float64],
-    ) -> None:
-        """`states`: the initial value of each optimizer state; `state_widths`: its floats in a row, `dim` or, last, 1.
-
-        `columns`: widths of the column groups, summing to `dim`.
-
-        For table t and column group c, entry t * len(columns) + c of `kinds`, `parameters` [n, 2], `quantiles` [n, 2]
-        describes the initial
-        values; u is uniform in [0, 1):
-        kind 0 constant a; 1 uniform a + u * (b - a); 2 normal a + b * quantile(q0 + u * (q1 - q0)), with (q0, q1) =
-        (0, 1) untruncated.
-        """
-    dim: int
-    width: int  # floats, states included
-    line_bytes: int
 
 def initialise(layout: Layout, tables: U32, keys: U64, out: F32) -> None:
     """out [n, layout.width]: the initial values of rows, state included."""

@@ -16,7 +16,7 @@ from torch._guards import detect_fake_mode
 from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from ..ops import lookup as ops
-from ..ops.segments import segment
+from ..ops.segments import check_legal, segment
 from ..optim.optimizers import RowOptimizer, row_optimizer
 from ..optim.row_state import RowState
 from ..persist.held_table import HeldTable
@@ -110,6 +110,8 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         offsets: Tensor | None = None,
         pooling: str | None = None,
         weights: Tensor | None = None,
+        features: Sequence[int] | None = None,
+        num_features: int | None = None,
     ) -> Tensor:
         """Rows of ids, ids.shape + (dim,), or bags of them pooled, shape of the bags + (dim,), of `output_dtype`.
 
@@ -124,7 +126,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         Outside a `Graph` a lookup reads, and an `EagerOptimizer` trains what it read. Raises InputError, StoreError.
         """
         ops.refuse_export(self.name)
-        lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
+        lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
         check_weights(self.spec, lookup, weights)
         if (device := self.device) != ids.device:
             raise InputError(
@@ -140,6 +142,8 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         table_ids: Tensor | int | str | Sequence[Any] | None = None,
         offsets: Tensor | None = None,
         pooling: str | None = None,
+        features: Sequence[int] | None = None,
+        num_features: int | None = None,
     ) -> None:
         """Announce the lookup of a coming training step, so that a thread makes its rows ready while others run.
 
@@ -148,7 +152,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         plain way. A cache over a slower tier keeps the rows that the announced steps need soonest. On CUDA the thread
         uses a second stream. Raises InputError, OptimizerError, StoreError.
         """
-        lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling)
+        lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
         self.announce([lookup])
 
     def size(self) -> int:
@@ -176,6 +180,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
             raise InputError(
                 f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row"
             )
+        check_legal(self.spec, wanted)
         self._table().put(wanted, values)
 
     def delete(self, ids: Any, table_ids: Any = None) -> int:

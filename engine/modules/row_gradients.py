@@ -24,7 +24,7 @@ class _Kept:
     version: int | None  # of the gradient when it was kept
 
     def is_of(self, given: tuple[Tensor | None, ...]) -> bool:
-        copies = (*self.lookup[:3], self.weights)
+        copies = (*self.lookup.tensors, self.weights)
         pairs = zip(given, copies, strict=True)
         return all(now is None or (then is not None and torch.equal(now, then)) for now, then in pairs)
 
@@ -60,8 +60,8 @@ class RowGradients:
         The lookup and the weights are copied. The gradient is not: InputError in the step if it was changed in place.
         Gradients of the very same tensors are summed here, as a graph sums them.
         """
-        given = (*lookup[:3], weights)
-        key = (lookup.pooling, *map(_identity, given))
+        given = (*lookup.tensors, weights)
+        key = (lookup.pooling, lookup.places, *map(_identity, given))
         kept = self._kept.get(key)
         if kept is not None and not kept.is_of(given):  # NumPy has written to the tensors, which changes no version
             key, kept = (key, len(self._kept)), None
@@ -71,7 +71,7 @@ class RowGradients:
             return
         ids, table_ids, offsets, weights = (None if part is None else part.detach().clone() for part in given)
         assert ids is not None
-        copy = Lookup(ids, table_ids, offsets, lookup.pooling)
+        copy = lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)
         self._kept[key] = _Kept(copy, weights, given, order, grad, _version(grad))
 
     def pin(self) -> Pinned | None:

@@ -34,6 +34,7 @@ METRICS: dict[str, Metric] = {
     # of the table
     "rows": Metric("gauge", "rows that are written, in all tables: `size()`"),
     "step": Metric("gauge", "training steps that updated this embedding; a snapshot keeps it"),
+    "dropped": Metric("counter", "ids of lookups that their table does not have, where `bad_ids` is `drop`"),
     "refused": Metric("counter", "new rows that `admission` did not let in, each time"),
     "evicted": Metric("counter", "rows that left because of `capacity`"),
     "expired": Metric("counter", "rows that left because of `ttl_steps`"),
@@ -96,6 +97,7 @@ TABLE_METRICS: dict[str, Metric] = {
     "rows": Metric("gauge", "rows of this table that are written", "table_rows"),
     "hits": Metric("counter", "rows of this table asked of the top tier and found there", "table_hits"),
     "misses": Metric("counter", "rows of this table asked of the top tier and not found there", "table_misses"),
+    "dropped": Metric("counter", "ids of lookups that this table does not have and drops", "table_dropped"),
 }
 
 _QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ def register(embedding: Rows) -> int:
     handle = secrets.randbits(62)
     _embeddings[handle] = embedding
     return handle
+
+
+def lookup_of(ids: Any, table_ids: Any, offsets: Any, pooling: Any, places: Sequence[int] | None) -> Lookup:
+    """The `Lookup` of an op's arguments."""
+    return Lookup(ids, table_ids, offsets, pooling, None if places is None else tuple(places))
 
 
 def embedding_of(handle: int) -> Rows:
@@ -71,11 +77,12 @@ def lookup(
     table_ids: Tensor | None,
     offsets: Tensor | None,
     pooling: str | None,
+    places: list[int] | None,
     weights: Tensor | None,
     handle: int,
 ) -> Tensor:
     """The rows of a `Lookup`, or its pooled bags, lookup.shape + (dim,), read without inserting."""
-    return embedding_of(handle).read(Lookup(ids, table_ids, offsets, pooling), weights)
+    return embedding_of(handle).read(lookup_of(ids, table_ids, offsets, pooling, places), weights)
 
 
 @lookup.register_fake
@@ -85,13 +92,14 @@ def _(
     table_ids: Tensor | None,
     offsets: Tensor | None,
     pooling: str | None,
+    places: list[int] | None,
     weights: Tensor | None,
     handle: int,
 ) -> Tensor:
     embedding = embedding_of(handle)
     if torch.compiler.is_exporting():
         _refuse_export(embedding.name)
-    shape = (*Lookup(ids, table_ids, offsets, pooling).shape, embedding.dim)
+    shape = (*lookup_of(ids, table_ids, offsets, pooling, places).shape, embedding.dim)
     return torch.empty(shape, dtype=embedding.output_dtype, device=ids.device)
 
 
@@ -102,6 +110,7 @@ def lookup_grad(
     table_ids: Tensor | None,
     offsets: Tensor | None,
     pooling: str | None,
+    places: list[int] | None,
     weights: Tensor | None,
     order: int,
     handle: int,
@@ -110,7 +119,7 @@ def lookup_grad(
 
     The value of the op is the shadow's gradient, which nothing reads.
     """
-    embedding_of(handle).accumulate(Lookup(ids, table_ids, offsets, pooling), grad, weights, order)
+    embedding_of(handle).accumulate(lookup_of(ids, table_ids, offsets, pooling, places), grad, weights, order)
     return grad.new_zeros((1,), dtype=torch.float32)
 
 
@@ -126,6 +135,7 @@ def lookup_weights_grad(
     table_ids: Tensor | None,
     offsets: Tensor | None,
     pooling: str,
+    places: list[int] | None,
     shadow: Tensor,
     handle: int,
 ) -> Tensor:
@@ -133,7 +143,7 @@ def lookup_weights_grad(
 
     shadow: tells autograd that this gradient depends on rows.
     """
-    return embedding_of(handle).read_weights_grad(Lookup(ids, table_ids, offsets, pooling), grad)
+    return embedding_of(handle).read_weights_grad(lookup_of(ids, table_ids, offsets, pooling, places), grad)
 
 
 @lookup_weights_grad.register_fake
@@ -142,12 +152,12 @@ def _(grad: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shadow, ids, table_ids, offsets, ctx.pooling, weights, ctx.handle = inputs
+    shadow, ids, table_ids, offsets, ctx.pooling, ctx.places, weights, ctx.handle = inputs
     if ctx.needs_input_grad[0]:
         embedding_of(ctx.handle).check_trained_lookup()
     ctx.order = next(_orders)
     # autograd refuses a saved tensor that changed since: the shadow changes with the rows, which weights need
-    needed = shadow if ctx.needs_input_grad[5] else None
+    needed = shadow if ctx.needs_input_grad[6] else None
     ctx.save_for_backward(needed, ids, table_ids, offsets, weights)
 
 
@@ -155,10 +165,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shadow, ids, table_ids, offsets, weights = ctx.saved_tensors
     of_rows = of_weights = None
     if ctx.needs_input_grad[0] and embedding_of(ctx.handle).is_reached():
-        of_rows = lookup_grad(grad, ids, table_ids, offsets, ctx.pooling, weights, ctx.order, ctx.handle)
-    if ctx.needs_input_grad[5]:
-        of_weights = lookup_weights_grad(grad, ids, table_ids, offsets, ctx.pooling, shadow, ctx.handle)
-    return of_rows, None, None, None, None, of_weights, None
+        of_rows = lookup_grad(grad, ids, table_ids, offsets, ctx.pooling, ctx.places, weights, ctx.order, ctx.handle)
+    if ctx.needs_input_grad[6]:
+        of_weights = lookup_weights_grad(grad, ids, table_ids, offsets, ctx.pooling, ctx.places, shadow, ctx.handle)
+    return of_rows, None, None, None, None, None, of_weights, None
 
 
 def _refuse(ctx: Any, grad: Tensor) -> None:

@@ -6,6 +6,8 @@ Here are the checks of values, which a trace cannot make.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,20 +24,77 @@ LARGE = 1 << 20  # bytes: the system clears newly allocated memory of this size 
 
 # keys [n]; table ids of the bags, or None; None for no bags, their length, or offsets [bags + 1]
 Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
+# the same with the features of columns [columns] and their batch
+FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
 
 
-def segment(spec: TableSpec, lookup: Lookup) -> Segment:
+def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
     """A segment of `_core.Batch`. Raises InputError for offsets and table ids that are out of range."""
-    tables = None if lookup.table_ids is None else _tables(spec, lookup.table_ids)
-    return _keys(lookup.ids), tables, _bags(spec, lookup)
+    keys, places = _keys(lookup.ids), lookup.places
+    if places is None:
+        return keys, None if lookup.table_ids is None else _tables(spec, lookup.table_ids), _bags(spec, lookup)
+    assert lookup.offsets is not None
+    batch, columns = lookup.shape
+    tables = _in_order(columns, spec.num_tables) if lookup.table_ids is None else _tables(spec, lookup.table_ids)
+    return keys, tables, _offsets(spec, lookup.offsets, len(keys)), features_of(places), batch
+
+
+@cache
+def features_of(places: tuple[int, ...]) -> NDArray[np.uint32]:
+    """The feature of each column [columns] of a lookup with these `Lookup.places`."""
+    columns = {column: feature for feature, column in enumerate(places)}
+    return np.array([columns[column] for column in range(len(places) - places.count(-1))], np.uint32)
+
+
+@cache
+def _in_order(columns: int, num_tables: int) -> NDArray[np.uint32]:
+    """The tables of columns [columns] that are given without table ids: the one table, or all in order."""
+    return np.zeros(columns, np.uint32) if num_tables == 1 else np.arange(columns, dtype=np.uint32)
+
+
+def batch_of(spec: TableSpec, lookups: Sequence[Lookup]) -> _core.Batch:
+    """The unique rows of lookups on the CPU. InputError for table ids, offsets and ids that cannot be."""
+    segments = [segment(spec, lookup) for lookup in lookups]
+    batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, spec.drops)
+    if spec.last_ids is not None and batch.illegal is not None:
+        raise illegal_id(spec, *batch.illegal)
+    return batch
+
+
+def illegal_id(spec: TableSpec, table: int, key: int) -> InputError:
+    """The error for an id that its table does not have. key: the 64 bits of the id."""
+    assert spec.last_ids is not None
+    last = int(spec.last_ids[table])
+    id_ = key - 2**64 if key >= 2**63 and spec.key_type != torch.uint64 else key
+    return InputError(
+        f"ids of embedding {spec.name!r}: {id_} is no id of table {spec.labels[table]}, whose ids are 0 to {last}; "
+        "correct the ids, or make the table with a larger ids, ids=None for any id, or bad_ids='drop' to leave such "
+        "ids out"
+    )
+
+
+def check_legal(spec: TableSpec, lookup: Lookup) -> None:
+    """InputError for an id of a lookup without bags, on any device, that its table does not have."""
+    if spec.last_ids is not None:
+        strict = _core.Batch(
+            [segment(spec, _on_host(lookup))],
+            spec.num_tables,
+            spec.padding_key,
+            spec.last_ids,
+            [False] * spec.num_tables,
+        )
+        if strict.illegal is not None:
+            raise illegal_id(spec, *strict.illegal)
 
 
 def rows_of(spec: TableSpec, lookup: Lookup) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
     """The unique rows of a lookup without bags, on any device: tables [n] and keys [n]. Raises InputError."""
-    tables = None if lookup.table_ids is None else lookup.table_ids.cpu()
-    on_host = Lookup(lookup.ids.cpu(), tables)
-    batch = _core.Batch([segment(spec, on_host)], spec.num_tables, spec.padding_key)
+    batch = batch_of(spec, [_on_host(lookup)])
     return batch.tables.copy(), batch.keys.copy()
+
+
+def _on_host(lookup: Lookup) -> Lookup:
+    return Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import _core
 from ..cache.cached import CachedStore
-from ..ops.segments import array_of, empty, flat, segment
+from ..ops.segments import array_of, batch_of, empty, flat
 from ..spec.inputs import OUTPUT_DTYPES, Gradients, Lookup
 from ..spec.options import CachedHostMemOptions, mib
 from ..store.contract import Tier
@@ -36,6 +36,7 @@ class CpuProcessor:
         self.device = torch.device("cpu")
         self.layout = spec.layout(state)
         self._written = np.zeros(spec.num_tables, np.uint64)
+        self._dropped = np.zeros(spec.num_tables, np.int64)
         self._spec = spec
         self._hyper: Sequence[float] = ()
         self._step, self._scale = 0, 1.0
@@ -43,6 +44,10 @@ class CpuProcessor:
     @property
     def written(self) -> Counts:
         return self._written.astype(np.int64)
+
+    @property
+    def dropped(self) -> Counts:
+        return self._dropped.copy()
 
     def deferred_error(self, wait: bool) -> None:
         return None
@@ -63,10 +68,10 @@ class CpuProcessor:
 
     def batch(self, lookups: Sequence[Lookup], like: _core.Batch | None = None, ahead: bool = False) -> _core.Batch:
         _core.set_threads(torch.get_num_threads())
-        if like is not None:
-            return like.sibling()
-        segments = [segment(self._spec, lookup) for lookup in lookups]
-        return _core.Batch(segments, self._spec.num_tables, self._spec.padding_key)
+        batch = batch_of(self._spec, lookups) if like is None else like.sibling()
+        if self._spec.drops and not ahead:
+            self._dropped += batch.dropped
+        return batch
 
     def side_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -81,7 +86,9 @@ class CpuProcessor:
         """Does nothing: all work of a call is done when the call returns."""
 
     def hand_over(self, batch: _core.Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        """Does nothing: ids were compared before, and memory that nobody refers to is free at once."""
+        """Counts what is dropped. Ids were compared before, and memory that nobody refers to is free at once."""
+        if self._spec.drops:
+            self._dropped += batch.dropped
 
     def count_written(self, batch: _core.Batch) -> Counts:
         return _core.count_written(batch, self.layout).astype(np.int64)
@@ -95,7 +102,8 @@ class CpuProcessor:
         return out
 
     def weights_grad(self, batch: _core.Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        out = torch.empty(lookup.ids.shape, dtype=torch.float32)
+        new = torch.empty if lookup.places is None else torch.zeros  # ids of other features have weights as well
+        out = new(lookup.ids.shape, dtype=torch.float32)
         mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
         _core.weights_grad(batch, self.layout, index, array_of(grad), flat(out), mean, dtype)
         return out

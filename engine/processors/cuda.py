@@ -19,7 +19,7 @@ from ..cache.cuda.cached_table import CachedTable
 from ..errors import OptionError
 from ..host_memory import FreeMemory
 from ..ops.cuda import step as kernels
-from ..ops.cuda.batch import Batch, Segment
+from ..ops.cuda.batch import Batch, Ids, Segment
 from ..ops.cuda.device import Device, Event
 from ..ops.cuda.faults import CHANGED, Faults
 from ..ops.cuda.layout import Layout
@@ -50,7 +50,7 @@ def on_device(device: Device, options: StoreOptions) -> Factory:
 class CudaProcessor:
     """The `Processor` of a GPU. A call returns before the device ran.
 
-    So bad table ids, bad offsets and rows beyond a fixed capacity are found late.
+    So bad ids, bad table ids, bad offsets and rows beyond a fixed capacity are found late.
     """
 
     defers_errors = True
@@ -63,12 +63,19 @@ class CudaProcessor:
         self._layout = Layout(device, spec.initial_values(state))
         self._faults = Faults(device, spec.name, spec.num_tables, capacity)
         self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
+        self._dropped = torch.zeros_like(self._written)
+        self._ids = _ids(spec, self.device)
         self._taken = torch.zeros(1, dtype=torch.int64, device=self.device)  # how many updates took place
         self._numbers = kernels.new_numbers(self.device)
 
     @property
     def written(self) -> Counts:
         counts: Counts = self._written.cpu().numpy()
+        return counts
+
+    @property
+    def dropped(self) -> Counts:
+        counts: Counts = self._dropped.cpu().numpy()
         return counts
 
     def deferred_error(self, wait: bool) -> DeferredError | None:
@@ -99,12 +106,14 @@ class CudaProcessor:
         """A batch as `Processor.batch` says. A batch that is made ahead has its occurrences grouped by row already."""
         _core.set_threads(torch.get_num_threads())  # for tiers of the host below a cache
         if like is not None:
+            self._count_dropped(like)
             return like.sibling(self._faults.word)
         segments = [_segment(lookup) for lookup in lookups]
         faults = torch.zeros_like(self._faults.word) if ahead else self._faults.word
-        batch = Batch(self._on, segments, self._spec.num_tables, self._spec.padding_key, faults)
+        batch = Batch(self._on, segments, self._ids, faults)
+        self._count_dropped(batch, ahead)
         if ahead:
-            for part in (part for lookup in lookups for part in lookup[:3]):
+            for part in (part for lookup in lookups for part in lookup.tensors):
                 if part is not None:
                     self._on.keep(part)
             _ = batch.groups  # made here, not in the step
@@ -124,13 +133,19 @@ class CudaProcessor:
 
     def hand_over(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         batch.keep()  # its faults may be in use, where its rows are coming up
+        self._count_dropped(batch)
         differ = [
             (was != now).any()
             for pair in zip(announced, lookups, strict=True)
-            for was, now in zip(pair[0][:3], pair[1][:3], strict=True)
+            for was, now in zip(pair[0].tensors, pair[1].tensors, strict=True)
             if was is not None and now is not None
         ]
         batch.wrong |= torch.stack(differ).any().to(torch.int32) * CHANGED
+
+    def _count_dropped(self, batch: Batch, ahead: bool = False) -> None:
+        """Count what the lookups of a batch dropped, where this is its step."""
+        if batch.dropped is not None and not ahead:
+            self._dropped += batch.dropped
 
     def count_written(self, batch: Batch) -> Counts:
         counts: Counts = kernels.count_written(self._layout, batch).cpu().numpy()
@@ -142,7 +157,8 @@ class CudaProcessor:
         return out
 
     def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        out = torch.empty(lookup.ids.shape, dtype=torch.float32, device=self.device)
+        new = torch.empty if lookup.places is None else torch.zeros  # ids of other features have weights as well
+        out = new(lookup.ids.shape, dtype=torch.float32, device=self.device)
         kernels.weights_grad(batch, self._layout, index, grad.contiguous(), out, lookup.pooling == "mean")
         return out
 
@@ -199,7 +215,16 @@ def _segment(lookup: Lookup) -> Segment:
         bags = lookup.ids.shape[-1] or torch.zeros(
             lookup.ids.shape[:-1].numel() + 1, dtype=torch.int64, device=ids.device
         )
-    return keys, tables, bags
+    return Segment(keys, tables, bags, lookup.places)
+
+
+def _ids(spec: TableSpec, device: torch.device) -> Ids:
+    """What the tables of `spec` take for ids."""
+    if spec.last_ids is None:
+        return Ids(spec.num_tables, spec.padding_key)
+    last = torch.from_numpy(spec.last_ids.view(np.int64)).to(device)
+    drops = torch.tensor(spec.drops, dtype=torch.bool).to(device)
+    return Ids(spec.num_tables, spec.padding_key, last, drops)
 
 
 def _contiguous(weights: Tensor | None) -> Tensor | None:

@@ -55,6 +55,10 @@ class Processor(Protocol[B]):
     def written(self) -> Counts:
         """How many rows of each table were written for the first time; may wait for the device."""
 
+    @property
+    def dropped(self) -> Counts:
+        """How many ids of lookups each table dropped, as its `bad_ids` says; may wait for the device."""
+
     def deferred_error(self, wait: bool) -> DeferredError | None:
         """The mistake found since the last call, reported once; with `wait`, all requested work is looked at."""
 
@@ -71,7 +75,7 @@ class Processor(Protocol[B]):
         """A cache over a full table in host memory, and that table. OptionError, as `full_table` and `cache`."""
 
     def batch(self, lookups: Sequence[Lookup], like: B | None = None, ahead: bool = False) -> B:
-        """The unique rows of lookups. Raises InputError for offsets and table ids out of range, or finds them late.
+        """The unique rows of lookups. Raises InputError for offsets, table ids and ids out of range, or finds it late.
 
         like: a batch of these lookups, made for an embedding with as many tables and the same padding; its unique rows
         are taken. ahead: whether the batch is made ahead of its step; mistakes found late are then found in its step.

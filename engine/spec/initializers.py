@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import OptionError
+from ..numeric import whole_option
 from .initial_values import CONSTANT, NORMAL, UNIFORM, normal_quantile
 from .plain import PlainDict
 from .tables import check_table_name
@@ -210,17 +211,31 @@ class ColumnOptions(PlainDict):
     initializer: Initializer
 
 
+TABLE_FACTS = ("name", "ids", "bad_ids")  # of table options, what does not say how rows begin
+BAD_IDS = ("raise", "drop")
+_DEFAULT = {"name": None, "ids": None, "bad_ids": "raise"}
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class NamedOptions(PlainDict):
-    """The options of one table. `name` is an item where the table has a name."""
+    """The options of one table. `name`, `ids` and `bad_ids` are items where they are not their defaults."""
 
     name: str | None = field(default=None, kw_only=True)
+    ids: int | None = field(default=None, kw_only=True)
+    bad_ids: str = field(default="raise", kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", check_table_name(self.name))
+        if self.ids is not None:
+            wanted = "how many ids the table has, from 1 to 2**64, all below it, or None for any id"
+            object.__setattr__(self, "ids", whole_option("ids", self.ids, wanted, 1, 2**64))
+        if self.bad_ids not in BAD_IDS:
+            raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids that are not below `ids`")
+        if self.bad_ids != "raise" and self.ids is None:
+            raise OptionError(f"bad_ids={self.bad_ids!r}: without ids every id is legal; give ids as well")
 
     def __iter__(self) -> Iterator[str]:
-        return (item for item in super().__iter__() if item != "name" or self.name is not None)
+        return (item for item in super().__iter__() if item not in TABLE_FACTS or getattr(self, item) != _DEFAULT[item])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -254,21 +269,27 @@ def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
 
 
 def make_table_options(
-    param: Mapping[str, Any] | Sequence[Mapping[str, Any]], name: str | None = None
+    param: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    name: str | None = None,
+    ids: int | None = None,
+    bad_ids: str | None = None,
 ) -> AnyTableOptions:
     """Options of one table. `param`: an initializer, a list of column options, or table options; or dicts of the kind.
 
-    name: the table's name, beside its number; None keeps the name in `param`, if there is one. Raises OptionError for
-    anything else.
+    name: the table's name, beside its number. ids: how many ids are legal, 0 to ids - 1; None for all of `key_type`.
+    bad_ids: what a lookup does with other ids: "raise" (the default) raises InputError; "drop" takes them as padding,
+    and counts them in the metric `dropped`. None keeps what is in `param`. Raises OptionError for anything else.
     """
-    if isinstance(param, Mapping) and set(param) - {"name"} in ({"initializer"}, {"columns"}):
-        name = param.get("name") if name is None else name
+    facts: dict[str, Any] = {"name": name, "ids": ids, "bad_ids": bad_ids}
+    if isinstance(param, Mapping) and set(param) - set(TABLE_FACTS) in ({"initializer"}, {"columns"}):
+        facts = {fact: param.get(fact) if given is None else given for fact, given in facts.items()}
         param = param["columns"] if "columns" in param else param["initializer"]
+    given = {fact: value for fact, value in facts.items() if value is not None}
     if isinstance(param, Mapping):
-        return TableOptions(make_column_options(param).initializer, name=name)
+        return TableOptions(make_column_options(param).initializer, **given)
     if not isinstance(param, (list, tuple)) or not param:
         raise OptionError(f"table options {param!r}: give an initializer or a list of column options")
-    return MultiColumnTableOptions(tuple(make_column_options(column) for column in param), name=name)
+    return MultiColumnTableOptions(tuple(make_column_options(column) for column in param), **given)
 
 
 make_table = make_table_options

@@ -25,15 +25,25 @@ class Lookup(NamedTuple):
     """The checked arguments of a lookup. A bag is a group of ids whose rows are pooled into one row."""
 
     ids: Tensor  # [...]; pooled [..., L], or [n] with offsets
-    table_ids: Tensor | None = None  # integers, of the result's shape; None: its last dimension is the tables
+    # integers, of the result's shape, or [columns] with places; None: the result's last dimension is the tables
+    table_ids: Tensor | None = None
     offsets: Tensor | None = None  # [bags + 1], where each bag of ids begins and the last one ends
     pooling: str | None = None  # "sum" or "mean"
+    # offsets are [features * batch + 1], feature by feature: the column of each feature in the result, -1 for none
+    places: tuple[int, ...] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """ids, table ids and offsets."""
+        return self[:3]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the result without its last dimension: the shape of ids, or of the bags."""
+        """The shape of the result without its last dimension: of ids, of the bags, or (batch, columns) with places."""
         if self.offsets is not None:
-            return (self.offsets.shape[0] - 1,)
+            parts = self.offsets.shape[0] - 1
+            places = self.places
+            return (parts,) if places is None else (parts // len(places), len(places) - places.count(-1))
         return tuple(self.ids.shape if self.pooling is None else self.ids.shape[:-1])
 
 
@@ -46,8 +56,16 @@ class Gradients(NamedTuple):
     dtype: torch.dtype
 
 
-def check_lookup(spec: TableSpec, ids: Any, table_ids: Any = None, offsets: Any = None, pooling: Any = None) -> Lookup:
-    """The arguments of a lookup, checked, with table ids broadcast to the shape of the result.
+def check_lookup(
+    spec: TableSpec,
+    ids: Any,
+    table_ids: Any = None,
+    offsets: Any = None,
+    pooling: Any = None,
+    features: Any = None,
+    num_features: Any = None,
+) -> Lookup:
+    """The arguments of a lookup, checked, with table ids broadcast to the shape of the result, or of the features.
 
     table_ids: a tensor, an array or nested lists, also of names. The other arguments stay as they are, and all tensors
     are of one device. Raises InputError.
@@ -62,7 +80,7 @@ def check_lookup(spec: TableSpec, ids: Any, table_ids: Any = None, offsets: Any 
         )
     _check_place(where, "ids", ids, ids)
     _check_bags(spec, ids, offsets, pooling)
-    lookup = Lookup(ids, None, offsets, pooling)
+    lookup = Lookup(ids, None, offsets, pooling, _places(spec, offsets, features, num_features))
     table_ids = _table_ids_from(spec, table_ids, ids.device)
     if table_ids is None:
         _check_tables_in_order(spec, lookup)
@@ -72,14 +90,52 @@ def check_lookup(spec: TableSpec, ids: Any, table_ids: Any = None, offsets: Any 
     if table_ids.dtype.is_floating_point or table_ids.dtype.is_complex or table_ids.dtype == torch.bool:
         raise InputError(f"{where}: got {table_ids.dtype}; give a torch.Tensor of an integer dtype")
     _check_place(where, "table_ids", table_ids, ids)
+    wanted = lookup.shape if lookup.places is None else lookup.shape[-1:]
     try:
-        return lookup._replace(table_ids=table_ids.broadcast_to(lookup.shape))
+        return lookup._replace(table_ids=table_ids.broadcast_to(wanted))
     except RuntimeError:
         what, one = ("ids", "id, or for each column") if pooling is None else ("the bags", "bag")
+        if lookup.places is not None:
+            what, one = "features", "of the features"
         raise InputError(
-            f"{where}: shape {tuple(table_ids.shape)} does not broadcast to that of {what}, {lookup.shape}; "
+            f"{where}: shape {tuple(table_ids.shape)} does not broadcast to that of {what}, {wanted}; "
             f"give one table id for each {one}"
         ) from None
+
+
+def _places(spec: TableSpec, offsets: Tensor | None, features: Any, num_features: Any) -> tuple[int, ...] | None:
+    """`Lookup.places` for the features that are looked up, in the order of the result's columns. Raises InputError."""
+    where = f"features of embedding {spec.name!r}"
+    if features is None:
+        if num_features is not None:
+            raise InputError(
+                f"num_features of embedding {spec.name!r}: got {num_features!r} without features; give features, the "
+                "numbers of those to look up, or leave num_features out"
+            )
+        return None
+    if offsets is None:
+        raise InputError(f"{where}: they are parts of offsets, and there are none; give offsets, feature by feature")
+    if not isinstance(features, (list, tuple)) or not features:
+        raise InputError(f"{where}: got {features!r}; give a list of whole numbers, one for each column of the result")
+    total = len(features) if num_features is None else whole(num_features, least=1)
+    if total is None:
+        raise InputError(
+            f"num_features of embedding {spec.name!r}: got {num_features!r}; give how many features offsets are of"
+        )
+    columns = dict[int, int]()
+    for column, feature in enumerate(features):
+        number = whole(feature, 0, total - 1)
+        if number is None or columns.setdefault(number, column) != column:
+            raise InputError(
+                f"{where}: {feature!r} at place {column}; give numbers from 0 to {total - 1}, each once, and "
+                "num_features where offsets are of more features than that"
+            )
+    if (offsets.shape[0] - 1) % total:
+        raise InputError(
+            f"offsets of embedding {spec.name!r}: shape {tuple(offsets.shape)} is not (features * batch + 1,) of "
+            f"{total} features; give num_features, where offsets are of more features than are looked up"
+        )
+    return tuple(columns.get(feature, -1) for feature in range(total))
 
 
 def _check_bags(spec: TableSpec, ids: Tensor, offsets: Any, pooling: Any) -> None:
@@ -115,10 +171,13 @@ def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
     if spec.num_tables == 1:
         return
     where = f"ids of embedding {spec.name!r}"
+    if lookup.places is not None and lookup.shape[-1] == spec.num_tables:
+        return
     if lookup.offsets is not None:
+        each = "bag" if lookup.places is None else "of the features"
         raise InputError(
             f"{where}: with offsets nothing tells which of {spec.num_tables} tables a bag belongs to; give table_ids, "
-            "one for each bag"
+            f"one for each {each}"
         )
     last = [] if lookup.pooling is None else ["L"]
     if lookup.ids.dim() < 2 + len(last) or lookup.shape[-1] != spec.num_tables:

@@ -5,17 +5,19 @@ A `TableSpec` makes the native layout and the stored description.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .. import _core
 from ..errors import OptionError
 from ..numeric import whole, whole_option
 from ..optim.row_state import RowState
-from .initializers import AnyTableOptions, InitialValues, as_arrays, make_table_options
+from .initializers import TABLE_FACTS, AnyTableOptions, InitialValues, as_arrays, make_table_options
 from .names import is_folder_name
 from .tables import FIELD, check_distinct, labels_of
 
@@ -35,12 +37,24 @@ class TableSpec:
     dim: int = field(init=False)  # floats of a row, optimizer state apart
     num_tables: int = field(init=False)
     padding_key: int | None = field(init=False)  # the 64 bits of `padding_idx`
+    # [num_tables] uint64, the last legal id of each table; None where every id of every table is legal
+    last_ids: NDArray[np.uint64] | None = field(init=False, compare=False)
+    drops: tuple[bool, ...] = field(init=False)  # for each table, whether lookups drop ids beyond its last one
 
     def __post_init__(self) -> None:
         # not properties: a step asks for them several times
         object.__setattr__(self, "dim", sum(self.columns))
         object.__setattr__(self, "num_tables", len(self.tables))
         object.__setattr__(self, "padding_key", None if self.padding_idx is None else self.padding_idx % 2**64)
+        last = [(table.ids or 2**64) - 1 for table in self.tables]
+        limited = any(table.ids is not None for table in self.tables)
+        object.__setattr__(self, "last_ids", np.array(last, np.uint64) if limited else None)
+        object.__setattr__(self, "drops", tuple(table.bad_ids == "drop" for table in self.tables) if limited else ())
+
+    @property
+    def legal_ids(self) -> Hashable:
+        """A value that is equal for embeddings that take the same ids of each table."""
+        return self.last_ids is not None and (self.last_ids.tobytes(), self.drops)
 
     @property
     def table_names(self) -> tuple[str | None, ...]:
@@ -60,7 +74,9 @@ class TableSpec:
 
     def plain_tables(self) -> list[dict[str, Any]]:
         """For each table, its options as plain values: how its rows begin."""
-        return [{part: value for part, value in table.as_dict().items() if part != "name"} for table in self.tables]
+        return [
+            {part: value for part, value in table.as_dict().items() if part not in TABLE_FACTS} for table in self.tables
+        ]
 
     def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
         """What marks and snapshots keep of the table, as plain values. `hyper`: the rule's numbers at that step."""

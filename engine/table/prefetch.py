@@ -38,7 +38,7 @@ class _Coming:
         self.lookups = [_copy(lookup) for lookup in lookups]
         self.copied = processor.record_event()
         # where comparing ids would wait for a device, the same memory counts as equal; `hand_over` checks it late
-        self._given = [_places(lookup) for lookup in lookups] if processor.defers_errors else None
+        self._given = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
         self._kept = lookups  # kept, so that nothing else gets their memory
         self.batch: Any = None
         self.made: Any = None  # an event: the batch is made
@@ -47,23 +47,24 @@ class _Coming:
         self.error: BaseException | None = None
 
     def is_of(self, lookups: Sequence[Lookup]) -> bool:
-        if self._given is not None and self._given == [_places(lookup) for lookup in lookups]:
+        if self._given is not None and self._given == [_memory(lookup) for lookup in lookups]:
             return True
         return len(self.lookups) == len(lookups) and all(map(_same, self.lookups, lookups))
 
 
 def _copy(lookup: Lookup) -> Lookup:
-    ids, table_ids, offsets = (None if part is None else part.detach().clone() for part in lookup[:3])
+    ids, table_ids, offsets = (None if part is None else part.detach().clone() for part in lookup.tensors)
     assert ids is not None
-    return Lookup(ids, table_ids, offsets, lookup.pooling)
+    return lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)
 
 
-def _places(lookup: Lookup) -> tuple[Any, ...]:
+def _memory(lookup: Lookup) -> tuple[Any, ...]:
     """A value that is equal for lookups of the same memory to which torch has not written in between."""
-    return lookup.pooling, *(
+    memory = (
         part if part is None else (part.data_ptr(), _version(part), part.dtype, part.shape, part.stride())
-        for part in lookup[:3]
+        for part in lookup.tensors
     )
+    return lookup.pooling, lookup.places, *memory
 
 
 def _version(part: Tensor) -> Any:
@@ -71,9 +72,9 @@ def _version(part: Tensor) -> Any:
 
 
 def _same(one: Lookup, other: Lookup) -> bool:
-    if one.pooling != other.pooling:
+    if one.pooling != other.pooling or one.places != other.places:
         return False
-    for here, there in zip(one[:3], other[:3], strict=True):
+    for here, there in zip(one.tensors, other.tensors, strict=True):
         if here is None or there is None:
             if here is not there:
                 return False

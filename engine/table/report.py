@@ -23,11 +23,11 @@ def metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         counts = {**table.lifecycle.metrics, **announced}
         tiers, (hits, misses) = store.metrics(), store.asked().T
         next(iter(tiers.values())).update(hits=int(hits.sum()), misses=int(misses.sum()))
-        by_table = table.counts.by_table(table.scan)
+        by_table, dropped = table.counts.by_table(table.scan), table.processor.dropped
         return {
-            "table": {"rows": table.counts.rows, "step": table.step, **counts},
+            "table": {"rows": table.counts.rows, "step": table.step, "dropped": int(dropped.sum()), **counts},
             **tiers,
-            "tables": by_label(table.spec.labels, rows=by_table, hits=hits, misses=misses),
+            "tables": by_label(table.spec.labels, rows=by_table, hits=hits, misses=misses, dropped=dropped),
         }
 
 

@@ -101,13 +101,13 @@ def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, segments
 
 def _lookup(node: fx.Node) -> Lookup:
     """The `Lookup` of a node, a lookup or one of its gradients. Their arguments are alike but for the first."""
-    arguments: Any = node.args[1:5]
-    return Lookup(*arguments)
+    arguments: Any = node.args[1:6]
+    return recorded.lookup_of(*arguments)
 
 
 def _segment(node: fx.Node) -> SharedLookup:
     """The segment of a node, a lookup or its gradient."""
-    weights: Any = node.args[5]
+    weights: Any = node.args[6]
     changed = None
     if weights is not None:
         changed = node.prev
@@ -118,7 +118,7 @@ def _segment(node: fx.Node) -> SharedLookup:
 
 def _read(graph: fx.Graph, embedding: fx.Node, node: fx.Node) -> fx.Node:
     """A read in place of a lookup, at the graph's insertion point."""
-    return graph.call_function(row_ops.read, (embedding, _lookup(node), *_given(node.args[5])))
+    return graph.call_function(row_ops.read, (embedding, _lookup(node), *_given(node.args[6])))
 
 
 def _given(weights: Any) -> tuple[Any, ...]:

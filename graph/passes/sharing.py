@@ -16,7 +16,8 @@ def share_batches(module: fx.GraphModule) -> None:
     """Let a pin take the unique rows of an earlier pin of the same lookups by another embedding.
 
     Lookups are the same where the same ops of torch make their tensors of the same tensors. Nothing may write to these
-    tensors anywhere in the step. Embeddings must agree in their number of tables, key type and padding.
+    tensors anywhere in the step. Embeddings must agree in their number of tables, key type, padding
+    and legal ids.
     """
     changed = set().union(*map(written, module.graph.nodes))
     values: dict[Hashable, int] = {}
@@ -27,7 +28,7 @@ def share_batches(module: fx.GraphModule) -> None:
         if is_constant and node.target is row_ops.pin:
             embedding, lookups = node.args
             spec = getattr(module, embedding.target).spec
-            key = (spec.num_tables, spec.key_type, spec.padding_idx, _key(lookups, value_of))
+            key = (spec.num_tables, spec.key_type, spec.padding_idx, spec.legal_ids, _key(lookups, value_of))
             earlier = first.setdefault(key, node)
             if earlier is not node:
                 node.args = (embedding, earlier.args[1], earlier)

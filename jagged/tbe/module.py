@@ -74,7 +74,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         seed: int = 0,
         **unsupported: Any,
     ) -> None:
-        refuse(unsupported, CONSTRUCTOR, type(self).__init__.__kwdefaults__)
+        refuse(unsupported, CONSTRUCTOR, type(self).__init__.__kwdefaults__ or ())
         tables = checked_tables(embedding_specs, table_names)
         features = checked_features(feature_table_map, len(tables))
         parts = parts_of(check_name(name), tables, features, store_options is None)

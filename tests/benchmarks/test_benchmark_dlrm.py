@@ -19,11 +19,6 @@ from dlrm_contenders import Contender, Tierbed, Torch, TorchRec
 from dlrm_model import Batches, Model
 from tier_stores import Mismatch
 
-PEERS = [
-    Torch,
-    pytest.param(TorchRec, marks=pytest.mark.skipif(not dlrm.has_torchrec(), reason=dlrm.WITHOUT)),
-]
-
 
 def small(length: int) -> Model:
     return Model(batch=32, length=length, tables=3, rows=50, bottom=(8,), top=(8,))
@@ -41,7 +36,7 @@ def test_every_section_has_figures_for_sides_that_agree(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of TorchRec and of sparse gradients
 @pytest.mark.parametrize("length", [1, 4])
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("peer", [Torch, TorchRec])
 def test_the_peers_train_the_same_model(peer: type[Torch], length: int) -> None:
     model = small(length)
     ours, theirs = losses(Tierbed(model), model), losses(peer(model), model)

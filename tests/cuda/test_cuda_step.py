@@ -10,7 +10,7 @@ from support.cuda_tables import NO_GPU, DeviceTable, HostSegment, contents_on_ho
 from support.rows import SPECIAL_KEYS, Table
 from tierbed.engine import _core
 from tierbed.engine.ops.cuda import step as cuda
-from tierbed.engine.ops.cuda.batch import Batch
+from tierbed.engine.ops.cuda.batch import Batch, Ids, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.optim.kernel import Kernel, declared
 
@@ -257,7 +257,7 @@ def test_a_step_with_a_capacity_is_captured_in_a_cuda_graph() -> None:
     out = torch.empty_like(grads)
 
     def step() -> None:
-        batch = Batch(device, [(ids, None, None)], 1, None, table.faults)
+        batch = Batch(device, [Segment(ids)], Ids(1), table.faults)
         table.store.insert_missing(batch, table.store.find(batch))
         cuda.gather(batch, table.layout, 0, out)
         rule.update(batch, [grads], [False], [None], table.numbers, table.written, table.faults)

@@ -235,12 +235,17 @@ def test_ops_are_as_their_fakes_say(dtype: torch.dtype, weighted: bool) -> None:
     weights = torch.rand(10, requires_grad=True) if weighted else None
     for ids, offsets in ((ints(10), JAGGED), (ints(10), None), (ints(10), JAGGED.to(torch.int32))):
         torch.library.opcheck(
-            ops.lookup, (embedding.shadow, ids, None, offsets, "mean", weights, embedding.handle), test_utils=OP_CHECKS
+            ops.lookup,
+            (embedding.shadow, ids, None, offsets, "mean", None, weights, embedding.handle),
+            test_utils=OP_CHECKS,
         )
+        if offsets is not None:
+            by_feature = (ids, None, offsets, "mean", [1, -1, -1, 0, -1], weights, embedding.handle)
+            torch.library.opcheck(ops.lookup, (embedding.shadow, *by_feature), test_utils=OP_CHECKS)
         bags = JAGGED[1:].shape if offsets is not None else ()
         torch.library.opcheck(
             ops.lookup_weights_grad,
-            (torch.ones(*bags, DIM, dtype=dtype), ids, None, offsets, "mean", embedding.shadow, embedding.handle),
+            (torch.ones(*bags, DIM, dtype=dtype), ids, None, offsets, "mean", None, embedding.shadow, embedding.handle),
             test_utils=OP_CHECKS,
         )
 

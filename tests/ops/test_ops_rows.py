@@ -37,7 +37,7 @@ class Frozen(Rows):
         return int(self.values.shape[1])
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows: Tensor = ops.lookup(self.shadow, ids, None, None, None, None, self.handle)
+        rows: Tensor = ops.lookup(self.shadow, ids, None, None, None, None, None, self.handle)
         return rows
 
     def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from support.cells import rotated
 from support.cuda_emulation import EmulatedDevice
 from support.rows import Table
 from tierbed.engine.ops.cuda import step
-from tierbed.engine.ops.cuda.batch import Batch, Segment
+from tierbed.engine.ops.cuda.batch import Batch, Ids, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import Layout
 from tierbed.engine.processors.choose import PROCESSORS
@@ -80,11 +80,11 @@ class DeviceTable:
         self.store = CudaFullTable(self.layout, capacity)
 
     def batch(self, segments: Sequence[HostSegment], padding: int | None = None) -> Batch:
-        return Batch(self.device, self.segments(segments), self.table.tables, padding, self.faults)
+        return Batch(self.device, self.segments(segments), Ids(self.table.tables, padding), self.faults)
 
     def segments(self, segments: Sequence[HostSegment]) -> list[Segment]:
         return [
-            (
+            Segment(
                 tensor(self.device, keys, np.uint64),
                 None if tables is None else tensor(self.device, tables, np.int64),
                 bags if bags is None or isinstance(bags, int) else tensor(self.device, bags, np.int64),

@@ -3,7 +3,7 @@
 #include <stdexcept>
 
 #include "cached_tier.h"
-#include "ops/native/thread_pool.h"
+#include "workers/native/thread_pool.h"
 
 namespace tierbed {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "ops/native/thread_pool.h"
+#include "workers/native/thread_pool.h"
 
 namespace tierbed {
 namespace {

@@ -1,6 +1,6 @@
 #include "write_behind.h"
 
-#include "ops/native/thread_pool.h"
+#include "workers/native/thread_pool.h"
 #include "store/native/row_list.h"
 
 namespace tierbed {

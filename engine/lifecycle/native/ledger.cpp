@@ -4,7 +4,7 @@
 #include <numeric>
 #include <tuple>
 
-#include "ops/native/thread_pool.h"
+#include "workers/native/thread_pool.h"
 
 namespace tierbed {
 namespace {

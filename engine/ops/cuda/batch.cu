@@ -18,12 +18,37 @@ extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i6
     });
 }
 
+// What the tables of an embedding take for an id.
+struct Ids {
+    u64 padding;
+    const u64* last;  // [num_tables], the last legal id of each table, or null
+    const u8* drops;  // [num_tables], whether ids beyond it are padding, and no mistake
+    u64* dropped;     // [num_tables], counts them
+    u32 has_padding, num_tables;
+
+    // The table of an id, or NONE where the id is no row.
+    TIERBED_FN u32 table(u64 key, u64 table, u32* faults) const {
+        if (has_padding && key == padding) return NONE;
+        if (table >= num_tables) {
+            atomicOr(faults, BAD_TABLE);
+            return NONE;
+        }
+        if (!last || key <= last[table]) return static_cast<u32>(table);
+        if (drops[table])
+            atomicAdd(&dropped[table], u64{1});
+        else
+            atomicOr(faults, BAD_ID);
+        return NONE;
+    }
+};
+
 // A lookup's positions [n] -> hashes, tables and, unless null, sources (output rows) from `first` on.
 // Bags: by begins [bags + 1], or of `length` ids each. table_ids [bags], or null where bag b is of table b %
-// num_tables.
+// num_tables. places [features]: the column of each feature, or -1, where begins are of features * batch bags; there
+// table_ids are [columns].
 extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const i64* begins, u64 bags, u64 length,
-                                    u64 n, u32 num_tables, u32 has_padding, u64 padding, u64 first, u64 first_source,
-                                    u64* hashes, u32* tables, u32* sources, u32* faults) {
+                                    u64 n, const __grid_constant__ Ids ids, const i32* places, u64 columns, u64 batch,
+                                    u64 first, u64 first_source, u64* hashes, u32* tables, u32* sources, u32* faults) {
     for_each(n, [&](u64 i) {
         u64 bag = begins ? 0 : i / length;
         if (begins)  // the last bag that begins at i or before
@@ -34,16 +59,15 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
                 else
                     end = middle;
             }
-        const u64 key = keys[i];
-        u64 table = table_ids ? static_cast<u64>(table_ids[bag]) : bag % num_tables;
-        if (has_padding && key == padding) {
-            table = NONE;
-        } else if (table >= num_tables) {
-            atomicOr(faults, BAD_TABLE);
-            table = NONE;
+        const i32 column = places ? places[bag / batch] : 0;
+        u32 table = NONE;
+        if (column >= 0) {
+            const u64 owner = places ? static_cast<u64>(column) : bag;
+            table = ids.table(keys[i], table_ids ? static_cast<u64>(table_ids[owner]) : owner % ids.num_tables, faults);
+            if (places) bag = bag % batch * columns + static_cast<u64>(column);
         }
-        hashes[first + i] = hash_row(static_cast<u32>(table), key);
-        tables[first + i] = static_cast<u32>(table);
+        hashes[first + i] = hash_row(table, keys[i]);
+        tables[first + i] = table;
         if (sources) sources[first + i] = static_cast<u32>(first_source + bag);
     });
 }

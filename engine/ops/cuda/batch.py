@@ -9,19 +9,51 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..segments import features_of
 from .device import Argument, Device, launch
 from .program import Program
 
-# keys [n] int64, table ids [bags] int64 or None; None for no bags, their length, or offsets [bags + 1] int64
-Segment = tuple[Tensor, Tensor | None, int | Tensor | None]
-
 _PROGRAM = Program("ops/cuda/batch.cu")
+_IDS = np.dtype(
+    [("padding", "<u8"), ("last", "<u8"), ("drops", "<u8"), ("dropped", "<u8"), ("has_padding", "<u4"),
+     ("num_tables", "<u4")], align=True
+)  # fmt: skip
+
+
+class Segment(NamedTuple):
+    """The ids of one lookup."""
+
+    keys: Tensor  # [n] int64
+    tables: Tensor | None = None  # [bags] int64, or [columns] with places
+    bags: int | Tensor | None = None  # None for no bags, their length, or offsets [bags + 1] int64
+    places: tuple[int, ...] | None = None  # as `Lookup.places`
+
+
+@dataclass(frozen=True)
+class Ids:
+    """What the tables of an embedding take for ids. `last` and `drops` are [num_tables], as of `TableSpec`, or None."""
+
+    num_tables: int
+    padding: int | None = None
+    last: Tensor | None = None  # uint64 as int64
+    drops: Tensor | None = None  # bool
+
+    def struct(self, dropped: Tensor | None) -> np.ndarray:
+        """The argument of kernels. dropped [num_tables] int64 counts dropped ids."""
+        ids = np.zeros((), _IDS)
+        ids["padding"], ids["has_padding"] = self.padding or 0, self.padding is not None
+        ids["num_tables"] = self.num_tables
+        for name, tensor in (("last", self.last), ("drops", self.drops), ("dropped", dropped)):
+            ids[name] = 0 if tensor is None else tensor.data_ptr()
+        return ids
 
 
 @dataclass(frozen=True)
@@ -35,6 +67,8 @@ class LookupSpan:
     length: int  # positions a bag, where there are no begins
     begins: Tensor | None
     pooled: bool
+    features: Tensor | None  # [columns] int32, the feature of each column; None without places
+    places: Tensor | None  # [features] int32, the column of each feature or -1
 
 
 @dataclass(frozen=True)
@@ -52,7 +86,7 @@ def rows_of(device: Device, tables: NDArray[np.uint32], keys: NDArray[np.uint64]
     """A batch of rows [n] that the host names, each once; its unique rows are in this order."""
     owners = torch.from_numpy(tables.astype(np.int64)).to(device.torch_device)
     ids = torch.from_numpy(keys.view(np.int64)).to(device.torch_device)
-    return Batch(device, [(ids, owners, None)], int(tables.max(initial=0)) + 1, None, faults)
+    return Batch(device, [Segment(ids, owners)], Ids(int(tables.max(initial=0)) + 1), faults)
 
 
 def one_row(device: Device, table: int, key: int, faults: Tensor) -> Batch:
@@ -72,11 +106,10 @@ def _lines_in(pinned: Batch, rows: Batch, faults: Tensor) -> Tensor:
     count = pinned.unique
     if count == 0:
         return torch.zeros_like(rows.lines)
-    segments: list[Segment] = [
-        (batch.keys, batch.tables[: batch.unique].to(torch.int64), None) for batch in (pinned, rows)
-    ]
-    most = 1 + max(int(tables.max()) for _, tables, _ in segments if tables is not None and len(tables))
-    index = Batch(rows.device, segments, most, None, faults).inverse[count:]
+    owners = [batch.tables[: batch.unique].to(torch.int64) for batch in (pinned, rows)]
+    segments = [Segment(batch.keys, tables) for batch, tables in zip((pinned, rows), owners, strict=True)]
+    most = 1 + max(int(tables.max()) for tables in owners if len(tables))
+    index = Batch(rows.device, segments, Ids(most), faults).inverse[count:]
     lines = pinned.lines[index.clamp(max=count - 1).to(torch.int64)]
     return torch.where(index < count, lines, 0)
 
@@ -89,6 +122,14 @@ def keys_of(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
     return keys
 
 
+@cache
+def _on_device(places: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """`LookupSpan.features` and `LookupSpan.places`."""
+    given = (features_of(places).view(np.int32), np.array(places, np.int32))
+    features, columns = (torch.from_numpy(part).to(device) for part in given)
+    return features, columns
+
+
 class Batch:
     """The unique rows of lookups in order of first occurrence; `count` [1] says how many, the arrays are as long as
     positions.
@@ -97,23 +138,26 @@ class Batch:
     batch's table; a batch that is made ahead of its step has a word of its own.
     """
 
-    def __init__(
-        self, device: Device, segments: Sequence[Segment], num_tables: int, padding: int | None, faults: Tensor
-    ) -> None:
+    def __init__(self, device: Device, segments: Sequence[Segment], ids: Ids, faults: Tensor) -> None:
         self.device = device
         self.wrong = torch.zeros_like(faults)  # with the ids
+        # [num_tables], ids that were dropped; None where no table drops any
+        self.dropped = None if ids.drops is None else torch.zeros_like(ids.drops, dtype=torch.int64)
         self.lookups: list[LookupSpan] = []
         self.size = self.sources = 0
-        for keys, _, bags in segments:
-            self._add(keys, bags)
+        for segment in segments:
+            self._add(segment)
         self.pooled = any(lookup.pooled for lookup in self.lookups)
         hashes, tables = self.empty(torch.int64), self.empty(torch.int32)
         self._sources = self.empty(torch.int32) if self.pooled else None
-        for lookup, (keys, table_ids, _) in zip(self.lookups, segments, strict=True):
+        legal = ids.struct(self.dropped)
+        for lookup, segment in zip(self.lookups, segments, strict=True):
+            parts = lookup.bags if lookup.begins is None else len(lookup.begins) - 1
+            columns = 1 if lookup.features is None else len(lookup.features)
             self._run(
-                "hash_ids", lookup.size, keys, table_ids, lookup.begins, np.uint64(lookup.bags),
-                np.uint64(lookup.length), np.uint64(lookup.size), np.uint32(num_tables), np.uint32(padding is not None),
-                np.uint64(padding or 0), np.uint64(lookup.begin), np.uint64(lookup.source), hashes, tables,
+                "hash_ids", lookup.size, segment.keys, segment.tables, lookup.begins, np.uint64(parts),
+                np.uint64(lookup.length), np.uint64(lookup.size), legal, lookup.places, np.uint64(columns),
+                np.uint64(lookup.bags // columns), np.uint64(lookup.begin), np.uint64(lookup.source), hashes, tables,
                 self._sources, self.wrong,
             )  # fmt: skip
         self._find_unique(hashes, tables)
@@ -179,14 +223,20 @@ class Batch:
         """An uninitialised tensor [size], of at least one element."""
         return torch.empty(max(self.size, 1), dtype=dtype, device=self.device.torch_device)[: self.size]
 
-    def _add(self, keys: Tensor, bags: int | Tensor | None) -> None:
-        size, count, length, begins = len(keys), len(keys), 1, None
+    def _add(self, segment: Segment) -> None:
+        keys, _, bags, places = segment
+        size, count, length, begins, features, columns = len(keys), len(keys), 1, None, None, None
         if isinstance(bags, Tensor):
             count, length, begins = len(bags) - 1, 0, torch.empty_like(bags)
             self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), begins, self.wrong)
         elif bags is not None:
             count, length = size // bags, bags
-        self.lookups.append(LookupSpan(self.size, self.sources, size, count, length, begins, bags is not None))
+        if places is not None:
+            features, columns = _on_device(places, keys.device)
+            count = count // len(columns) * len(features)
+        self.lookups.append(
+            LookupSpan(self.size, self.sources, size, count, length, begins, bags is not None, features, columns)
+        )
         self.size += size
         self.sources += count
 

@@ -8,7 +8,7 @@ from ...errors import CapacityError, InputError, TierbedError
 from .batch import Batch
 from .device import Device
 
-NO_ROOM, BAD_TABLE, BAD_OFFSETS = 1, 2, 4  # as in items.h
+NO_ROOM, BAD_TABLE, BAD_OFFSETS, BAD_ID = 1, 2, 4, 16  # as in items.h
 CHANGED = 8
 
 
@@ -43,6 +43,11 @@ class Faults:
             return InputError(f"table_ids of {where}: one is not from 0 to {self._num_tables - 1}. {since}")
         if found & BAD_OFFSETS:
             return InputError(f"offsets of {where}: they do not ascend from 0 to the number of ids. {since}")
+        if found & BAD_ID:
+            return InputError(
+                f"ids of {where}: one is no id of its table, whose ids are 0 to ids - 1; correct the ids, or make the "
+                f"table with a larger ids, ids=None for any id, or bad_ids='drop' to leave such ids out. {since}"
+            )
         if found & CHANGED:
             return InputError(
                 f"ids of {where}: between being announced and their step they were changed by what torch does not see, "

@@ -20,6 +20,6 @@ TIERBED_FN void for_each(u64 n, const Body& body) {
 }
 
 // What a kernel found that the host must raise, at the latest at the next call.
-constexpr u32 NO_ROOM = 1, BAD_TABLE = 2, BAD_OFFSETS = 4;
+constexpr u32 NO_ROOM = 1, BAD_TABLE = 2, BAD_OFFSETS = 4, BAD_ID = 16;
 
 }  // namespace tierbed

@@ -1,4 +1,5 @@
 // What a step and the tiers do with lines by their addresses: gather and pool to the output, copy, initialise, assign.
+#include "ops/kernels/bags.h"
 #include "ops/kernels/hash.h"
 #include "layout.h"
 #include "ops/kernels/pool.h"
@@ -15,17 +16,17 @@ TIERBED_FN void gather_rows(const u64* lines, const i32* inverse, u64 n, void* o
     });
 }
 
-// The ids of a lookup, in bags; begins [bags + 1], or null for bags of `length`.
-struct Bags {
+// The ids of a lookup, in bags.
+struct PooledIds {
     const i32* inverse;
     const float* weights;
-    const i64* begins;
-    u64 count, length;
+    u64 count;
     u32 mean;
+    Bags bags;
 
-    TIERBED_FN u64 begin(u64 bag) const { return begins ? static_cast<u64>(begins[bag]) : bag * length; }
+    TIERBED_FN u64 begin(u64 bag) const { return bags.begin(bag); }
     TIERBED_FN Bag at(u64 bag) const {
-        const u64 first = begin(bag), last = begin(bag + 1);
+        const u64 first = bags.begin(bag), last = bags.end(bag);
         return Bag{inverse + first, weights ? weights + first : nullptr,
                    last < first ? 0 : static_cast<u32>(last - first), mean != 0};
     }
@@ -33,28 +34,29 @@ struct Bags {
 
 // out [bags, dim]
 template <class Type>
-TIERBED_FN void pool_rows(const u64* lines, const Bags& bags, void* out) {
+TIERBED_FN void pool_rows(const u64* lines, const PooledIds& ids, void* out) {
     auto* rows = static_cast<typename Type::Stored*>(out);
-    for_each_item<COLUMN_LANES>(bags.count, [&](Tile tile, u64 bag) {
-        pool_row<Type>(tile, rows + bag * SHAPE.dim, lines, bags.at(bag), SHAPE.dim);
+    for_each_item<COLUMN_LANES>(ids.count, [&](Tile tile, u64 bag) {
+        pool_row<Type>(tile, rows + ids.bags.row(bag) * SHAPE.dim, lines, ids.at(bag), SHAPE.dim);
     });
 }
 
 // grads [bags, dim] -> out [n]
 template <class Type>
-TIERBED_FN void pool_weights_grads(const u64* lines, const Bags& bags, const void* grads, float* out) {
+TIERBED_FN void pool_weights_grads(const u64* lines, const PooledIds& ids, const void* grads, float* out) {
     const auto* rows = static_cast<const typename Type::Stored*>(grads);
-    for_each_item<WARP>(bags.count, [&](Tile tile, u64 bag) {
-        pool_weights_grad<Type>(tile, out + bags.begin(bag), lines, bags.at(bag), rows + bag * SHAPE.dim, SHAPE.dim);
+    for_each_item<WARP>(ids.count, [&](Tile tile, u64 bag) {
+        pool_weights_grad<Type>(tile, out + ids.begin(bag), lines, ids.at(bag), rows + ids.bags.row(bag) * SHAPE.dim,
+                                SHAPE.dim);
     });
 }
 
 // scales [n]: what the gradient of each position is multiplied by, its weight and for a mean its share of the bag
-extern "C" __global__ void scale_positions(Bags bags, float* scales) {
-    for_each(bags.count, [&](u64 number) {
-        const Bag bag = bags.at(number);
+extern "C" __global__ void scale_positions(PooledIds ids, float* scales) {
+    for_each(ids.count, [&](u64 number) {
+        const Bag bag = ids.at(number);
         const float share = bag.mean ? 1.0f / static_cast<float>(rows_of(bag)) : 1.0f;
-        float* out = scales + bags.begin(number);
+        float* out = scales + ids.begin(number);
         for (u32 i = 0; i < bag.count; ++i) out[i] = bag.weights ? bag.weights[i] * share : share;
     });
 }
@@ -68,23 +70,23 @@ extern "C" __global__ void gather_float16(const u64* lines, const i32* inverse, 
 extern "C" __global__ void gather_bfloat16(const u64* lines, const i32* inverse, u64 n, void* out) {
     gather_rows<BFloat16>(lines, inverse, n, out);
 }
-extern "C" __global__ void pool_float32(const u64* lines, Bags bags, void* out) {
-    pool_rows<Float32>(lines, bags, out);
+extern "C" __global__ void pool_float32(const u64* lines, PooledIds ids, void* out) {
+    pool_rows<Float32>(lines, ids, out);
 }
-extern "C" __global__ void pool_float16(const u64* lines, Bags bags, void* out) {
-    pool_rows<Float16>(lines, bags, out);
+extern "C" __global__ void pool_float16(const u64* lines, PooledIds ids, void* out) {
+    pool_rows<Float16>(lines, ids, out);
 }
-extern "C" __global__ void pool_bfloat16(const u64* lines, Bags bags, void* out) {
-    pool_rows<BFloat16>(lines, bags, out);
+extern "C" __global__ void pool_bfloat16(const u64* lines, PooledIds ids, void* out) {
+    pool_rows<BFloat16>(lines, ids, out);
 }
-extern "C" __global__ void weights_grad_float32(const u64* lines, Bags bags, const void* grads, float* out) {
-    pool_weights_grads<Float32>(lines, bags, grads, out);
+extern "C" __global__ void weights_grad_float32(const u64* lines, PooledIds ids, const void* grads, float* out) {
+    pool_weights_grads<Float32>(lines, ids, grads, out);
 }
-extern "C" __global__ void weights_grad_float16(const u64* lines, Bags bags, const void* grads, float* out) {
-    pool_weights_grads<Float16>(lines, bags, grads, out);
+extern "C" __global__ void weights_grad_float16(const u64* lines, PooledIds ids, const void* grads, float* out) {
+    pool_weights_grads<Float16>(lines, ids, grads, out);
 }
-extern "C" __global__ void weights_grad_bfloat16(const u64* lines, Bags bags, const void* grads, float* out) {
-    pool_weights_grads<BFloat16>(lines, bags, grads, out);
+extern "C" __global__ void weights_grad_bfloat16(const u64* lines, PooledIds ids, const void* grads, float* out) {
+    pool_weights_grads<BFloat16>(lines, ids, grads, out);
 }
 
 // Copies line from[i] to to[i]; 0 in either stays.

@@ -20,8 +20,10 @@ _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 _TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 
 _BAGS = np.dtype(
-    [("inverse", "<u8"), ("weights", "<u8"), ("begins", "<u8"), ("count", "<u8"), ("length", "<u8"), ("mean", "<u4")],
-    align=True,
+    [("offsets", "<u8"), ("length", "<u8"), ("features", "<u8"), ("columns", "<u4"), ("batch", "<u4")], align=True
+)
+_POOLED_IDS = np.dtype(
+    [("inverse", "<u8"), ("weights", "<u8"), ("count", "<u8"), ("mean", "<u4"), ("bags", _BAGS)], align=True
 )
 _PART = np.dtype([("rows", "<u8"), ("begin", "<u4")], align=True)
 _SOURCES = np.dtype(
@@ -46,8 +48,8 @@ def gather(
     lookup, name = batch.lookups[index], _NAMES[out.dtype]
     program = layout.program(LINES)
     if lookup.pooled:
-        bags = _bags(batch, lookup, mean, weights)
-        launch(layout.device, program, f"pool_{name}", lookup.bags, lanes_for(layout.dim), batch.views, bags, out)
+        ids = _pooled(batch, lookup, mean, weights)
+        launch(layout.device, program, f"pool_{name}", lookup.bags, lanes_for(layout.dim), batch.views, ids, out)
         return
     inverse = batch.inverse[lookup.begin :]
     lanes = lanes_for((layout.dim + 3) // 4)
@@ -60,8 +62,8 @@ def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: T
     """grads [bags, dim] as gathered -> out [n] float32, the gradient of each weight, 0 for padding."""
     lookup = batch.lookups[index]
     kernel = f"weights_grad_{_NAMES[grads.dtype]}"
-    bags = _bags(batch, lookup, mean, None)
-    launch(layout.device, layout.program(LINES), kernel, lookup.bags, WARP, batch.views, bags, grads, out)
+    ids = _pooled(batch, lookup, mean, None)
+    launch(layout.device, layout.program(LINES), kernel, lookup.bags, WARP, batch.views, ids, grads, out)
 
 
 class RuleKernels:
@@ -239,13 +241,18 @@ def lanes_for(words: int) -> int:
     return min(1 << max(words - 1, 0).bit_length(), 32)
 
 
-def _bags(batch: Batch, lookup: LookupSpan, mean: bool, weights: Tensor | None) -> np.ndarray:
-    bags = np.zeros((), _BAGS)
-    bags["inverse"] = batch.inverse.data_ptr() + 4 * lookup.begin
-    bags["weights"] = 0 if weights is None else weights.data_ptr()
-    bags["begins"] = 0 if lookup.begins is None else lookup.begins.data_ptr()
-    bags["count"], bags["length"], bags["mean"] = lookup.bags, lookup.length, mean
-    return bags
+def _pooled(batch: Batch, lookup: LookupSpan, mean: bool, weights: Tensor | None) -> np.ndarray:
+    ids = np.zeros((), _POOLED_IDS)
+    ids["inverse"] = batch.inverse.data_ptr() + 4 * lookup.begin
+    ids["weights"] = 0 if weights is None else weights.data_ptr()
+    ids["count"], ids["mean"] = lookup.bags, mean
+    offsets = 0 if lookup.begins is None else lookup.begins.data_ptr()
+    features, columns, batch_size = 0, 0, 0
+    if lookup.features is not None:
+        features, columns = lookup.features.data_ptr(), len(lookup.features)
+        batch_size = lookup.bags // columns
+    ids["bags"] = (offsets, lookup.length, features, columns, batch_size)
+    return ids
 
 
 def _scales(batch: Batch, layout: Layout, means: Sequence[bool], weights: Sequence[Tensor | None]) -> Tensor | None:
@@ -254,6 +261,6 @@ def _scales(batch: Batch, layout: Layout, means: Sequence[bool], weights: Sequen
         return None
     scales = batch.empty(torch.float32)
     for lookup, mean, given in zip(batch.lookups, means, weights, strict=True):
-        bags, part = _bags(batch, lookup, mean, given), scales[lookup.begin :]
-        launch(layout.device, layout.program(LINES), "scale_positions", lookup.bags, 1, bags, part)
+        ids, part = _pooled(batch, lookup, mean, given), scales[lookup.begin :]
+        launch(layout.device, layout.program(LINES), "scale_positions", lookup.bags, 1, ids, part)
     return scales[batch.groups.order]

@@ -1,26 +1,29 @@
 #include "batch.h"
 
 #include <algorithm>
+#include <mutex>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-#include "thread_pool.h"
+#include "workers/native/thread_pool.h"
 
 namespace tierbed {
 namespace {
 
 constexpr std::size_t CHUNK = 4096;  // positions a task; fixed, so that the order does not depend on threads
 
-// Positions [begin, end) of a segment.
+// Positions [begin, end) of a segment; with features, of the feature of one column.
 struct Chunk {
     const Segment* segment;
     std::size_t first;  // the segment's first position in the batch
     std::size_t source;
     std::size_t begin, end;
+    u32 column;
 };
 
-// Calls body(i, table, bag) for each position i of a chunk, counted within the segment.
+// Calls body(i, table, row) for each position i of a chunk and the output row of its bag, counted within the segment.
 template <class Body>
 void for_each_position(const Chunk& chunk, u32 num_tables, const Body& body) {
     const Segment& segment = *chunk.segment;
@@ -32,18 +35,22 @@ void for_each_position(const Chunk& chunk, u32 num_tables, const Body& body) {
         }
         return;
     }
-    std::size_t bag = 0;
-    if (segment.offsets)
-        bag = static_cast<std::size_t>(
-                  std::upper_bound(segment.offsets, segment.offsets + segment.bags + 1, static_cast<i64>(chunk.begin)) -
-                  segment.offsets) -
-              1;
-    else
-        bag = chunk.begin / segment.length;
+    const Bags& bags = segment.bags;
+    const u32 columns = bags.features ? bags.columns : 1;
+    const i64* const offsets =
+        bags.features ? bags.offsets + static_cast<u64>(bags.features[chunk.column]) * bags.batch : bags.offsets;
+    const std::size_t parts = bags.features ? bags.batch : segment.count;
+    std::size_t bag = offsets ? static_cast<std::size_t>(std::upper_bound(offsets, offsets + parts + 1,
+                                                                          static_cast<i64>(chunk.begin)) -
+                                                         offsets) -
+                                    1
+                              : chunk.begin / bags.length;
     u32 turn = static_cast<u32>(bag % num_tables);
     for (std::size_t i = chunk.begin; i < chunk.end; ++bag) {
-        const u32 table = segment.tables ? segment.tables[bag] : turn;
-        for (const std::size_t end = std::min(chunk.end, segment.bag_begin(bag + 1)); i < end; ++i) body(i, table, bag);
+        const u32 table = bags.features ? segment.tables[chunk.column] : segment.tables ? segment.tables[bag] : turn;
+        const std::size_t last = offsets ? static_cast<std::size_t>(offsets[bag + 1]) : (bag + 1) * bags.length;
+        for (const std::size_t end = std::min(chunk.end, last); i < end; ++i)
+            body(i, table, bag * columns + chunk.column);
         if (++turn == num_tables) turn = 0;
     }
 }
@@ -51,9 +58,11 @@ void for_each_position(const Chunk& chunk, u32 num_tables, const Body& body) {
 // Positions by chunk, and the same grouped by bucket. Threads write to chunks, or to buckets, of their own.
 class Grouping {
 public:
-    // `inverse` takes -1 for padding. pooled: whether to keep the output row of each entry as well.
+    // `inverse` takes -1 for padding. pooled: whether to keep the output row of each entry as well. beyond(table, key,
+    // position) is told of ids that are not legal, which are taken as padding.
+    template <class Beyond>
     Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding, i32* inverse,
-             bool pooled);
+             bool pooled, const LegalIds& legal, const Beyond& beyond);
 
     Grouped grouped;
     Buffer<u32> sources;  // of the entries, where pooled
@@ -70,20 +79,22 @@ private:
     std::vector<std::size_t> ends_;  // of each chunk and bucket, the end of its entries in the bucket
 };
 
+template <class Beyond>
 Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding,
-                   i32* inverse, bool pooled)
+                   i32* inverse, bool pooled, const LegalIds& legal, const Beyond& beyond)
     : chunks_(chunks), held_(chunks.size()), ends_(chunks.size() * BUCKETS, 0) {
     if (n >= NONE / 4)
         throw std::invalid_argument("a batch of " + std::to_string(n) + " ids is too large; split it below 2^30");
     hashed_ = Buffer<Entry>(n);
     Buffer<u32> source_of(pooled ? n : 0);
+    const u64* const last = legal.last.empty() ? nullptr : legal.last.data();
     parallel_for(chunks.size(), [&](std::size_t c) {
         const Chunk& chunk = chunks[c];
         std::size_t* counts = &ends_[c * BUCKETS];
         const std::size_t start = chunk.first + chunk.begin;
         std::size_t held = start;
         const u64* keys = chunk.segment->keys;
-        for_each_position(chunk, num_tables, [&](std::size_t i, u32 table, std::size_t bag) {
+        const auto hash_id = [&](auto limited, std::size_t i, u32 table, std::size_t row) {
             const u32 position = static_cast<u32>(chunk.first + i);
             if (padding && keys[i] == *padding) {
                 inverse[position] = -1;
@@ -92,11 +103,23 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
             if (table >= num_tables)
                 throw std::out_of_range("table id " + std::to_string(table) + " at position " +
                                         std::to_string(position));
+            if constexpr (decltype(limited)::value)
+                if (keys[i] > last[table]) {
+                    inverse[position] = -1;
+                    beyond(table, keys[i], position);
+                    return;
+                }
             const u64 hash = hash_row(table, keys[i]);
-            if (pooled) source_of[held] = static_cast<u32>(chunk.source + bag);
+            if (pooled) source_of[held] = static_cast<u32>(chunk.source + row);
             hashed_[held++] = Entry{hash, table, position};
             ++counts[bucket_of(hash)];
-        });
+        };
+        const auto with = [&](auto limited) {
+            for_each_position(chunk, num_tables, [&](std::size_t i, u32 table, std::size_t row) {
+                hash_id(limited, i, table, row);
+            });
+        };
+        last ? with(std::true_type{}) : with(std::false_type{});
         held_[c] = held - start;
     });
     std::size_t total = 0;
@@ -135,9 +158,45 @@ void Grouping::invert(const std::size_t* first, const u32* local, i32* inverse) 
     });
 }
 
-void append_chunks(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source) {
-    for (std::size_t begin = 0; begin < segment.n; begin += CHUNK)
-        chunks.push_back({&segment, first, source, begin, std::min(segment.n, begin + CHUNK)});
+// Appends the positions [begin, end) of a segment to `chunks`.
+void append_chunks(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source,
+                   std::size_t begin, std::size_t end, u32 column = 0) {
+    for (; begin < end; begin += CHUNK)
+        chunks.push_back({&segment, first, source, begin, std::min(end, begin + CHUNK), column});
+}
+
+// Appends the positions of features that are looked up, in their order in memory. `inverse` takes -1 for the others.
+void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source,
+                     i32* inverse) {
+    const Bags& bags = segment.bags;
+    std::vector<u32> columns(bags.columns);
+    std::iota(columns.begin(), columns.end(), u32{0});
+    std::sort(columns.begin(), columns.end(), [&](u32 a, u32 b) { return bags.features[a] < bags.features[b]; });
+    std::size_t done = 0;
+    for (const u32 column : columns) {
+        const i64* const offsets = bags.offsets + static_cast<u64>(bags.features[column]) * bags.batch;
+        const auto begin = static_cast<std::size_t>(offsets[0]), end = static_cast<std::size_t>(offsets[bags.batch]);
+        std::fill(inverse + done, inverse + begin, -1);
+        append_chunks(chunks, segment, first, source, begin, end, column);
+        done = end;
+    }
+    std::fill(inverse + done, inverse + segment.n, -1);
+}
+
+Deduplicated::LookupSpan span_of(const Segment& segment, std::size_t begin, std::size_t source) {
+    Deduplicated::LookupSpan span{begin, source, segment, {}, {}};
+    span.segment.keys = nullptr;
+    span.segment.tables = nullptr;
+    Bags& bags = span.segment.bags;
+    if (bags.offsets) {
+        span.offsets = Buffer<i64>(segment.parts + 1);
+        bags.offsets = std::copy_n(bags.offsets, segment.parts + 1, span.offsets.data()) - (segment.parts + 1);
+    }
+    if (bags.features) {
+        span.features = Buffer<u32>(bags.columns);
+        bags.features = std::copy_n(bags.features, bags.columns, span.features.data()) - bags.columns;
+    }
+    return span;
 }
 
 u32 power_of_two_at_least(std::size_t n) {
@@ -149,34 +208,47 @@ u32 power_of_two_at_least(std::size_t n) {
 }  // namespace
 
 Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
-    const Segment all{keys, tables, n, n, 1, nullptr, false};
+    const Segment all{keys, tables, n, n, {}, 0, false};
     std::vector<Chunk> chunks;
-    append_chunks(chunks, all, 0, 0);
-    return std::move(Grouping(chunks, n, NONE, std::nullopt, nullptr, false).grouped);
+    append_chunks(chunks, all, 0, 0, 0, n);
+    const auto beyond = [](u32, u64, u32) {};
+    return std::move(Grouping(chunks, n, NONE, std::nullopt, nullptr, false, {}, beyond).grouped);
 }
 
-Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding) {
-    std::vector<Chunk> chunks;
+Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
+                           const LegalIds& legal)
+    : dropped(legal.last.size()) {
     for (const Segment& segment : segments) {
-        append_chunks(chunks, segment, size, sources);
-        LookupSpan lookup{size, sources, segment, {}};
-        lookup.segment.keys = nullptr;
-        lookup.segment.tables = nullptr;
-        if (segment.offsets) {
-            lookup.offsets = Buffer<i64>(segment.bags + 1);
-            std::copy_n(segment.offsets, segment.bags + 1, lookup.offsets.data());
-            lookup.segment.offsets = lookup.offsets.data();
-        }
-        lookups.push_back(std::move(lookup));
+        lookups.push_back(span_of(segment, size, sources));
         size += segment.n;
-        sources += segment.bags;
+        sources += segment.count;
         if (sources >= NONE / 4)
             throw std::invalid_argument("a batch of " + std::to_string(sources) +
                                         " bags is too large; split it below 2^30");
         pooled = pooled || segment.pooled;
     }
     inverse = Buffer<i32>(size);
-    const Grouping grouping(chunks, size, num_tables, padding, inverse.data(), pooled);
+    std::vector<Chunk> chunks;
+    for (std::size_t k = 0; k < segments.size(); ++k) {
+        const Segment& segment = segments[k];
+        const LookupSpan& span = lookups[k];
+        if (segment.bags.features)
+            append_features(chunks, segment, span.begin, span.source, inverse.data() + span.begin);
+        else
+            append_chunks(chunks, segment, span.begin, span.source, 0, segment.n);
+    }
+    std::mutex mutex;
+    u32 earliest = NONE;  // position of an id that is a mistake
+    const auto beyond = [&](u32 table, u64 key, u32 position) {
+        const std::lock_guard lock(mutex);
+        if (legal.drops[table]) {
+            ++dropped[table];
+        } else if (position < earliest) {
+            earliest = position;
+            illegal.emplace(table, key);
+        }
+    };
+    const Grouping grouping(chunks, size, num_tables, padding, inverse.data(), pooled, legal, beyond);
     const Grouped& grouped = grouping.grouped;
     const std::size_t n = grouped.entries.size();
     Buffer<u32> local(n);

@@ -2,8 +2,10 @@
 #pragma once
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
+#include "ops/kernels/bags.h"
 #include "ops/kernels/deduplicate.h"
 #include "layout.h"
 #include "memory.h"
@@ -12,17 +14,19 @@ namespace tierbed {
 
 // The ids of one lookup, in bags that each give one row of its output; without pooling every id is a bag of its own.
 struct Segment {
-    const u64* keys;     // [n]
-    const u32* tables;   // [bags], or null where bag b is of table b % num_tables
-    std::size_t n;       // positions
-    std::size_t bags;    // rows of the output
-    std::size_t length;  // positions a bag, where there are no offsets
-    const i64* offsets;  // [bags + 1] ascending from 0 to n, or null
+    const u64* keys;          // [n]
+    const u32* tables;        // [bags], or [columns] with features; null where bag b is of table b % num_tables
+    std::size_t n;            // positions; with features, also those of features that are not looked up
+    std::size_t count;        // bags, each a row of the output
+    Bags bags;                // offsets ascend from 0 to n
+    std::size_t parts;        // of the offsets, if there are any
     bool pooled;
+};
 
-    std::size_t bag_begin(std::size_t bag) const {
-        return offsets ? static_cast<std::size_t>(offsets[bag]) : bag * length;
-    }
+// Which ids are legal.
+struct LegalIds {
+    std::vector<u64> last;    // by table; empty where every id of every table is legal
+    std::vector<bool> drops;  // by table: whether an id beyond `last` is padding, and no mistake
 };
 
 // Rows grouped by bucket, within one in the order of their positions.
@@ -36,7 +40,8 @@ Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 
 // What follows from the ids of lookups alone, which batches of several tables share: nothing changes it.
 struct Deduplicated {
-    Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding);
+    Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
+                 const LegalIds& legal);
 
     // A segment as the batch keeps it: ids and table ids are no longer needed.
     struct LookupSpan {
@@ -44,6 +49,7 @@ struct Deduplicated {
         std::size_t source;  // its first row among the output rows of all segments
         Segment segment;     // `keys` and `tables` null
         Buffer<i64> offsets;
+        Buffer<u32> features;
     };
 
     std::vector<LookupSpan> lookups;
@@ -58,6 +64,8 @@ struct Deduplicated {
     Buffer<u32> occurrence_sources;         // [size - padding] their output rows, empty where those are the positions
     Buffer<u32> offsets;                    // [unique + 1]
     std::size_t bucket_begin[BUCKETS + 1];  // unique rows by bucket
+    std::vector<u64> dropped;               // by table, ids that were dropped; empty where every id is legal
+    std::optional<std::pair<u32, u64>> illegal;  // the first (table, key) that is a mistake, taken as padding
 };
 
 // Unique rows, and where one table has them.

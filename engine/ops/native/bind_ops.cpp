@@ -3,26 +3,28 @@
 
 #include "bind.h"
 #include "instruction_sets.h"
-#include "thread_pool.h"
+#include "workers/native/thread_pool.h"
 #include "step.h"
 #include "update.h"
 
 namespace tierbed {
 namespace {
 
-// (keys [n], tables [bags] or None, None | bag length | offsets [bags + 1]); `kept` holds the arrays alive
+// (keys [n], tables [bags] or None, None | bag length | offsets [parts + 1]), and with features (features [columns],
+// batch) after them; `kept` holds the arrays alive
 Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
     const auto array = [&](auto values) {
         kept.push_back(nb::cast(values));
         return values;
     };
     const auto keys = array(as<InVector<u64>>(given[0], "keys must be contiguous uint64"));
-    Segment segment{keys.data(), nullptr, keys.size(), keys.size(), 1, nullptr, false};
+    Segment segment{keys.data(), nullptr, keys.size(), keys.size(), {}, 0, false};
     if (nb::isinstance<nb::int_>(given[2])) {
+        const auto length = nb::cast<std::size_t>(given[2]);
         segment.pooled = true;
-        segment.length = nb::cast<std::size_t>(given[2]);
-        require(segment.length > 0 ? keys.size() % segment.length == 0 : keys.size() == 0, "bags differ in length");
-        segment.bags = segment.length > 0 ? keys.size() / segment.length : 0;
+        segment.bags.length = length;
+        require(length > 0 ? keys.size() % length == 0 : keys.size() == 0, "bags differ in length");
+        segment.count = length > 0 ? keys.size() / length : 0;
     } else if (!given[2].is_none()) {
         const auto offsets = array(as<InVector<i64>>(given[2], "offsets must be contiguous int64"));
         require(offsets.size() > 0 && offsets.data()[0] == 0 &&
@@ -30,12 +32,28 @@ Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
                     std::is_sorted(offsets.data(), offsets.data() + offsets.size()),
                 "offsets must ascend from 0 to the number of keys");
         segment.pooled = true;
-        segment.offsets = offsets.data();
-        segment.bags = offsets.size() - 1;
+        segment.bags.offsets = offsets.data();
+        segment.count = segment.parts = offsets.size() - 1;
+    }
+    if (given.size() > 3) {
+        const auto features = array(as<InVector<u32>>(given[3], "features must be contiguous uint32"));
+        const auto batch = nb::cast<std::size_t>(given[4]);
+        require(segment.bags.offsets && !given[1].is_none(), "features need offsets and table ids");
+        std::vector<bool> seen(batch > 0 ? segment.parts / batch : 0);
+        for (std::size_t i = 0; i < features.size(); ++i) {
+            const u32 feature = features.data()[i];
+            require(batch == 0 || (feature < seen.size() && !seen[feature]), "each feature once, of those in offsets");
+            if (batch > 0) seen[feature] = true;
+        }
+        segment.bags.features = features.data();
+        segment.bags.columns = static_cast<u32>(features.size());
+        segment.bags.batch = static_cast<u32>(batch);
+        segment.count = features.size() * batch;
     }
     if (!given[1].is_none()) {
         const auto tables = array(as<InVector<u32>>(given[1], "table ids must be contiguous uint32"));
-        require(tables.size() == segment.bags, "one table id for each bag");
+        const std::size_t owners = segment.bags.features ? segment.bags.columns : segment.count;
+        require(tables.size() == owners, "one table id for each bag, or for each feature");
         segment.tables = tables.data();
     }
     return segment;
@@ -50,21 +68,29 @@ void bind_batch(nb::module_& m) {
     nb::class_<Batch>(m, "Batch")
         .def(
             "__init__",
-            [](Batch* self, nb::sequence segments, u32 num_tables, std::optional<u64> padding) {
+            [](Batch* self, nb::sequence segments, u32 num_tables, std::optional<u64> padding,
+               std::optional<InVector<u64>> last_ids, std::vector<bool> drops) {
                 std::vector<nb::object> kept;
                 std::vector<Segment> views;
                 for (nb::handle item : segments) views.push_back(segment_from(nb::cast<nb::tuple>(item), kept));
                 require(num_tables > 0, "num_tables must be positive");
+                LegalIds legal;
+                if (last_ids) legal = {{last_ids->data(), last_ids->data() + last_ids->size()}, std::move(drops)};
+                require(!last_ids || (legal.last.size() == num_tables && legal.drops.size() == num_tables),
+                        "last_ids and drops must be [num_tables]");
                 nb::gil_scoped_release unlocked;
-                new (self) Batch(std::make_shared<const Deduplicated>(views, num_tables, padding));
+                new (self) Batch(std::make_shared<const Deduplicated>(views, num_tables, padding, legal));
             },
-            nb::arg("segments"), nb::arg("num_tables"), nb::arg("padding").none())
+            nb::arg("segments"), nb::arg("num_tables"), nb::arg("padding").none(),
+            nb::arg("last_ids").none() = nb::none(), nb::arg("drops") = std::vector<bool>{})
         .def(
             "sibling", [](const Batch& batch) { return new Batch(batch.shared()); },
             nb::call_guard<nb::gil_scoped_release>())
         .def_ro("size", &Batch::size)
         .def_ro("sources", &Batch::sources)
         .def_ro("unique", &Batch::unique)
+        .def_prop_ro("dropped", [](const Batch& batch) { return batch.shared()->dropped; })
+        .def_prop_ro("illegal", [](const Batch& batch) { return batch.shared()->illegal; })
         .def_prop_ro("keys", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).keys(), self); })
         .def_prop_ro("tables", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).tables, self); })
         .def_prop_ro("lines", [](nb::handle_t<Batch> self) { return view(nb::cast<Batch&>(self).lines, self); })
@@ -137,7 +163,7 @@ void require_outputs(const Batch& batch, const Layout& layout, std::size_t looku
                      const Pooling& pooling) {
     require(rows.dtype() == (pooling.type == FloatType::float32 ? nb::dtype<float>() : nb::dtype<u16>()),
             "rows must be float32, or uint16 where dtype has 16 bits");
-    require(rows.shape(0) == batch.lookups[lookup].segment.bags && rows.shape(1) == layout.shape.dim,
+    require(rows.shape(0) == batch.lookups[lookup].segment.count && rows.shape(1) == layout.shape.dim,
             "rows must be [outputs, dim]");
 }
 

@@ -12,10 +12,6 @@ namespace {
 constexpr Tile ONE_THREAD{0, 1};
 constexpr std::size_t ROW_BYTES_AHEAD = 8192;  // bytes of rows that are fetched before they are read
 
-std::size_t bag_begin(const GatherJob& job, std::size_t bag) {
-    return job.offsets ? static_cast<std::size_t>(job.offsets[bag]) : bag * job.length;
-}
-
 u64 line_at(const GatherJob& job, std::size_t position) {
     const i32 row = job.inverse[position];
     return row < 0 ? 0 : job.lines[row];
@@ -30,17 +26,19 @@ std::size_t distance(u32 row_bytes) {
 template <class Type>
 void gather(const GatherJob& job, std::size_t begin, std::size_t end) {
     auto* out = static_cast<typename Type::Stored*>(job.out);
-    const i32* const last = job.inverse + bag_begin(job, end);
+    const i32* const last = job.inverse + job.n;
+    if (!job.pooled) {
+        for (std::size_t i = begin; i < end; ++i) {
+            fetch_ahead(job.lines, job.inverse + i, last, job.dim);
+            gather_row<Type>(ONE_THREAD, out + i * job.dim, line_at(job, i), job.dim);
+        }
+        return;
+    }
     for (std::size_t bag = begin; bag < end; ++bag) {
-        const std::size_t first = bag_begin(job, bag), next = bag_begin(job, bag + 1);
+        const std::size_t first = job.bags.begin(bag), next = job.bags.end(bag);
         const Bag rows{job.inverse + first, job.weights ? job.weights + first : nullptr, static_cast<u32>(next - first),
                        job.mean, last};
-        if (job.pooled)
-            pool_row<Type>(ONE_THREAD, out + bag * job.dim, job.lines, rows, job.dim);
-        else {
-            fetch_ahead(job.lines, rows.inverse, last, job.dim);
-            gather_row<Type>(ONE_THREAD, out + bag * job.dim, line_at(job, bag), job.dim);
-        }
+        pool_row<Type>(ONE_THREAD, out + job.bags.row(bag) * job.dim, job.lines, rows, job.dim);
     }
 }
 
@@ -48,10 +46,10 @@ template <class Type>
 void weights_grad(const WeightsGradJob& job, std::size_t begin, std::size_t end) {
     const auto* grads = static_cast<const typename Type::Stored*>(job.grads);
     for (std::size_t bag = begin; bag < end; ++bag) {
-        const std::size_t first = bag_begin(job.lookup, bag), next = bag_begin(job.lookup, bag + 1);
+        const std::size_t first = job.lookup.bags.begin(bag), next = job.lookup.bags.end(bag);
         const Bag rows{job.lookup.inverse + first, nullptr, static_cast<u32>(next - first), job.lookup.mean, nullptr};
-        pool_weights_grad<Type>(ONE_THREAD, job.out + first, job.lookup.lines, rows, grads + bag * job.lookup.dim,
-                                job.lookup.dim);
+        pool_weights_grad<Type>(ONE_THREAD, job.out + first, job.lookup.lines, rows,
+                                grads + job.lookup.bags.row(bag) * job.lookup.dim, job.lookup.dim);
     }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 
+#include "ops/kernels/bags.h"
 #include "ops/kernels/gradients.h"
 #include "ops/kernels/line.h"
 
@@ -12,13 +13,13 @@ enum class FloatType : u32 { float32 = 0, float16 = 1, bfloat16 = 2 };
 constexpr u32 FLOAT_TYPES = 3;
 constexpr std::size_t ROWS = 1024;  // rows or bags a task
 
-// Output rows [begin, end) of one lookup.
+// Bags [begin, end) of one lookup.
 struct GatherJob {
     const u64* lines;      // [unique]
-    const i32* inverse;    // [positions of the lookup]
-    const i64* offsets;    // [bags + 1], or null for bags of `length`
-    const float* weights;  // [positions of the lookup] or null
-    std::size_t length;
+    const i32* inverse;    // [n], the positions of the lookup
+    std::size_t n;
+    Bags bags;
+    const float* weights;  // [n] or null
     u32 dim;
     bool pooled, mean;
     void* out;

@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "instruction_sets.h"
-#include "thread_pool.h"
+#include "workers/native/thread_pool.h"
 
 namespace tierbed {
 namespace {
@@ -29,8 +29,8 @@ GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
     GatherJob job{};
     job.lines = batch.views.size() ? batch.views.data() : batch.lines.data();
     job.inverse = batch.inverse.data() + of.begin;
-    job.offsets = of.segment.offsets;
-    job.length = of.segment.length;
+    job.n = of.segment.n;
+    job.bags = of.segment.bags;
     job.dim = layout.shape.dim;
     job.pooled = of.segment.pooled;
     return job;
@@ -54,7 +54,7 @@ void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const 
     job.weights = pooling.weights;
     job.out = out;
     const auto run = loops().gather[static_cast<u32>(pooling.type)];
-    parallel_ranges(batch.lookups[lookup].segment.bags, ROWS,
+    parallel_ranges(batch.lookups[lookup].segment.count, ROWS,
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
@@ -63,7 +63,7 @@ void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, 
     WeightsGradJob job{job_of(batch, layout, lookup), grads, out};
     job.lookup.mean = pooling.mean;
     const auto run = loops().weights_grad[static_cast<u32>(pooling.type)];
-    parallel_ranges(batch.lookups[lookup].segment.bags, ROWS,
+    parallel_ranges(batch.lookups[lookup].segment.count, ROWS,
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 

@@ -6,7 +6,7 @@
 #include "ops/kernels/catch_up.h"
 #include "ops/kernels/pool.h"
 #include "instruction_sets.h"
-#include "thread_pool.h"
+#include "workers/native/thread_pool.h"
 
 namespace tierbed {
 namespace {
@@ -27,9 +27,10 @@ Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>&
     for (std::size_t k = 0; k < grads.size(); ++k) {
         const Batch::LookupSpan& lookup = batch.lookups[k];
         const Pooling& pooling = grads[k].pooling;
-        parallel_ranges(lookup.segment.bags, ROWS, [&](std::size_t from, std::size_t to) {
+        const Bags& bags = lookup.segment.bags;
+        parallel_ranges(lookup.segment.count, ROWS, [&](std::size_t from, std::size_t to) {
             for (std::size_t bag = from; bag < to; ++bag) {
-                const std::size_t begin = lookup.segment.bag_begin(bag), end = lookup.segment.bag_begin(bag + 1);
+                const std::size_t begin = bags.begin(bag), end = bags.end(bag);
                 const Bag rows{&batch.inverse[lookup.begin + begin], nullptr, static_cast<u32>(end - begin), true,
                                nullptr};
                 const float share = pooling.mean ? 1.0f / static_cast<float>(rows_of(rows)) : 1.0f;

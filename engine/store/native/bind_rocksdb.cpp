@@ -1,7 +1,6 @@
 // The binding of RocksDB.
 #include "ops/native/bind.h"
 
-#include <nanobind/stl/pair.h>
 
 #ifdef TIERBED_ROCKSDB
 #include "packed_row.h"

@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "packed_row.h"
-#include "ops/native/thread_pool.h"
+#include "workers/native/thread_pool.h"
 
 namespace tierbed {
 namespace {

@@ -17,7 +17,7 @@
 
 #include "ops/kernels/hash.h"
 #include "packed_row.h"
-#include "ops/native/thread_pool.h"
+#include "workers/native/thread_pool.h"
 #include "rocksdb_status.h"
 
 namespace tierbed {

@@ -18,7 +18,7 @@
 #include <sys/types.h>
 
 #include "ops/native/layout.h"
-#include "ops/native/read_threads.h"
+#include "workers/native/read_threads.h"
 #include "rocksdb_checkpoint.h"
 #include "rocksdb_fence.h"
 #include "rocksdb_metrics.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "packed_row.h"
-#include "ops/native/thread_pool.h"
+#include "workers/native/thread_pool.h"
 #include "row_list.h"
 
 namespace tierbed {

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -16,8 +17,6 @@
 #include <vector>
 
 #include <sys/types.h>
-
-#include "ops/kernels/portable.h"
 
 namespace tierbed {
 
@@ -41,7 +40,7 @@ private:
         std::size_t places;            // how many threads may still come
         std::size_t present = 0;       // threads at work, the caller left out
         std::atomic<std::size_t> next{0};
-        std::atomic<u64> wait_ns{0}, work_ns{0};
+        std::atomic<std::uint64_t> wait_ns{0}, work_ns{0};
         std::exception_ptr failure;
     };
 

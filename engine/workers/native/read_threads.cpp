@@ -9,10 +9,10 @@
 namespace tierbed {
 namespace {
 
-u64 now(clockid_t clock) {
+std::uint64_t now(clockid_t clock) {
     timespec time;
     clock_gettime(clock, &time);
-    return static_cast<u64>(time.tv_sec) * 1'000'000'000 + static_cast<u64>(time.tv_nsec);
+    return static_cast<std::uint64_t>(time.tv_sec) * 1'000'000'000 + static_cast<std::uint64_t>(time.tv_nsec);
 }
 
 // Blocks that this thread had to read from a disk. Only these count as waiting: a thread waits for a core, too.
@@ -89,9 +89,9 @@ void ReadThreads::work() {
 }
 
 void ReadThreads::take(Call& call) {
-    u64 wait = 0, work = 0;
+    std::uint64_t wait = 0, work = 0;
     for (std::size_t i; (i = call.next.fetch_add(1)) < call.tasks;) {
-        const u64 began = now(CLOCK_MONOTONIC), worked = now(CLOCK_THREAD_CPUTIME_ID);
+        const std::uint64_t began = now(CLOCK_MONOTONIC), worked = now(CLOCK_THREAD_CPUTIME_ID);
         const long before = blocks_read();
         try {
             call.task(i);
@@ -100,7 +100,7 @@ void ReadThreads::take(Call& call) {
             if (!call.failure) call.failure = std::current_exception();
             call.next = call.tasks;
         }
-        const u64 busy = now(CLOCK_THREAD_CPUTIME_ID) - worked;
+        const std::uint64_t busy = now(CLOCK_THREAD_CPUTIME_ID) - worked;
         work += busy;
         if (blocks_read() != before) wait += std::max(now(CLOCK_MONOTONIC) - began, busy) - busy;
     }
@@ -110,7 +110,7 @@ void ReadThreads::take(Call& call) {
 
 void ReadThreads::learn(const Call& call) {
     if (call.tasks < cores_) return;  // too few to tell
-    const double ratio = static_cast<double>(call.wait_ns) / static_cast<double>(std::max<u64>(call.work_ns, 1));
+    const double ratio = static_cast<double>(call.wait_ns) / static_cast<double>(std::max<std::uint64_t>(call.work_ns, 1));
     const double wanted = static_cast<double>(cores_) * (1 + std::min(ratio, static_cast<double>(limit_)));
     wanted_ = std::clamp<std::size_t>((wanted_ + static_cast<std::size_t>(wanted) + 1) / 2, 1, limit_);
 }

@@ -1,0 +1,30 @@
+"""benchmarks/jagged_regroup.py at tiny sizes: it runs, and what differs from FBGEMM has no figure."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.figures import check_quick_run
+from support.places import BENCHMARKS
+from tierbed.jagged import KeyedTensor
+
+sys.path.insert(0, str(BENCHMARKS))
+import jagged_regroup
+from tier_stores import Mismatch
+
+
+@pytest.mark.slow
+def test_it_has_figures_where_both_sides_agree(tmp_path: Path) -> None:
+    check_quick_run(jagged_regroup, tmp_path)
+
+
+def test_an_output_four_millionths_off_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = jagged_regroup.regroup_figures(quick=True)
+    assert [figure.bar for figure in figures] == [0.25, 0.2]
+    regroup = KeyedTensor.regroup
+    monkeypatch.setattr(KeyedTensor, "regroup", lambda *given: [part * (1 + 4e-6) for part in regroup(*given)])
+    with pytest.raises(Mismatch, match=r"tensor 0 is .* of its largest magnitude apart"):
+        jagged_regroup.regroup_figures(quick=True)

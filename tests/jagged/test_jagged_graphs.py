@@ -1,0 +1,195 @@
+"""A graph does not take jagged or keyed tensors, compiles them anew, or reads their values while it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+
+from support.examples import examples
+from support.graphs import FEW
+from support.jagged import Features, features
+from tierbed.engine.errors import GraphError
+from tierbed.graph import Graph
+from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, VariableBatchKeyedJaggedTensor
+from tierbed.jagged.tensors.traced import TracedFeature
+
+
+class Calls(Graph):
+    """A graph whose step is one function of its argument."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.function = function
+        self.add_optimizer(torch.optim.SGD([self.scale], lr=0.1))
+
+    def build(self, given: Any) -> Any:
+        self.scale.square().backward()
+        return self.function(given)
+
+
+def made(drawn: Features) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(**drawn.arguments())
+
+
+def parts(jagged: Any) -> list[Any]:
+    weights = jagged.weights_or_none()
+    return [jagged.values().tolist(), jagged.offsets().tolist(), None if weights is None else weights.tolist()]
+
+
+def rebuilt(given: KeyedJaggedTensor) -> list[Any]:
+    """New ones, made by all that needs no value."""
+    again = KeyedJaggedTensor(given.keys(), given.values() + 1, given.weights_or_none(), given.lengths())
+    keys = given.keys()
+    twice = KeyedJaggedTensor([f"second {key}" for key in keys], *parts_of(given), offsets=given.offsets())
+    whole = JaggedTensor(*parts_of(given), offsets=given.offsets())
+    return [again, KeyedJaggedTensor.concat([again, twice]), KeyedJaggedTensor.from_jt_dict({"whole": whole}), whole]
+
+
+def parts_of(given: KeyedJaggedTensor) -> tuple[Tensor, Tensor | None]:
+    return given.values(), given.weights_or_none()
+
+
+def check_same(made: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(made, expected, strict=True):
+        assert type(one) is type(other)
+        assert parts(one) == parts(other)
+        assert isinstance(one, JaggedTensor) or one.keys() == other.keys()
+
+
+@given(features(keys=["user", "item", "shop"], min_batch=2))
+@examples(0.5)
+def test_a_step_has_the_bags_of_a_plain_call(drawn: Features) -> None:
+    given = made(drawn)
+    *tensors, padded, stride = Calls(
+        lambda given: [*rebuilt(given), rebuilt(given)[3].to_padded_dense(3, -1), given.stride()]
+    )(given)
+    check_same(tensors, rebuilt(given))
+    assert tensors[0].length_per_key() == given.length_per_key()
+    assert padded.tolist() == rebuilt(given)[3].to_padded_dense(3, -1).tolist()
+    assert stride == drawn.batch
+
+
+@pytest.mark.usefixtures("few_steps_of_their_own")
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_step_for_many_sizes_has_the_bags_of_each(weighted: bool) -> None:
+    graph = Calls(lambda given: [*rebuilt(given), rebuilt(given)[3].to_padded_dense(3, -1)])
+    generator = torch.Generator().manual_seed(3)
+    for count in range(6):
+        lengths = torch.randint(1, 5, (4 + 2 * count,), generator=generator)
+        total = int(lengths.sum())
+        weights = torch.rand(total) if weighted else None
+        given = KeyedJaggedTensor(["a", "b"], torch.arange(total), weights, lengths)
+        *tensors, padded = graph(given)
+        check_same(tensors, rebuilt(given))
+        assert padded.tolist() == rebuilt(given)[3].to_padded_dense(3, -1).tolist()
+    assert len(graph.why_recompiled()) == FEW
+
+
+def test_what_was_read_before_a_call_does_not_change_its_signature() -> None:
+    graph = Calls(lambda given: given.values() + 1)
+    first, second = (KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=torch.tensor([2, 1, 1, 1])) for _ in "12")
+    graph(first)
+    second.to_dict()
+    second.length_per_key()
+    second.lengths()
+    assert graph(second).tolist() == [1, 2, 3, 4, 5]
+    assert graph.why_recompiled() == []
+
+
+REMEDIES = {
+    "kjt['a']": lambda given: given["a"].values(),
+    "split": lambda given: given.split([1, 1])[0].values(),
+    "permute": lambda given: given.permute([1, 0]).values(),
+    "to_dict": lambda given: given.to_dict()["a"].values(),
+    "length_per_key": lambda given: given.values() * given.length_per_key()[0],
+    "offset_per_key": lambda given: given.values() * given.offset_per_key()[1],
+}
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_what_needs_the_values_of_one_key_names_the_remedy(name: str) -> None:
+    given = KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=torch.tensor([2, 1, 1, 1]))
+    REMEDIES[name](given)
+    with pytest.raises(GraphError, match=r"a dict of JaggedTensors.* padded=\{key: length\}"):
+        Calls(REMEDIES[name])(given)
+
+
+@pytest.mark.parametrize(
+    ("function", "remedy"),
+    [
+        (lambda given: given["a"].to_dense()[0], "give desired_length"),
+        (lambda given: given["a"].to_padded_dense(), "give desired_length"),
+        (lambda given: given["a"].validate(), "on what the graph is given"),
+    ],
+)
+def test_what_needs_values_names_the_remedy(function: Callable[[Any], Any], remedy: str) -> None:
+    with pytest.raises(GraphError, match=remedy):
+        Calls(function)({"a": JaggedTensor(torch.arange(5), lengths=torch.tensor([2, 3]))})
+
+
+def test_a_dict_of_jagged_tensors_is_the_remedy() -> None:
+    graph = Calls(lambda given: (given["a"].values() * 2, given["b"].to_padded_dense(2), given))
+    given = KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=torch.tensor([2, 1, 0, 2])).to_dict()
+    doubled, padded, same = graph(given)
+    assert doubled.tolist() == [0, 2, 4]
+    assert padded.tolist() == [[0, 0], [3, 4]]
+    assert parts(same["b"]) == parts(given["b"])
+
+
+def test_a_traced_feature_has_lengths_and_its_padded_form_and_else_names_the_remedy() -> None:
+    def feature(given: KeyedJaggedTensor) -> TracedFeature:
+        return TracedFeature(given.values(), given.weights_or_none(), given.offsets()[2:], "say it otherwise")
+
+    def known(given: KeyedJaggedTensor) -> list[Tensor]:
+        one = feature(given)
+        return [one.lengths(), one.offsets(), one.to_padded_dense(2, -1)]
+
+    given = KeyedJaggedTensor(["a", "b"], torch.arange(6), torch.rand(6), lengths=torch.tensor([2, 1, 0, 3]))
+    lengths, offsets, padded = Calls(known)(given)
+    assert (lengths.tolist(), offsets.tolist(), padded.tolist()) == ([0, 3], [0, 0, 3], [[-1, -1], [3, 4]])
+    for unknown in (
+        lambda given: feature(given).values(),
+        lambda given: feature(given).weights(),
+        lambda given: feature(given).weights_or_none(),
+        lambda given: feature(given).to_dense(),
+        feature,
+    ):
+        with pytest.raises(GraphError, match=r"say it otherwise|desired_length"):
+            Calls(unknown)(given)
+
+
+def test_variable_batch_sizes_go_through_a_graph_and_refuse_to_be_read() -> None:
+    arguments = (torch.tensor([2, 1, 2]), None, [1, 2], (["a", "b"], torch.tensor([[0, 0, 0], [0, 1, 1]])))
+    given = VariableBatchKeyedJaggedTensor(["a", "b"], torch.arange(5), None, *arguments)
+    same, strides, inverse = Calls(lambda given: (given, given.strides(), given.inverse_indices_or_none()[1]))(given)
+    assert parts(same) == parts(given)
+    assert (strides.tolist(), inverse.tolist()) == ([1, 2], [[0, 0, 0], [0, 1, 1]])
+    with pytest.raises(GraphError, match=r"use strides\(\)"):
+        Calls(lambda given: given.stride_per_key()[0])(given)
+
+
+def test_a_step_regroups_keyed_tensors_with_the_gradients_of_a_plain_call() -> None:
+    class Scaled(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(1.0, 6.0))
+            self.add_optimizer(torch.optim.SGD([self.weight], lr=1.0))
+
+        def build(self, given: KeyedTensor) -> Any:
+            scaled = KeyedTensor(given.keys(), given.length_per_key(), given.values() * self.weight)
+            first, second = KeyedTensor.regroup([scaled], [["c", "a"], ["c"]])
+            (first.sum() + second.sum()).backward()
+            return scaled, first
+
+    graph = Scaled()
+    given = KeyedTensor(["a", "b", "c"], [2, 1, 2], torch.ones(3, 5))
+    scaled, first = graph(given)
+    assert (scaled.keys(), scaled.length_per_key()) == (["a", "b", "c"], [2, 1, 2])
+    assert first[0].tolist() == [4, 5, 1, 2]
+    assert (torch.arange(1.0, 6.0) - graph.weight.detach()).tolist() == [3, 3, 0, 6, 6]
