@@ -12,7 +12,7 @@ from ...engine.spec.inputs import OUTPUT_DTYPES
 
 
 class EmbeddingLocation(IntEnum):
-    """Where a table lives; docs/torchrec.md says which store each of them is."""
+    """Where a table lives: in which store, `TableBatchedEmbeddingBags` says."""
 
     DEVICE = 0
     MANAGED = 1

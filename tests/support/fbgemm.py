@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 
 from tierbed.jagged import ComputeDevice, EmbeddingLocation, TableBatchedEmbeddingBags
-
-with warnings.catch_warnings():  # the wheel for CPUs lacks operators, and says so of each
-    warnings.filterwarnings("ignore", r"[\s\S]*Failed to import: fbgemm_gpu", DeprecationWarning)
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
 TABLES = [(40, 8), (7, 4), (23, 8)]  # rows and dim
 MAP = [0, 0, 1, 1, 2]  # features of a table side by side: FBGEMM updates a row twice, or fails, where they are not
