@@ -55,7 +55,7 @@ def is_op(op: Any) -> bool:
 @contextmanager
 def timed_ops(watch: Stopwatch, graph: Graph, which: Callable[[Any], bool]) -> Iterator[None]:
     """Time torch's ops of the steps that `graph` has compiled: from where they leave Python."""
-    modules = [step.module for step in vars(graph)["_Graph__steps"].values()]
+    modules = [step.module for step in vars(graph)["_Graph__steps"].all()]
     forwards = [type(module).forward for module in modules]
     before = [(node, node.target) for module in modules for node in module.graph.nodes if which(node.target)]
     for node, target in before:

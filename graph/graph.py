@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -27,29 +26,25 @@ from ..engine.signals import uninterrupted
 from .passes.step_end import StepEnd, positive
 from .run.ahead import Announcer
 from .run.attempt import FailedForSizes
-from .run.compiled import CompiledStep, Forward, compile_for_many, compile_step
+from .run.compiled import CompiledStep, Forward, compile_step
 from .run.pipeline import AHEAD, Run, forget_announced, iterate
 from .run.progress import Bar, NoProgress
+from .run.steps import Steps
 from .show.drawing import draw
 from .show.profile import Profile, Timer, profile
 from .show.why import Compiles, facts
 from .state import checkpoint
 from .state.extra_state import check_state, extra_state, load_extra_state, without_rows
 from .state.optimizers import OptimizerSet
+from .trace.arguments import NONE_OPEN, Call, Dims, Given, open_leaves, tensors_spec
 from .trace.built import Built
 from .trace.names import path_of
-from .trace.signature import Structure, call_key, without_sizes
-from .trace.sizes import Sizes
+from .trace.signature import Structure, call_key
+from .trace.sizes import tell_uncompiled
 from .trace.swap import one_trace
 from .trace.trace import trace
 
 STEPS = 64
-
-
-@cache
-def _spec_of(count: int) -> pytree.TreeSpec:
-    """The tree of a call with so many tensors and nothing else. Kept, since flattening takes a while."""
-    return pytree.tree_structure((tuple(range(count)), {}))
 
 
 class Graph(Built):
@@ -79,10 +74,14 @@ class Graph(Built):
         self.__end = StepEnd()
         self.__inductor: dict[str, Any] | None = None
         self.__recorded = False
-        self.__sizes = Sizes[CompiledStep]()
         self.__left: list[None] = []  # an item for each run that was left before its end
-        self.__steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         # two underscores: a subclass may have attributes of any name
+        self.__steps = Steps(STEPS)
+        self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = (
+            tensors_spec(0),
+            NONE_OPEN,
+        )  # of the last call with containers
+        self.__told = False  # whether the log said that compile_dense compiles nothing of a step for many sizes
         self.__structure: Structure | None = None
         self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the previous call, found without hashing
         self.__compiles = Compiles(STEPS)
@@ -197,7 +196,7 @@ class Graph(Built):
             cause.__traceback__ = None  # the frames hold all that the failed step had computed
         own, tensors = self.__compiled(args, kwargs, alone=True)
         result = own.run(tensors, self.__forward)  # if this raises as well, the step for many sizes is not at fault
-        self.__sizes.drop(type(self).__name__, step, cause)
+        self.__steps.drop(type(self).__name__, step, cause)
         return result
 
     def run(self, batches: Iterable[Any], *, ahead: int = AHEAD, progress: bool | str = False) -> Run:
@@ -311,28 +310,39 @@ class Graph(Built):
         if self.__left:
             self.__left.clear()
             forget_announced(self)
+        given = args, kwargs
+        opened = NONE_OPEN
         if not kwargs and all(type(argument) is Tensor for argument in args):
-            leaves, spec = list(args), _spec_of(len(args))
+            inputs = leaves = list(args)
+            spec = tensors_spec(len(args))
         else:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-        signature, tensors = self.__signature(leaves, spec)
+            leaves, spec = pytree.tree_flatten(given)
+            inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            if spec != self.__tree[0]:
+                self.__tree = spec, open_leaves(spec)
+            spec, opened = self.__tree
+        signature, tensors = self.__signature(given, leaves, spec, opened)
         known, step = self.__last
-        if signature != known or alone:
+        if signature != known or alone or (opened and not step.serves(inputs)):
+            call = Call(given, leaves, spec, opened)
             with one_trace, uninterrupted():  # Ctrl-C in the middle of a trace aborts in torch
-                signature, tensors = self.__signature(leaves, spec)  # a trace in another thread may have been under way
-                step = self.__step_for(signature, leaves, spec, tensors, alone)
-            self.__last = signature, step
-        return step, [leaf for leaf in leaves if isinstance(leaf, Tensor)] + tensors
+                # anew: a trace in another thread may have been under way
+                signature, tensors = self.__signature(given, leaves, spec, opened)
+                step = self.__step_for(signature, call, tensors, alone)
+            own = bool(opened) and step.fits is None  # its sizes are not in the signature
+            self.__last = None if own else signature, step
+        return step, inputs + tensors
 
-    def __signature(self, leaves: list[Any], spec: pytree.TreeSpec) -> tuple[Hashable, list[Tensor]]:
+    def __signature(
+        self, given: Given, leaves: list[Any], spec: pytree.TreeSpec, opened: frozenset[int]
+    ) -> tuple[Hashable, list[Tensor]]:
         while self.__structure is None or (live := self.__structure.live()) is None:
             self.__structure = Structure(self)
-            self.__sizes.clear()
             self.__steps.clear()  # no old step can fit again, and they would keep replaced modules alive
         tensors, state = live
         return (
             spec,
-            call_key(leaves, self.build, spec),
+            call_key(leaves, opened, self.build, given),
             state,
             self.__optimizers.key(),
             self.__end.key(),
@@ -340,17 +350,10 @@ class Graph(Built):
             self.__recorded,
         ), tensors
 
-    def __step_for(
-        self, signature: Any, leaves: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor], alone: bool
-    ) -> CompiledStep:
-        if signature in self.__steps:
-            self.__steps.move_to_end(signature)
-            return self.__steps[signature]
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        family = (spec, without_sizes(signature[1], leaves), *signature[2:])
-        known = self.__sizes.find(family, inputs)
-        if known is not None and not alone:
-            return known
+    def __step_for(self, signature: Hashable, call: Call, tensors: list[Tensor], alone: bool) -> CompiledStep:
+        step = self.__steps.find(signature, call, alone)
+        if step is not None:
+            return step
         if detect_fake_mode(tensors):
             raise GraphError(
                 f"build calls the graph {type(self).__name__}, and a graph cannot run inside another; call its "
@@ -358,26 +361,28 @@ class Graph(Built):
             )
         self.__optimizers.attach(self)
         self.__optimizers.refuse_foreign(self)
-        begin = perf_counter()
-        step = None
-        if not alone:
-            step = compile_for_many(self, self.__sizes, family, leaves, spec, tensors, self.__optimizers, self.__end)
-        if step is None:
-            traced = trace(self, leaves, spec, tensors, self.__optimizers)
-            step = compile_step(self, traced, self.__optimizers, self.__end, tensors, self.__inductor, self.__recorded)
-            self.__steps[signature] = step
-            if not alone:
-                self.__sizes.saw(type(self).__name__, family, inputs)
-        elif self.__inductor is not None:
-            self.__sizes.tell_uncompiled(type(self).__name__)
-        why = facts(self, leaves, spec, self.__optimizers, self.__end, self.__inductor, self.__recorded)
-        self.__compiles.add(type(self).__name__, why, perf_counter() - begin)
+        begin, name = perf_counter(), type(self).__name__
+
+        def compiled(changing: Dims | None) -> CompiledStep:
+            traced = trace(self, call, tensors, self.__optimizers, changing)
+            inductor = self.__inductor if changing is None or changing <= call.open else None
+            recorded = self.__recorded and changing is None
+            return compile_step(self, traced, self.__optimizers, self.__end, tensors, inductor, recorded)
+
+        step = self.__steps.make(name, signature, call, alone, compiled)
+        many = step.fits is not None
+        if self.__inductor is not None and many and not step.compiles_dense and not self.__told:
+            self.__told = True
+            tell_uncompiled(name)
+        why = facts(
+            self, call, call.open if many else Dims(), self.__optimizers, self.__end, self.__inductor, self.__recorded
+        )
+        self.__compiles.add(name, why, perf_counter() - begin)
         self.__bound()
         return step
 
     def __bound(self) -> None:
-        if len(self.__steps) > STEPS:
-            self.__steps.popitem(last=False)
+        if self.__steps.drop_oldest():
             warnings.warn(
                 f"{type(self).__name__} was compiled for more than {STEPS} signatures and drops the oldest; "
                 "pass numbers that change at each call as tensors, and pad inputs to few shapes",
@@ -387,10 +392,8 @@ class Graph(Built):
     def __repr__(self) -> str:
         """The modules; after the first call, the code of every compiled step too."""
         modules = super().__repr__()
-        if not self.__steps:
+        compiled = self.__steps.all()
+        if not compiled:
             return f"{modules}\n# not compiled yet: the first call compiles it"
-        steps = (
-            f"# compiled step {i}\n{step.code()}"
-            for i, step in enumerate([*self.__steps.values(), *self.__sizes.steps()])
-        )
+        steps = (f"# compiled step {i}\n{step.code()}" for i, step in enumerate(compiled))
         return "\n\n".join([modules, *steps])

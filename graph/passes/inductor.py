@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
+from torch.utils import _pytree as pytree
 
 from ...engine.errors import GraphError
 from ...engine.ops import row_ops
@@ -38,7 +39,7 @@ class Compiled(nn.Module):
 def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.GraphModule:
     """The same step, with its parts of several pure aten ops compiled for their shapes. Parts are as large as can be.
 
-    Ops that make ids stay as they are. GraphError where Inductor cannot compile.
+    Ops that make ids, and ops on tensors of open sizes, stay as they are. GraphError where Inductor cannot compile.
     """
     fused = CapabilityBasedPartitioner(module, _Pure(module.graph)).partition_and_fuse(prefix="dense_")
     for node in fused.graph.find_nodes(op="call_module", sort=True):
@@ -62,10 +63,18 @@ class _Pure(OperatorSupportBase):
             and not is_random(node.target, node.args)
             and not memory((node, *node.all_input_nodes)) & changed
             and isinstance(node.meta.get("val"), Tensor | tuple | list)
+            and all(map(_has_known_sizes, (node, *node.all_input_nodes)))
         }
 
     def is_node_supported(self, submodules: Mapping[str, nn.Module], node: fx.Node) -> bool:
         return node in self._pure
+
+
+def _has_known_sizes(node: fx.Node) -> bool:
+    """Whether the trace left no size of a node's value open."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    sizes = (size for value in values for size in (value.shape if isinstance(value, Tensor) else (value,)))
+    return not any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _sources_of_ids(graph: fx.Graph) -> set[fx.Node]:

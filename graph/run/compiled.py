@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,8 @@ from ..show.listing import listing
 from ..state.optimizers import OptimizerSet, embeddings_by_shadow, embeddings_of
 from ..trace.built import Built
 from ..trace.names import identifiers, tensor_names
-from ..trace.sizes import Sizes
-from ..trace.trace import Trace, trace
+from ..trace.sizes import Fits
+from ..trace.trace import Trace
 from .attempt import Attempt
 from .captured import Captured
 
@@ -59,6 +59,16 @@ class CompiledStep:
     is_tensor: list[bool]
     captured: Captured | None = None  # set where training steps run as a CUDA graph
     attempt: Attempt | None = None  # set where the step is for many sizes
+    fits: Fits | None = None  # set with it: whether the step serves inputs of these sizes
+
+    def serves(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the step is right for inputs of its signature. One for a single size has all sizes in its key."""
+        return self.fits is None or self.fits(inputs)
+
+    @property
+    def compiles_dense(self) -> bool:
+        """Whether TorchInductor compiled a part of the step."""
+        return bool(self.module.graph.find_nodes(op="call_module"))
 
     def coming(self, tensors: list[Tensor]) -> Coming | None:
         """What a coming run on these tensors trains, as far as it is known. That run raises what is wrong with them."""
@@ -218,28 +228,5 @@ def compile_step(
         returned.is_tensor,
         captured,
         attempt,
+        traced.fits,
     )
-
-
-def compile_for_many(
-    root: Built,
-    sizes: Sizes[CompiledStep],
-    family: Hashable,
-    leaves: list[Any],
-    spec: pytree.TreeSpec,
-    tensors: list[Tensor],
-    optimizers: OptimizerSet,
-    end: StepEnd,
-) -> CompiledStep | None:
-    """A step that serves calls of other sizes as well, where sizes keep changing and such a step can be made."""
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    changing = sizes.changing(family, inputs)
-    if changing is None:
-        return None
-    try:
-        traced = trace(root, leaves, spec, tensors, optimizers, changing)
-        step = compile_step(root, traced, optimizers, end, tensors, None, False)
-    except Exception:  # build looks at a size; any other mistake, a step for these sizes raises as well
-        return None
-    assert traced.fits is not None
-    return step if sizes.add(type(root).__name__, family, traced.fits, step, inputs) else None

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from ..passes.step_end import StepEnd
+from ..trace.arguments import Call, Dims, argument_names
 from ..trace.built import Built
 from ..trace.names import tensor_names
-from ..trace.signature import argument_name
 
 _SHOWN = 6  # the most differences that are shown of one step
 _NO_TENSOR = "no tensor"
@@ -31,10 +30,20 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 log = logging.getLogger("tierbed")
 
 
+class _AnySize:
+    """A size that a step leaves open."""
+
+    def __repr__(self) -> str:
+        return "any"
+
+
+_ANY = _AnySize()
+
+
 class _Tensor(NamedTuple):
     """A tensor as a signature sees it, with the tensor's owner where a step keeps the very object."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int | _AnySize, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
@@ -75,19 +84,23 @@ class Compiles:
 
 def facts(
     root: Built,
-    leaves: list[Any],
-    spec: pytree.TreeSpec,
+    call: Call,
+    opened: Dims,
     optimizers: Iterable[Optimizer],
     end: StepEnd,
     inductor: Mapping[str, Any] | None,
     cuda_graph: bool,
 ) -> Facts:
-    """What a step of `root` for arguments of these leaves depends on, by the user's name for it."""
+    """What a step of `root` for a call depends on, by the user's name for it. opened: dimensions of any size."""
     found: Facts = {}
-    for i, leaf in enumerate(leaves):
-        value = _describe(leaf) if isinstance(leaf, Tensor) else repr(leaf)
-        found["argument", argument_name(root.build, spec, leaves, i)] = value
-    found["arguments", ""] = _Object("structure of lists, tuples, dicts and keywords", str(spec))
+    number = 0
+    for name, leaf in zip(argument_names(root.build, call.given), call.leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            found["argument", name] = _describe(leaf, opened=[d for i, d in opened if i == number])
+            number += 1
+        else:
+            found["argument", name] = repr(leaf)
+    found["arguments", ""] = _Object("structure of lists, tuples, dicts and keywords", str(call.spec))
     found["gradient mode", ""] = torch.is_grad_enabled()
     found["default dtype", ""] = torch.get_default_dtype()
     for kind in ("cpu", "cuda"):
@@ -126,11 +139,10 @@ def _module_facts(path: str, module: nn.Module) -> Facts:
     return found
 
 
-def _describe(tensor: Tensor, identity: int | None = None) -> _Tensor:
+def _describe(tensor: Tensor, identity: int | None = None, opened: Collection[int] = ()) -> _Tensor:
     strides = tensor.stride() if tensor.layout == torch.strided else None
-    return _Tensor(
-        tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout, strides, identity
-    )
+    shape = tuple(_ANY if d in opened else size for d, size in enumerate(tensor.shape))
+    return _Tensor(shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout, strides, identity)
 
 
 def _differences(new: Facts, old: Facts) -> list[str]:

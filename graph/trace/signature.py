@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable
 from enum import Enum
 from itertools import chain
@@ -14,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from ...engine.errors import GraphError
 from ...engine.modules.ranks import refuse_ranks
+from .arguments import Given, argument_names, is_open
 
 _TRAINING = attrgetter("training")
 _MODULE_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -102,29 +101,37 @@ def _modes() -> Hashable:
     return torch.is_grad_enabled(), torch.get_default_dtype(), autocast
 
 
-def call_key(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec) -> tuple[Hashable, ...]:
-    """The key of a call's arguments: tensors by description, plain values by type and value. GraphError for others."""
+def call_key(
+    leaves: list[Any], opened: frozenset[int], build: Callable[..., Any], given: Given
+) -> tuple[Hashable, ...]:
+    """The key of a call's arguments: tensors by description, plain values by type and value. GraphError for others.
+
+    opened: leaves whose first dimension is not in the key.
+    """
     key: list[Hashable] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if leaf.is_nested:
-                raise _no_argument(leaves, build, spec, i)
-            key.append((_DESCRIBE(leaf), leaf.layout, leaf.stride()))
+                raise _no_argument(leaf, argument_names(build, given)[i])
+            if i in opened and is_open(leaf):
+                key.append((leaf.shape[1:], *_DESCRIBE(leaf)[1:]))
+            else:
+                key.append((_DESCRIBE(leaf), leaf.layout, leaf.stride()))
         elif is_plain(leaf):
             # by repr: 0.0 equals -0.0, and nan does not equal itself
             key.append((type(leaf), repr(leaf) if isinstance(leaf, _INEXACT) else leaf))
         else:
-            raise _no_argument(leaves, build, spec, i)
+            raise _no_argument(leaf, argument_names(build, given)[i])
     return tuple(key)
 
 
-def _no_argument(leaves: list[Any], build: Callable[..., Any], spec: pytree.TreeSpec, index: int) -> GraphError:
+def _no_argument(leaf: Any, name: str) -> GraphError:
     """The error for an argument that a step cannot take."""
-    leaf, name = leaves[index], argument_name(build, spec, leaves, index)
     if isinstance(leaf, Tensor):
         return GraphError(
-            f"argument {name} is a nested tensor, which a static graph does not hold; make it contiguous(), with "
-            "layout=torch.jagged, and pass its values() and offsets() as two arguments"
+            f"argument {name} is a nested tensor, which a static graph does not hold; make it with "
+            f"layout=torch.jagged, and pass tierbed.jagged.JaggedTensor.from_nested({name}), or several features by "
+            "tierbed.jagged.KeyedJaggedTensor.from_nested"
         )
     if isinstance(leaf, np.ndarray):
         return GraphError(f"argument {name} is a NumPy array, which a step would freeze; pass torch.from_numpy({name})")
@@ -146,26 +153,6 @@ def without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashabl
         for leaf, one in zip(leaves, key, strict=True)
     )
     return tuple(sizeless)
-
-
-def argument_name(build: Callable[..., Any], spec: pytree.TreeSpec, leaves: list[Any], index: int) -> str:
-    """How the user wrote leaf number `index`: `ids`, `batch['user']`."""
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
-    names = list(inspect.signature(build).parameters)
-    names += [f"number {i}" for i in range(len(names), len(args))]
-    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-        count = len(pytree.tree_leaves(value))
-        if index < count:
-            return name + _path(value, index)
-        index -= count
-    raise IndexError(index)
-
-
-def _path(value: Any, index: int) -> str:
-    try:
-        return pytree.keystr(pytree.tree_flatten_with_path(value)[0][index][0])
-    except ValueError:  # it has an object of a class that was registered without field names
-        return ""
 
 
 def is_plain(value: Any) -> bool:

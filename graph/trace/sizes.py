@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from .arguments import Dims
+
 TRIES = 2  # of a step for many sizes, where none serves other sizes
 OWN = 8  # how many sizes of the same arguments get a step of their own, and the most steps for many sizes
 FAMILIES = 64
@@ -37,7 +39,6 @@ class Sizes(Generic[S]):
 
     def __init__(self) -> None:
         self._families: dict[Hashable, _Family[S]] = {}
-        self._told = False
 
     def clear(self) -> None:
         self._families.clear()
@@ -51,26 +52,29 @@ class Sizes(Generic[S]):
         family = self._families.get(key)
         return next((step for fits, step in family.general if fits(inputs)), None) if family else None
 
-    def changing(self, key: Hashable, inputs: Sequence[Tensor]) -> set[tuple[int, int]] | None:
-        """The (input, dimension) pairs that a new step should leave open; None for a step of these sizes alone."""
+    def changing(self, key: Hashable, inputs: Sequence[Tensor], opened: Dims) -> Dims | None:
+        """The dimensions that a new step should leave open; None where sizes get steps of their own as yet.
+
+        opened: those that containers leave open.
+        """
         family = self._families.get(key)
         if family is None or len(family.seen) < OWN or family.tried == TRIES or family.failed:
             return None
         if not all(tensor.is_contiguous() for tensor in inputs):
             return None
         shapes = _shapes(inputs)
-        dims = {
+        dims = frozenset(
             (i, d)
             for i, shape in enumerate(shapes)
             for d, size in enumerate(shape)
             if any(seen[i][d] != size for seen in family.seen)
-        }
-        if any(shapes[i][d] < 2 for i, d in dims):
+        )
+        if any(shapes[i][d] < 2 for i, d in dims - opened):
             return None  # torch cannot leave sizes 0 and 1 open
-        return dims
+        return dims | opened
 
-    def saw(self, name: str, key: Hashable, inputs: Sequence[Tensor]) -> None:
-        """Note that a step for these sizes alone was made: there was none for many sizes, or none can be made."""
+    def saw(self, name: str, key: Hashable, inputs: Sequence[Tensor], opened: Dims) -> None:
+        """Note that a step was made for these sizes, but for opened ones: there was none for many, or none can be."""
         family = self._families.setdefault(key, _Family())
         if family.tried == TRIES and not family.general and not family.told:
             family.told = True
@@ -81,7 +85,7 @@ class Sizes(Generic[S]):
                 name,
                 OWN,
             )
-        family.tried += self.changing(key, inputs) is not None
+        family.tried += self.changing(key, inputs, opened) is not None
         if len(family.seen) < OWN:
             family.seen.append(_shapes(inputs))
         if len(self._families) > FAMILIES:
@@ -106,29 +110,32 @@ class Sizes(Generic[S]):
         family.general.append((fits, step))
         return True
 
-    def drop(self, name: str, step: S, cause: BaseException | None) -> None:
-        """Drop a step for many sizes that failed where a step for one size did not. Further sizes get their own."""
+    def drop(self, step: S) -> None:
+        """Drop a step for many sizes, if it is one. Further sizes get their own."""
         for family in self._families.values():
             if any(general is step for _, general in family.general):
                 family.general = [(fits, general) for fits, general in family.general if general is not step]
                 family.failed = True
-                log.warning(
-                    "%s: the step that many sizes share failed (%s: %s), and one for the sizes of this call took its "
-                    "place; further sizes get steps of their own: pad inputs to few sizes, such as powers of two",
-                    name,
-                    type(cause).__name__,
-                    cause,
-                )
 
-    def tell_uncompiled(self, name: str) -> None:
-        """Log once that `compile_dense` has no part in steps for many sizes."""
-        if not self._told:
-            self._told = True
-            log.warning(
-                "%s: compile_dense compiles steps for their own sizes; the one that further sizes share runs without "
-                "it: pad inputs to few sizes, such as powers of two",
-                name,
-            )
+
+def tell_failed(name: str, cause: BaseException | None) -> None:
+    """Log that a step for many sizes failed."""
+    log.warning(
+        "%s: the step that many sizes share failed (%s: %s), and one for the sizes of this call took its place; "
+        "further sizes get steps of their own: pad inputs to few sizes, such as powers of two",
+        name,
+        type(cause).__name__,
+        cause,
+    )
+
+
+def tell_uncompiled(name: str) -> None:
+    """Log that `compile_dense` has no part in a step for many sizes."""
+    log.warning(
+        "%s: compile_dense compiles what has known sizes, and the step that further sizes share runs without it: pad "
+        "inputs to few sizes, such as powers of two",
+        name,
+    )
 
 
 def _shapes(inputs: Sequence[Tensor]) -> Shapes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.experimental import _config as symbolic
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -33,9 +35,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.errors import GraphError
 from .alias import is_random
+from .arguments import Call, Dims, argument_names
 from .built import Built
 from .names import name_of, tensor_names
-from .signature import argument_name, is_plain, registered
+from .signature import is_plain, registered
 from .sizes import Fits
 from .swap import changed_setting, swapped, unused_grads
 
@@ -43,6 +46,8 @@ _LIBRARIES = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(torch.__file__).parent, Path(__file__).parents[2] / "engine", Path(__file__).parents[1])
 )
+_INPUT = re.compile(r"L\['t(\d+)'\]")  # input tensor number \1 in a guard of torch
+_COMMON = 64
 _SEED = 0x7165_7262_6564
 BACKWARD = "backward"  # marks, in their meta, nodes that autograd recorded
 LIVE = "live"  # marks, in their meta, placeholders that are parameters or buffers
@@ -69,21 +74,16 @@ class Trace:
 
 
 def trace(
-    root: Built,
-    leaves: list[Any],
-    spec: pytree.TreeSpec,
-    tensors: list[Tensor],
-    optimizers: Iterable[Optimizer],
-    changing: set[tuple[int, int]] | None = None,
+    root: Built, call: Call, tensors: list[Tensor], optimizers: Iterable[Optimizer], changing: Dims | None = None
 ) -> Trace:
-    """Record `root.build` for arguments with these leaves. GraphError for what a static graph cannot hold.
+    """Record `root.build` for the arguments of a call. GraphError for what a static graph cannot hold.
 
-    `tensors` are the parameters and buffers under `root`; a tied one may be repeated. changing: (input tensor,
-    dimension) pairs whose sizes are left open.
+    `tensors` are the parameters and buffers under `root`; a tied one may be repeated. changing: the dimensions whose
+    sizes are left open.
     """
+    leaves, inputs, arguments_of = call.leaves, call.inputs, argument_names(root.build, call.given)
     names = tensor_names(root)
     _refuse_hooks(tensors, names)
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     settings = {
         id(value): (optimizer, name)
@@ -102,7 +102,7 @@ def trace(
         swaps: dict[int, Tensor] = {}
         for fake, live in zip(flat[len(inputs) :], tensors, strict=True):
             swaps.setdefault(id(live), _leaf(fake, live))
-        args, kwargs = pytree.tree_unflatten(arguments, spec)
+        args, kwargs = pytree.tree_unflatten(arguments, call.spec)
         guard = _Guard(root, {**names, **{id(mark): f"{names[live]}.grad" for live, mark in marks.items()}}, settings)
         with swapped(root, optimizers, swaps, names), guard, _NoData():
             result = root.build(*args, **kwargs)
@@ -110,7 +110,7 @@ def trace(
         for i in where:
             if arguments[i].grad is not None:
                 raise GraphError(
-                    f"argument {argument_name(root.build, spec, leaves, i)} requires grad, but a graph keeps no "
+                    f"argument {arguments_of[i]} requires grad, but a graph keeps no "
                     "gradient of its arguments; pass it detached, or use torch.autograd.grad in build"
                 )
         values, out_spec = pytree.tree_flatten(result)
@@ -128,11 +128,14 @@ def trace(
         ]
 
     shapes = None if changing is None else _open_shapes()
+    opened = call.open if changing else Dims()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns gradients on
-    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
+    # sizes that a container leaves open are not taken for unequal to 0 and 1, and are not compared with these
+    any_size = symbolic.patch(backed_size_oblivious=bool(opened))  # type: ignore[attr-defined]
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size:
         # detach: a tensor that is given twice gets two fakes, since another call may give two tensors
-        fakes = [_fake(mode, tensor.detach(), i, changing) for i, tensor in enumerate([*inputs, *tensors])]
+        fakes = [_fake(mode, tensor.detach(), i, changing, opened) for i, tensor in enumerate([*inputs, *tensors])]
         # modules under torch.compile are recorded as what they wrap
         inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
         with unused_grads(tensors) as marks, torch.random.fork_rng(devices=[]), inlined, _raised_alone(), mode:
@@ -155,12 +158,14 @@ def trace(
         node.meta[LIVE] = True
     assert returned is not None
     fits = None if shapes is None else _fits(shapes, fakes[: len(inputs)])
-    return Trace(module, returned, [argument_name(root.build, spec, leaves, i) for i in where], fits)
+    return Trace(module, returned, [arguments_of[i] for i in where], fits)
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, changing: set[tuple[int, int]] | None) -> FakeTensor:
+def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, changing: Dims | None, opened: Dims) -> FakeTensor:
     if changing is None:
         return mode.from_tensor(tensor)
+    if (index, 0) in opened and len(tensor) < 2:  # torch looks at a size where it may be any: let it see a common one
+        tensor = tensor.new_empty((len(tensor) + _COMMON, *tensor.shape[1:]))
     sizes = [DimDynamic.DYNAMIC if (index, d) in changing else DimDynamic.STATIC for d in range(tensor.dim())]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{index}"))
@@ -174,7 +179,11 @@ def _open_shapes() -> ShapeEnv:
 def _fits(shapes: ShapeEnv, fakes: Sequence[Any]) -> Fits:
     """The function that tells whether inputs have the sizes that the recording took for granted."""
     code = shapes.produce_guards_expression(fakes, ignore_static=False)
-    return lambda inputs: code is None or shapes.evaluate_guards_expression(code, inputs)
+    if code is None:
+        return lambda inputs: True
+    code = _INPUT.sub(r"L[\1]", code)
+    fits: Fits = eval(f"lambda L: {code}", dict(SYMPY_INTERP))  # once: torch's own function parses it at each call
+    return fits
 
 
 def _constant(value: Any) -> Any:

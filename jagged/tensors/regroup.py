@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import InputError
-from .checks import check_keys, refuse_trace
+from .checks import check_keys, refuse_trace, surely
 
 
 class Keyed(Protocol):
@@ -31,6 +31,9 @@ def regrouped(keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]]) -
     """`KeyedTensor.regroup`."""
     if not keyed_tensors:
         raise InputError("keyed_tensors=[]: give one KeyedTensor or more")
+    batches = [tensor.values().shape[0] for tensor in keyed_tensors]
+    if any(surely(batch != batches[0]) for batch in batches):
+        raise InputError(f"keyed_tensors: they have {batches} samples; give tensors of one batch")
     parts: dict[str, Tensor] = {}
     for tensor in keyed_tensors:
         keys, lengths = tensor.keys(), tensor.length_per_key()

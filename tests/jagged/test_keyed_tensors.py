@@ -120,6 +120,8 @@ def test_groups_that_cannot_be_are_refused() -> None:
         KeyedTensor.regroup([*parts, parts[0]], [["f1"]])
     with pytest.raises(InputError, match=r"keyed_tensors=\[\]"):
         KeyedTensor.regroup([], [["f1"]])
+    with pytest.raises(InputError, match=r"they have \[5, 2\] samples"):
+        KeyedTensor.regroup([parts[0], keyed(tensors(2))[1]], [["f1", "f3"]])
     with pytest.raises(InputError, match="one for each of 4 groups"):
         KeyedTensor.regroup_as_dict(parts, GROUPS, ["a"])
     with pytest.raises(InputError, match="'a' is there 2 times"):

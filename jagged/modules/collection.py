@@ -1,0 +1,127 @@
+"""`EmbeddingCollection`: features of a batch in, the row of each id out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...engine.errors import InputError, OptionError
+from ...engine.numeric import whole
+from ..tensors.jagged_tensor import JaggedTensor
+from ..tensors.keyed_jagged import KeyedJagged
+from ..tensors.padding import is_value, padded
+from .bag_collection import features_of, jagged_of
+from .configs import EmbeddingConfig
+from .tables import Tables, numbers_of, output_names
+
+PADDING_ID = -1  # of a collection that pads; no row
+
+
+class Padded(NamedTuple):
+    """A feature with as many places in each sample."""
+
+    values: Tensor  # [batch, places, dim]: the rows of the first ids of each sample, then zeros
+    mask: Tensor  # [batch, places] bool: which places have an id
+
+
+class EmbeddingCollection(Tables):
+    """TorchRec's collection of tables whose rows are not pooled, over tiered hashed tables. Tables may differ in dim.
+
+    tables: an EmbeddingConfig, or TorchRec's, for each. need_indices: whether results have ids as their weights.
+    padded: {feature: places} of features whose rows are wanted as one dense tensor; ids are padded before the lookup,
+    and those beyond `places` are left out. A collection that pads takes the id -1 (2**64 - 1 as uint64) for padding
+    everywhere. The other arguments are those of an EmbeddingBagCollection. Raises OptionError.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        store_options: Mapping[str, Any] | None = None,
+        name: str = "ec",
+        need_indices: bool = False,
+        key_type: torch.dtype = torch.int64,
+        seed: int = 0,
+        output_dtype: torch.dtype = torch.float32,
+        share: Tables | None = None,
+        padded: Mapping[str, int] | None = None,
+    ) -> None:
+        self._padded = dict(padded or {})
+        padding = (2**64 - 1 if key_type == torch.uint64 else PADDING_ID) if self._padded else None
+        super().__init__(tables, EmbeddingConfig, store_options, name, key_type, seed, output_dtype, share, padding)
+        self.need_indices = need_indices
+        self._names = output_names(self.configs)
+        features = {feature for config in self.configs for feature in config.feature_names}
+        for feature, places in self._padded.items():
+            if feature not in features:
+                raise OptionError(f"padded[{feature!r}]: no table has that feature; give one of {sorted(features)}")
+            if whole(places, 1) is None:
+                raise OptionError(f"padded[{feature!r}]={places!r}: give how many places each sample has, 1 or more")
+        if share is not None:
+            self._check_padding(padding)
+
+    def forward(self, features: Any) -> dict[str, JaggedTensor | Padded]:
+        """The rows of each feature by its name: a JaggedTensor of values [ids, dim], or `Padded` where it is padded.
+
+        features: a KeyedJaggedTensor, or TorchRec's, with more keys and in any order; or a dict of JaggedTensors,
+        which in a graph is the way to have features apart. KeyError for a feature that is missing; InputError, StoreError
+        as a lookup; GraphError in a graph for a feature of a KeyedJaggedTensor that is not padded.
+        """
+        batch = dict(features) if isinstance(features, Mapping) else features_of(features)
+        wanted = {feature for config in self.configs for feature in config.feature_names}
+        numbers_of(sorted(wanted), [*batch] if isinstance(batch, dict) else batch.keys())
+        apart = self._apart(batch, wanted)
+        result: dict[str, JaggedTensor | Padded] = {}
+        for config, names in zip(self.configs, self._names, strict=True):
+            embedding, table = self.embedding_of(config.name), self.place_of(config.name)[1]
+            for feature, name in zip(config.feature_names, names, strict=True):
+                given = apart[feature]
+                if isinstance(given, JaggedTensor):
+                    ids = self.ids_of(given.values())
+                    rows = embedding(ids, table)
+                    result[name] = JaggedTensor(rows, ids if self.need_indices else None, offsets=given.offsets())
+                else:
+                    result[name] = Padded(embedding(given.ids, table), given.mask)
+        return result
+
+    def _apart(self, batch: dict[str, Any] | KeyedJagged, wanted: set[str]) -> dict[str, JaggedTensor | _PaddedIds]:
+        """Each wanted feature by itself."""
+        if isinstance(batch, dict):
+            jagged = {feature: jagged_of(batch[feature]) for feature in wanted}
+            parts = {feature: (one.values(), one.offsets()) for feature, one in jagged.items()}
+        else:
+            if batch.variable_stride_per_key():
+                raise InputError(
+                    f"features of {self.name!r}: keys differ in their numbers of bags; an EmbeddingCollection takes "
+                    "one bag for each sample: use an EmbeddingBagCollection, or give a KeyedJaggedTensor"
+                )
+            jagged = {feature: batch[feature] for feature in wanted - self._padded.keys()}
+            samples, keys = batch.stride(), batch.keys()
+            bags = {feature: numbers_of([feature], keys)[0] * samples for feature in wanted & self._padded.keys()}
+            parts = {
+                feature: (batch.values(), batch.offsets()[first : first + samples + 1])
+                for feature, first in bags.items()
+            }
+        found: dict[str, JaggedTensor | _PaddedIds] = dict(jagged)
+        for feature, places in self._padded.items():
+            values, offsets = parts[feature]
+            ids = padded(self.ids_of(values), offsets, places, PADDING_ID)
+            found[feature] = _PaddedIds(ids, is_value(offsets, places))
+        return found
+
+    def _check_padding(self, padding: int | None) -> None:
+        for config in self.configs:
+            if padding is not None and self.embedding_of(config.name).spec.padding_idx != padding:
+                raise OptionError(
+                    f"padded={self._padded}: the shared table {config.name!r} takes {padding} for an id; make the "
+                    "collection that has it an EmbeddingCollection with padded as well"
+                )
+
+
+class _PaddedIds(NamedTuple):
+    """Ids of a padded feature [batch, places], and which places have one."""
+
+    ids: Tensor
+    mask: Tensor

@@ -1,0 +1,172 @@
+"""Tables as TorchRec describes them: a config for each, with the features that look it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum, unique
+from functools import partial
+from math import sqrt
+from typing import Any
+
+from torch import nn
+
+from ...engine.errors import OptionError
+from ...engine.numeric import whole
+from ...engine.spec.initializers import (
+    AnyTableOptions,
+    make_normal_initializer,
+    make_table_options,
+    make_uniform_initializer,
+)
+from ...engine.spec.tables import is_table_name
+
+
+@unique
+class PoolingType(Enum):
+    """How the rows of a bag become one."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    NONE = "NONE"  # of configs of an EmbeddingCollection, which pools nothing
+
+
+# what TorchRec's configs have and this one has no use for: the value that asks for nothing, and why no other is taken
+_UNUSED: dict[str, tuple[Any, str]] = {
+    "num_embeddings_post_pruning": (None, "rows are hashed, and none is stored that was never trained"),
+    "need_pos": (False, "PositionWeighted gives weights by position to any feature"),
+    "input_dim": (None, "ids are hashed; num_embeddings=None takes any id of 64 bits"),
+    "total_num_buckets": (None, "rows are in buckets by their hash already"),
+    "use_virtual_table": (False, "every table is one; num_embeddings=None takes any id of 64 bits"),
+    "virtual_table_eviction_policy": (None, "store_options have eviction, admission and ttl_steps"),
+    "enable_embedding_update": (False, "put and load_snapshot write rows of any table"),
+    "stash_weights": (False, "the store holds what memory does not"),
+}
+
+
+@dataclass(kw_only=True)
+class _Other:
+    """Fields of TorchRec's configs that are refused unless they ask for nothing."""
+
+    num_embeddings_post_pruning: int | None = None
+    init_fn: Any = None
+    need_pos: bool = False
+    input_dim: int | None = None
+    total_num_buckets: int | None = None
+    use_virtual_table: bool = False
+    virtual_table_eviction_policy: Any = None
+    enable_embedding_update: bool = False
+    stash_weights: bool = False
+
+
+@dataclass
+class EmbeddingConfig(_Other):
+    """One table.
+
+    num_embeddings: ids are 0 to num_embeddings - 1, and another raises InputError; None takes any id of 64 bits.
+    embedding_dim: floats of a row, 1 or more. name: of the table. feature_names: the features that look it up; none
+    means one of the table's name. weight_init_min, weight_init_max: the range of new rows, uniform; otherwise
+    +-sqrt(1 / num_embeddings), or normal(0, 0.05) where that is None. initializer: how new rows begin instead, from a
+    `make_*_initializer`. group: tables of one dim and one group share an embedding, and so an optimizer.
+    bad_ids: "raise", or "drop" to take ids beyond num_embeddings as padding and count them.
+
+    The other fields of TorchRec's configs are there, and raise OptionError where they ask for something.
+    """
+
+    num_embeddings: int | None
+    embedding_dim: int
+    name: str = ""
+    data_type: Any = "FP32"
+    feature_names: Sequence[str] = field(default_factory=list)
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+    initializer: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    group: str = field(default="", kw_only=True)
+    bad_ids: str = field(default="raise", kw_only=True)
+
+    def __post_init__(self) -> None:
+        where = f"table {self.name!r}"
+        if not is_table_name(self.name):
+            raise OptionError(f"{where}: name={self.name!r}; give printable characters that are not all digits")
+        if self.num_embeddings is not None and whole(self.num_embeddings, 1, 2**64) is None:
+            raise OptionError(
+                f"{where}: num_embeddings={self.num_embeddings!r}; give how many ids there are, or None for any id"
+            )
+        if whole(self.embedding_dim, 1) is None:
+            raise OptionError(f"{where}: embedding_dim={self.embedding_dim!r}; give a whole number from 1 on")
+        self._check_unused(where)
+        if isinstance(self.feature_names, str) or not all(isinstance(name, str) for name in self.feature_names):
+            raise OptionError(f"{where}: feature_names={self.feature_names!r}; give a list of names")
+        self.feature_names = list(self.feature_names) or [self.name]
+        if len(set(self.feature_names)) < len(self.feature_names):
+            raise OptionError(f"{where}: feature_names={self.feature_names} has one twice; name each once")
+        if not isinstance(self.group, str):
+            raise OptionError(f"{where}: group={self.group!r}; give a string")
+        self.table_options()  # reports an initializer, a range or bad_ids that cannot be
+
+    def table_options(self) -> AnyTableOptions:
+        """The options of the table in an embedding."""
+        ids = None if self.num_embeddings is None else int(self.num_embeddings)
+        return make_table_options(self._initializer(), name=self.name, ids=ids, bad_ids=self.bad_ids)
+
+    def _initializer(self) -> Mapping[str, Any]:
+        low, high = self.weight_init_min, self.weight_init_max
+        if self.initializer is not None:
+            if low is not None or high is not None:
+                raise OptionError(f"table {self.name!r}: give initializer, or weight_init_min and weight_init_max")
+            return self.initializer
+        if self.num_embeddings is None:
+            if low is None and high is None:
+                return make_normal_initializer(0.0, 0.05)
+            if low is None or high is None:
+                raise OptionError(f"table {self.name!r}: give both of weight_init_min and weight_init_max")
+            return make_uniform_initializer(low, high)
+        bound = sqrt(1 / self.num_embeddings)
+        return make_uniform_initializer(-bound if low is None else low, bound if high is None else high)
+
+    def _check_unused(self, where: str) -> None:
+        if str(getattr(self.data_type, "value", self.data_type)) not in ("FP32", "torch.float32"):
+            raise OptionError(
+                f"{where}: data_type={self.data_type!r}; rows are FP32: leave it out, and give the collection "
+                "output_dtype=torch.float16 for results of half the size"
+            )
+        if self.init_fn is not None:
+            raise OptionError(
+                f"{where}: init_fn={self.init_fn!r}; new rows are made one by one, each from its id: give "
+                "initializer=make_normal_initializer(...) or its like"
+            )
+        for name, (nothing, reason) in _UNUSED.items():
+            if (given := getattr(self, name)) != nothing:
+                raise OptionError(f"{where}: {name}={given!r} has no meaning here: {reason}; leave it out")
+
+
+@dataclass
+class EmbeddingBagConfig(EmbeddingConfig):
+    """One table whose rows are pooled, by sum or mean of a bag. Its other fields are those of an EmbeddingConfig."""
+
+    pooling: PoolingType = PoolingType.SUM
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind = str(getattr(self.pooling, "value", self.pooling))
+        if kind not in ("SUM", "MEAN"):
+            raise OptionError(
+                f"table {self.name!r}: pooling={self.pooling!r}; give PoolingType.SUM or PoolingType.MEAN, or use an "
+                "EmbeddingCollection for rows that are not pooled"
+            )
+        self.pooling = PoolingType(kind)
+
+
+def config_of(given: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
+    """A user's config, or TorchRec's, as one of `kind`. OptionError."""
+    if isinstance(given, kind):
+        return given
+    if not hasattr(given, "num_embeddings") or not hasattr(given, "embedding_dim"):
+        raise OptionError(f"tables: got a {type(given).__name__}; give a list of {kind.__name__}")
+    ours = {f.name: getattr(given, f.name) for f in fields(kind) if hasattr(given, f.name)}
+    if not isinstance(given, EmbeddingConfig):
+        # TorchRec makes an init_fn of its own range, where it was given none
+        made = ours.get("init_fn")
+        if isinstance(made, partial) and made.func is nn.init.uniform_ and set(made.keywords) == {"a", "b"}:
+            ours |= {"init_fn": None, "weight_init_min": made.keywords["a"], "weight_init_max": made.keywords["b"]}
+    return kind(**ours)

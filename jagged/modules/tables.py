@@ -1,0 +1,165 @@
+"""The tables of a collection: which embedding has each, and their stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.errors import InputError, OptionError
+from ...engine.modules.multi_table import MultiTableEmbedding
+from ...engine.spec.options import StoreOptions
+from .configs import EmbeddingConfig, config_of
+from .division import Need, stores_of, stores_text
+
+
+class Tables(nn.Module):
+    """Tables in embeddings, one for each dim and group: `<name>-d<dim>`, and `-<group>` after it where there is one.
+
+    tables, store_options, name, key_type, seed, output_dtype, share: as of a collection.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        kind: type[EmbeddingConfig],
+        store_options: Mapping[str, Any] | None,
+        name: str,
+        key_type: torch.dtype,
+        seed: int,
+        output_dtype: torch.dtype,
+        share: Tables | None,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(tables, (list, tuple)) or not tables:
+            raise OptionError(f"tables={tables!r}: give a list of {kind.__name__}")
+        self.name, self.key_type = name, key_type
+        self.configs = [config_of(table, kind) for table in tables]
+        self._check_names()
+        self._at: dict[str, tuple[str, int]] = {}  # of each table: its embedding, and its number there
+        self.embeddings = nn.ModuleDict()
+        self._stores: dict[str, StoreOptions] = {}
+        own = [config for config in self.configs if share is None or not share.has(config.name)]
+        if share is not None:
+            self._take(share, [config for config in self.configs if config not in own])
+        if not own:
+            if store_options is not None:
+                raise OptionError("store_options: share has every table, with its store; leave store_options out")
+            return
+        if store_options is None:
+            names = ", ".join(config.name for config in own)
+            raise OptionError(f"store_options=None: nothing says where table {names} is; give store options")
+        parts: dict[str, list[EmbeddingConfig]] = {}
+        for config in own:
+            group = f"-{config.group}" if config.group else ""
+            parts.setdefault(f"{name}-d{config.embedding_dim}{group}", []).append(config)
+        needs = {part: Need(configs[0].embedding_dim, _rows(configs)) for part, configs in parts.items()}
+        self._stores = stores_of(store_options, needs)
+        for part, configs in parts.items():
+            if "." in part or part in self.embeddings:
+                raise OptionError(f"name={name!r}: {part!r} cannot name an embedding beside the others; use no dots")
+            self.embeddings[part] = MultiTableEmbedding(
+                part,
+                configs[0].embedding_dim,
+                torch.float32,
+                key_type,
+                [config.table_options() for config in configs],
+                self._stores[part],
+                padding_idx=padding_idx,
+                # rows of one seed, table and key begin alike in all embeddings
+                seed=(seed + crc32(part.encode())) % 2**63,
+                output_dtype=output_dtype,
+            )
+            self._at |= {config.name: (part, number) for number, config in enumerate(configs)}
+
+    def has(self, table: str) -> bool:
+        """Whether there is a table of this name."""
+        return table in self._at
+
+    def embedding_of(self, table: str) -> MultiTableEmbedding:
+        """The embedding that has a table: its `parameters()` are what an optimizer of the table takes. InputError."""
+        embedding: Any = self.embeddings[self.place_of(table)[0]]
+        return embedding
+
+    def place_of(self, table: str) -> tuple[str, int]:
+        """The name of a table's embedding, and the table's number there. InputError."""
+        if table not in self._at:
+            raise InputError(f"table={table!r}: there is none of that name; give one of {', '.join(self._at)}")
+        return self._at[table]
+
+    def stores(self) -> None:
+        """Print how the store is divided between the embeddings."""
+        print(stores_text(self._stores))
+
+    def ids_of(self, values: Tensor) -> Tensor:
+        """Ids as `key_type`. InputError for what is no integer."""
+        if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
+            raise InputError(f"values of {self.name!r}: {values.dtype}; give ids of an integer dtype")
+        return values if values.dtype == self.key_type else values.to(self.key_type)
+
+    def close(self) -> None:
+        """Close the stores of all embeddings. May be called again."""
+        for embedding in self.embeddings.values():
+            embedding.close()  # type: ignore[operator]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take(self, share: Tables, configs: Sequence[EmbeddingConfig]) -> None:
+        """Look up tables that `share` has there. OptionError where a config says something else than its own."""
+        if not isinstance(share, Tables):
+            raise OptionError(f"share={type(share).__name__}: give a collection")
+        if share.key_type != self.key_type:
+            raise OptionError(f"key_type={self.key_type}: the tables of share have ids of {share.key_type}; give that")
+        theirs = {config.name: config for config in share.configs}
+        for config in configs:
+            there, (part, number) = theirs[config.name], share.place_of(config.name)
+            for fact in ("num_embeddings", "embedding_dim", "group"):
+                if getattr(config, fact) != getattr(there, fact):
+                    raise OptionError(
+                        f"table {config.name!r}: {fact}={getattr(config, fact)!r}, and {getattr(there, fact)!r} where "
+                        f"it is shared from, {share.name!r}; give the same, or another name for a table of its own"
+                    )
+            self.embeddings[part] = share.embeddings[part]
+            self._stores |= {part: share._stores[part]}
+            self._at[config.name] = part, number
+
+    def _check_names(self) -> None:
+        names = [config.name for config in self.configs]
+        for name in names:
+            if names.count(name) > 1:
+                raise OptionError(f"tables: {names.count(name)} are called {name!r}; give each a name of its own")
+
+
+def _rows(configs: Sequence[EmbeddingConfig]) -> int | None:
+    """How many rows tables may have, together; None where one may have any number."""
+    rows = [config.num_embeddings for config in configs]
+    return None if None in rows else sum(count for count in rows if count is not None)
+
+
+def output_names(configs: Sequence[EmbeddingConfig]) -> list[list[str]]:
+    """What the features of each table are called in a result: feature@table, where two tables have the feature."""
+    every = [feature for config in configs for feature in config.feature_names]
+    return [
+        [f"{feature}@{config.name}" if every.count(feature) > 1 else feature for feature in config.feature_names]
+        for config in configs
+    ]
+
+
+def numbers_of(features: Sequence[str], keys: Sequence[str]) -> list[int]:
+    """Where features are among the keys of a batch. KeyError for one that is not there."""
+    at = {key: number for number, key in enumerate(keys)}
+    for feature in features:
+        if feature not in at:
+            raise KeyError(f"feature {feature!r} is not in the batch, whose keys are {', '.join(keys)}")
+    return [at[feature] for feature in features]

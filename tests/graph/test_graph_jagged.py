@@ -1,0 +1,237 @@
+"""Sizes that a container leaves open: one step for all of them from the first call on, with the bits of their own."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from support.cuda_tables import on_one_device
+from support.embeddings import contents, make
+from support.graphs import FEW, compiled_steps, embedding, graph_of
+from support.jagged_arguments import Jagged, jagged
+from support.stores import options
+from tierbed.engine import MultiTableEmbedding
+from tierbed.engine.errors import GraphError
+from tierbed.graph import Graph
+
+FEATURES, LONGEST = 3, 4
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own, at its import
+
+
+class Positions(nn.Module):
+    """A learned weight for each place in a bag of each feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(FEATURES * LONGEST))
+
+    def forward(self, features: Jagged) -> Tensor:
+        place = torch.arange(features.values.shape[0])
+        bag = torch.searchsorted(features.offsets, place, right=True) - 1
+        inside = (place - features.offsets[bag]).clamp(max=LONGEST - 1)
+        return self.weights[bag // features.stride * LONGEST + inside]
+
+
+class Bags(Graph):
+    """Weighted bags of features, the rows themselves, dropout, and a dense part."""
+
+    def __init__(self, rows: MultiTableEmbedding, positions: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        dim = rows.spec.dim
+        self.rows, self.positions = rows, Positions() if positions else None
+        self.mlp = nn.Sequential(nn.Linear(FEATURES * dim, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.add_optimizer(torch.optim.Adagrad([*rows.parameters(), *self.own()], lr=0.1))
+        self.traced = 0
+
+    def own(self) -> list[nn.Parameter]:
+        return [*self.mlp.parameters(), *(self.positions.parameters() if self.positions else [])]
+
+    def build(self, features: Jagged, labels: Tensor) -> tuple[Tensor, Jagged]:
+        self.traced = self.traced + 1
+        weights = features.weights if self.positions is None else self.positions(features)
+        tables = torch.arange(FEATURES).repeat_interleave(features.stride)
+        bags = self.rows(features.values, tables, features.offsets, pooling="sum", weights=weights)
+        bags = bags.view(FEATURES, features.stride, -1).transpose(0, 1).flatten(1)
+        rows = self.rows(features.values, 0)
+        penalty = (rows.tanh() * rows).sum() / 100 + F.layer_norm(rows, rows.shape[1:]).square().sum() / 1000
+        loss = F.binary_cross_entropy_with_logits(self.mlp(bags).squeeze(1), labels) + penalty
+        loss.backward()
+        return loss, Jagged(features.keys, features.values + 1, weights, features.offsets)
+
+
+def batches(totals: list[int], batch: int = 6, **how: Any) -> list[tuple[Jagged, Tensor]]:
+    return [(jagged(total, batch, seed=i, **how), torch.arange(batch) % 2 / 1.0) for i, total in enumerate(totals)]
+
+
+def steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Jagged, "open_leaves", frozenset())
+
+
+@settings(max_examples=2, deadline=None)
+@given(totals=st.lists(st.integers(0, 60), min_size=3, max_size=4), positions=st.booleans())
+def test_one_step_for_all_totals_has_the_bits_of_a_step_for_each(totals: list[int], positions: bool) -> None:
+    found = []
+    totals = [*totals, 0, 1]
+    for own in (False, True):
+        with pytest.MonkeyPatch.context() as patched, make(options("cached_host"), None, tables=FEATURES) as rows:
+            if own:
+                steps_of_their_own(patched)
+                patched.setattr("tierbed.graph.trace.sizes.OWN", 99)
+            graph = Bags(rows, positions)
+            torch.manual_seed(5)
+            results = list(graph.run(batches(totals, weighted=not positions)))
+            found.append((results, contents(rows).tobytes(), torch.cat([p.detach().flatten() for p in graph.own()])))
+            assert rows.metrics()["table"]["prefetch_hits"] == len(totals)
+            assert compiled_steps(graph) == (len(set(totals)) if own else 1)
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        for a, b in zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True):
+            assert torch.equal(a, b)
+    assert found[0][1] == found[1][1]
+    assert torch.equal(found[0][2], found[1][2])
+
+
+@pytest.mark.parametrize("first", [0, 1, 37])
+def test_any_total_comes_first_and_build_is_traced_once_without_a_word(
+    first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    graph = Bags(embedding(FEATURES))
+    for batch in batches([first, 5, 0, 1, 2, 700]):
+        _, returned = graph(*batch)
+        assert isinstance(returned, Jagged)
+        assert torch.equal(returned.values, batch[0].values + 1)
+    assert graph.traced == 1
+    graph(jagged(9), labels=torch.zeros(6))  # as a keyword, another signature
+    assert compiled_steps(graph) == 2
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+    (reason,) = graph.why_recompiled()
+    assert "shape" not in reason
+
+
+def test_arguments_of_a_container_are_named_by_its_fields_and_shown_open() -> None:
+    graph = Bags(embedding(FEATURES))
+    graph(*batches([30])[0])
+    graph(*batches([30], batch=4)[0])
+    assert "features_values: int64 [s" in str(graph)
+    (reason,) = graph.why_recompiled()
+    assert "argument features.offsets: shape (13,), was (19,); argument labels: shape (4,), was (6,)" in reason
+    assert "features.values" not in reason
+    bad = jagged(5)
+    bad.weights = {1}  # type: ignore[assignment]
+    with pytest.raises(GraphError, match=r"argument features\.weights is a set"):
+        graph(bad, torch.zeros(6))
+
+
+@pytest.mark.usefixtures("few_steps_of_their_own")
+def test_batches_of_many_sizes_share_a_step_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    graph = Bags(embedding(FEATURES), positions=False)
+    for size in range(2, FEW + 5):
+        for batch in batches([0, 1, 50 + size], batch=size, weighted=True):
+            graph(*batch)
+    assert compiled_steps(graph) == FEW + 1
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+@pytest.mark.usefixtures("few_steps_of_their_own")
+def test_a_build_that_takes_an_open_size_for_a_number_keeps_a_step_for_each(caplog: pytest.LogCaptureFixture) -> None:
+    def build(graph: Any, features: Jagged) -> Tensor:
+        loss: Tensor = graph.rows(features.values).sum() / (1 + int(features.values.shape[0]))
+        loss.backward()
+        return loss
+
+    rows = embedding()
+    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    totals = [0, 9, 1, 9, 12, 13, 14, 9, 15]
+    for total in totals:
+        batch = jagged(total)
+        expected = rows.get(batch.values).sum() / (1 + total)
+        torch.testing.assert_close(graph(batch), expected)
+    assert compiled_steps(graph) == len(set(totals))
+    assert "is compiled anew for further ones" in caplog.text
+
+
+def test_a_total_that_decides_what_build_does_has_a_step_of_its_own() -> None:
+    def build(graph: Any, features: Jagged) -> Tensor:
+        found = graph.rows(features.values)
+        loss: Tensor = found.sum() if features.values.shape[0] > 20 else found.square().sum()
+        loss.backward()
+        return loss
+
+    rows = embedding()
+    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    for total in (30, 40, 10, 50, 10, 60):
+        batch = jagged(total)
+        found = rows.get(batch.values)
+        torch.testing.assert_close(graph(batch), found.sum() if total > 20 else found.square().sum())
+    assert compiled_steps(graph) == 2
+
+
+def test_what_has_known_sizes_is_compiled_and_the_rest_runs_as_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    results, states = [], []
+    for compiled in (False, True):
+        rows = embedding(FEATURES)
+        graph = Bags(rows)
+        if compiled:
+            graph.compile_dense()
+        torch.manual_seed(1)
+        results.append(torch.stack([loss for loss, _ in graph.run(batches([30, 40, 0, 1, 50]))]))
+        states.append([rows.get(torch.arange(300).view(100, FEATURES)), *graph.own()])
+        assert ("self.dense_0" in str(graph)) == compiled
+        assert compiled_steps(graph) == 1
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-6)
+    assert "compile_dense" not in caplog.text
+
+
+def test_a_step_without_known_sizes_says_once_that_nothing_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    def build(graph: Any, features: Jagged) -> Tensor:
+        loss: Tensor = graph.rows(features.values).tanh().square().sum()
+        loss.backward()
+        return loss
+
+    rows = embedding()
+    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    graph.compile_dense()
+    for features in (3, 2, 3):
+        graph(jagged(30, features=features))
+    assert compiled_steps(graph) == 2
+    assert len([record for record in caplog.records if "compile_dense" in record.message]) == 1
+
+
+@on_one_device
+@pytest.mark.parametrize("store", ["device", "cached_host", "cached_ssd"])
+def test_on_a_gpu_one_step_has_the_bits_of_a_step_for_each(
+    place: torch.device, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(graph: Any, features: Jagged, grad: Tensor) -> Tensor:
+        bags = graph.rows(features.values, 0, features.offsets, pooling="sum", weights=features.weights)
+        (bags.view(grad.shape) * grad).sum().backward()
+        return bags
+
+    totals, found = [30, 0, 7, 1, 12], []
+    for name in ("shared", "own"):
+        if name == "own":
+            steps_of_their_own(monkeypatch)
+        path = tmp_path / name if store == "cached_ssd" else None
+        with make(options(store, path, **({"capacity": 500} if store == "device" else {})), tables=1) as rows:
+            graph: Any = graph_of(build, torch.optim.Adagrad(rows.parameters(), lr=0.1), rows=rows).to(place)
+            if store == "device" and name == "shared":
+                graph.cuda_graph()
+            given = [jagged(total, weighted=True).to(place) for total in totals]
+            grad = torch.rand(18, rows.spec.dim, generator=torch.Generator().manual_seed(1)).to(place)
+            results = [result.cpu() for result in graph.run([(features, grad) for features in given])]
+            assert compiled_steps(graph) == (1 if name == "shared" else len(totals))
+            found.append((results, contents(rows).tobytes()))
+            assert rows.metrics()["table"]["prefetch_hits"] == len(totals)
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+    assert found[0][1] == found[1][1]
