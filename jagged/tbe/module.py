@@ -11,7 +11,7 @@ from torch._guards import detect_fake_mode
 
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.numeric import real
-from ...engine.spec.table_spec import check_name, check_seed
+from ...engine.spec.table_spec import check_seed
 from .bounds import Bounds
 from .calls import Call, checked_call
 from .enums import BoundsCheckMode, CacheAlgorithm, OptimType, PoolingMode, WeightDecayMode, taken, taken_dtype
@@ -77,7 +77,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         refuse(unsupported, CONSTRUCTOR, type(self).__init__.__kwdefaults__ or ())
         tables = checked_tables(embedding_specs, table_names)
         features = checked_features(feature_table_map, len(tables))
-        parts = parts_of(check_name(name), tables, features, store_options is None)
+        parts = parts_of(name, tables, features, store_options is None)
         mode = taken(PoolingMode, pooling_mode, "pooling_mode")
         dims = list(dict.fromkeys(table.dim for table in tables))
         if mode is PoolingMode.NONE and len(dims) > 1:

@@ -19,6 +19,7 @@ from ...engine.spec.option_makers import (
     make_host_mem_store_options,
 )
 from ...engine.spec.options import StoreOptions
+from ...engine.spec.table_spec import check_name
 from ...engine.spec.tables import check_distinct, check_table_name
 from ..modules.division import Need, stores_of
 from .enums import CacheAlgorithm, ComputeDevice, EmbeddingLocation, taken
@@ -122,8 +123,10 @@ def checked_features(feature_table_map: Any, tables: int) -> list[int]:
     return features
 
 
-def parts_of(name: str, tables: Sequence[Table], features: Sequence[int], by_location: bool) -> list[Part]:
-    """The embeddings: one for each dim, and with `by_location` one for each location as well."""
+def parts_of(name: Any, tables: Sequence[Table], features: Sequence[int], by_location: bool) -> list[Part]:
+    """The embeddings: one for each dim, and with `by_location` one for each location as well. OptionError."""
+    if "." in check_name(name):
+        raise OptionError(f"name={name!r}: it names modules; use no dots")
     parts: dict[str, Part] = {}
     for number, table in enumerate(tables):
         place = f"-{table.location.name.lower()}" if by_location else ""

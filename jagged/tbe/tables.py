@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class TablesInEmbeddings(nn.Module):
     """Tables, and the embeddings that hold them.
 
     parts, stores: what each embedding has, and by its name where it lives. rows: the optimizer of all of them. dtype:
-    of outputs. seed: of the first embedding, and each has the next.
+    of outputs.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class TablesInEmbeddings(nn.Module):
         self.name = name
         self.tables = tables
         self._parts, self._bounds, self._rows = parts, bounds, rows
-        self.embeddings = nn.ModuleList()
-        for i, part in enumerate(parts):
+        self.embeddings = nn.ModuleDict()
+        for part in parts:
             embedding = MultiTableEmbedding(
                 part.name,
                 tables[part.tables[0]].dim,
@@ -61,12 +62,13 @@ class TablesInEmbeddings(nn.Module):
                 torch.int64,
                 self._options(part, make_constant_initializer(0.0)),
                 stores[part.name],
-                seed=seed + i,
+                # rows of one seed, table and key begin alike in all embeddings; where they live does not matter
+                seed=(seed + crc32(tables[part.tables[0]].name.encode())) % 2**63,
                 output_dtype=dtype,
             )
             embedding.requires_grad_(False)  # no EagerOptimizer and no graph trains it
             embedding.use_optimizer(rows)
-            self.embeddings.append(embedding)
+            self.embeddings[part.name] = embedding
 
     def _options(self, part: Part, initializer: Mapping[str, Any]) -> list[AnyTableOptions]:
         tables = [self.tables[number] for number in part.tables]
@@ -113,11 +115,9 @@ class TablesInEmbeddings(nn.Module):
         """By the name of each embedding, its metrics: docs/metrics.md explains them."""
         return {part.name: embedding.metrics() for part, embedding in self.each()}
 
-    def stores(self) -> str:
-        """Print, and return, which memory each embedding's store has."""
-        text = stores_text({part.name: embedding.store_options for part, embedding in self.each()})
-        print(text)
-        return text
+    def stores(self) -> None:
+        """Print how the memory of stores is divided between the embeddings."""
+        print(stores_text({part.name: embedding.store_options for part, embedding in self.each()}))
 
     def close(self) -> None:
         """Bring all rows down and close the stores. May be called again; a use raises ClosedError."""
@@ -135,7 +135,7 @@ class TablesInEmbeddings(nn.Module):
 
     def each(self) -> Iterator[tuple[Part, MultiTableEmbedding]]:
         """The embeddings, with what each has."""
-        return zip(self._parts, cast(Iterable[MultiTableEmbedding], self.embeddings), strict=True)
+        return zip(self._parts, cast(Iterable[MultiTableEmbedding], self.embeddings.values()), strict=True)
 
     def _by_table(self, copy: Callable[[MultiTableEmbedding, list[int]], list[T]]) -> list[T]:
         """What `copy` gives for the tables of each embedding, in the order of embedding_specs."""

@@ -152,6 +152,7 @@ ROWWISE = OptimType.EXACT_ROWWISE_ADAGRAD
         ({"device": "cuda"}, "device='cuda': embedding_specs say ComputeDevice.CPU"),
         ({"device": "moon"}, "device='moon'"),
         ({"name": "a/b"}, "name='a/b'"),
+        ({"name": "a.b"}, "name='a.b': it names modules; use no dots"),
         ({"store_options": {"tbe-d8": make_host_mem_store_options()}}, "did you mean 'tbe-d4'"),
     ],
 )
@@ -194,7 +195,7 @@ def test_locations_are_stores():
     specs = [(6400, 4, place, CPU) for place in (*places, EmbeddingLocation.HOST)]
     options = {"cache_load_factor": 0.5, "cache_algorithm": CacheAlgorithm.LFU, "optimizer": ROWWISE}
     tbe = TableBatchedEmbeddingBags(specs, **options)
-    stores = {embedding.name: embedding.store_options for embedding in tbe.embeddings}
+    stores = {embedding.name: embedding.store_options for embedding in tbe.embeddings.values()}
     assert {name: store.store for name, store in stores.items()} == {
         "tbe-d4-device": "device_mem",
         "tbe-d4-managed": "host_mem",
@@ -209,11 +210,12 @@ def test_locations_are_stores():
 def test_a_store_is_divided_by_dim(capsys):
     store = make_cached_host_mem_store_options(40)
     tbe = ours([(10, 4), (10, 60), (10, 4)], [0, 1, 2], store_options=store, name="wide")
-    assert [embedding.name for embedding in tbe.embeddings] == ["wide-d4", "wide-d60"]
-    small, large = (embedding.store_options.cache_budget_mb for embedding in tbe.embeddings)
+    assert list(tbe.embeddings) == ["wide-d4", "wide-d60"]
+    small, large = (embedding.store_options.cache_budget_mb for embedding in tbe.embeddings.values())
     assert 2 * small < large
     assert small + large <= 40
-    assert tbe.stores() in capsys.readouterr().out
+    tbe.stores()
+    assert "wide-d60" in capsys.readouterr().out
 
 
 def test_without_a_gpu_its_tables_are_looked_up_on_the_cpu(caplog):
