@@ -64,7 +64,8 @@ class Plan:
     def _of_features(self, at: int, call: Call) -> Asked:
         part, spec, device = self._parts[at], self._specs[at], call.indices.device
         if (at, device) not in self._table_ids:
-            self._table_ids[at, device] = torch.tensor(part.table_of, device=device)
+            with torch.inference_mode(False):  # autograd saves it in later calls
+                self._table_ids[at, device] = torch.tensor(part.table_of, device=device)
         table_ids = self._table_ids[at, device]
         lookup = check_lookup(spec, call.indices, table_ids, call.offsets, self._pooling, part.features, self._features)
         check_weights(spec, lookup, call.weights)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, increment_version
 
+from ...engine.errors import GraphError
 from ...engine.modules.one_trainer import training_step
 from ...engine.modules.ranks import refuse_lookup
 from ...engine.ops.rows_contract import Rows
@@ -74,5 +75,11 @@ class _Lookup(torch.autograd.Function):
 
 
 def _is_reached(anchor: Tensor) -> bool:
-    """Whether the backward pass under way trains: torch.autograd.grad of other tensors does not."""
-    return bool(torch._C._will_engine_execute_node(get_gradient_edge(anchor).node))
+    """Whether the backward pass under way trains: torch.autograd.grad of other tensors does not. GraphError."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(anchor).node))
+    except RuntimeError:  # torch raises it where the gradient of the leaf itself is asked for
+        raise GraphError(
+            "torch.autograd.grad of the anchor of a TableBatchedEmbeddingBags, but no tensor holds the gradients of its "
+            "rows: they are updated in backward; call backward(), or leave the anchor out"
+        ) from None

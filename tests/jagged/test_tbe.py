@@ -179,18 +179,18 @@ def test_the_gradient_of_weights_is_computed_only_where_it_is_wanted(monkeypatch
     assert weights.grad is not None
 
 
-@pytest.mark.parametrize("way", ["eval", "no_grad", "frozen"])
+@pytest.mark.parametrize("way", ["eval", "no_grad", "inference", "frozen"])
 def test_evaluation_changes_nothing(way):
     tbe, other = one(optimizer=ADAM), one(optimizer=ADAM)
     weights = torch.ones(4, requires_grad=True)
     for _ in range(3):
-        if way == "no_grad":
-            with torch.no_grad():
+        if way in ("no_grad", "inference"):
+            with torch.no_grad() if way == "no_grad" else torch.inference_mode():
                 assert not tbe(IDS, OFFSETS, weights).requires_grad
             continue
         tbe.train(way != "eval").requires_grad_(way != "frozen")
         tbe(IDS, OFFSETS, weights).sum().backward()
-    if way != "no_grad":
+    if way in ("eval", "frozen"):
         assert weights.grad is not None
     assert torch.equal(tbe.split_embedding_weights()[0], other.split_embedding_weights()[0])
     tbe.train().anchor.requires_grad_()
@@ -204,6 +204,8 @@ def test_the_gradient_of_something_else_updates_no_row():
     tbe = one()
     weights = torch.ones(4, requires_grad=True)
     torch.autograd.grad(tbe(IDS, OFFSETS, weights).sum(), [weights])
+    with pytest.raises(GraphError, match=r"torch.autograd.grad of the anchor"):
+        torch.autograd.grad(tbe(IDS, OFFSETS).sum(), [tbe.anchor])
     assert tbe.metrics()["tbe-d3-host"]["table"]["step"] == 0
 
 
