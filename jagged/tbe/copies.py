@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...engine.modules.multi_table import MultiTableEmbedding
-from ...engine.optim.row_state import RowState
+from ...engine.optim.optimizers import RowOptimizer
 from ...engine.table.report import settled
 
 CHUNK = 1 << 16  # rows
@@ -30,11 +30,13 @@ def fill_uniform(embedding: MultiTableEmbedding, number: int, rows: int, low: fl
         embedding.put(keys, torch.empty(len(keys), embedding.dim).uniform_(low, high), number)
 
 
-def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], state: RowState) -> list[list[Tensor]]:
+def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], optimizer: RowOptimizer) -> list[list[Tensor]]:
     """For each table each state of its rows, [rows, dim], or [rows] where a row has one number.
 
     rows: of each table.
     """
+    state = optimizer.row_state(embedding.dim)
+    of_rows = [width == 1 for width in optimizer.row_state(2).widths]  # a dim of 1 does not tell
     states = [
         [
             torch.full((count, width), value, dtype=torch.float32)
@@ -52,9 +54,6 @@ def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], state: Ro
                     copied[keys] = value[here]
     device = embedding.device
     return [
-        [
-            copied.squeeze(1).to(device) if width == 1 != embedding.dim else copied.to(device)
-            for copied, width in zip(of_table, state.widths, strict=True)
-        ]
+        [(copied.flatten() if of_row else copied).to(device) for copied, of_row in zip(of_table, of_rows, strict=True)]
         for of_table in states
     ]

@@ -99,9 +99,7 @@ class TablesInEmbeddings(nn.Module):
         """
         if not self._rows.states:
             return []
-        return self._by_table(
-            lambda embedding, rows: copied_states(embedding, rows, self._rows.row_state(embedding.dim))
-        )
+        return self._by_table(lambda embedding, rows: copied_states(embedding, rows, self._rows))
 
     def embedding_of(self, table: int | str) -> MultiTableEmbedding:
         """The embedding that has a table, where the table goes by its name: for put, get, snapshots. InputError."""

@@ -288,6 +288,14 @@ def test_what_is_split_is_a_copy():
     torch.testing.assert_close((tbe.split_embedding_weights(), tbe.split_optimizer_states()), before)
 
 
+@pytest.mark.parametrize(("optimizer", "shape"), [(ROWWISE, (4,)), (OptimType.EXACT_ADAGRAD, (4, 1)), (ADAM, (4, 1))])
+def test_a_dim_of_one_is_a_table_as_any(optimizer, shape):
+    tbe = one(dim=1, optimizer=optimizer)
+    tbe(IDS, OFFSETS).sum().backward()
+    assert {tuple(state.shape) for state in tbe.split_optimizer_states()[0]} == {shape}
+    assert tuple(tbe.split_embedding_weights()[0].shape) == (4, 1)
+
+
 def test_hyper_parameters_are_set_by_name_or_refused():
     tbe = one()
     tbe.set_learning_rate(0.5)
