@@ -80,6 +80,6 @@ def _is_reached(anchor: Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(anchor).node))
     except RuntimeError:  # torch raises it where the gradient of the leaf itself is asked for
         raise GraphError(
-            "torch.autograd.grad of the anchor of a TableBatchedEmbeddingBags, but rows are updated in backward, and no "
-            "tensor holds their gradients; call backward(), or leave the anchor out"
+            "torch.autograd.grad of the anchor of a TableBatchedEmbeddingBags, but rows are updated in backward, and "
+            "no tensor holds their gradients; call backward(), or leave the anchor out"
         ) from None
