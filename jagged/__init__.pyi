@@ -5,6 +5,14 @@ from .modules.configs import EmbeddingBagConfig as EmbeddingBagConfig
 from .modules.configs import EmbeddingConfig as EmbeddingConfig
 from .modules.configs import PoolingType as PoolingType
 from .modules.position_weighted import PositionWeighted as PositionWeighted
+from .tbe.enums import BoundsCheckMode as BoundsCheckMode
+from .tbe.enums import CacheAlgorithm as CacheAlgorithm
+from .tbe.enums import ComputeDevice as ComputeDevice
+from .tbe.enums import EmbeddingLocation as EmbeddingLocation
+from .tbe.enums import OptimType as OptimType
+from .tbe.enums import PoolingMode as PoolingMode
+from .tbe.enums import WeightDecayMode as WeightDecayMode
+from .tbe.module import TableBatchedEmbeddingBags as TableBatchedEmbeddingBags
 from .tensors.jagged_tensor import JaggedTensor as JaggedTensor
 from .tensors.keyed_jagged_tensor import KeyedJaggedTensor as KeyedJaggedTensor
 from .tensors.keyed_tensor import KeyedTensor as KeyedTensor

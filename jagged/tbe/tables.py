@@ -1,0 +1,144 @@
+"""The tables of a table-batched embedding: the embeddings that hold them, and their rows as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.errors import InputError
+from ...engine.modules.multi_table import MultiTableEmbedding
+from ...engine.spec.initializers import (
+    AnyTableOptions,
+    make_constant_initializer,
+    make_table_options,
+    make_uniform_initializer,
+)
+from ...engine.spec.options import StoreOptions
+from ...engine.spec.tables import choices, table_number
+from ..modules.division import stores_text
+from .bounds import Bounds
+from .copies import copied_states, copied_weights, fill_uniform
+from .settings import ShiftedOptimizer
+from .specs import Part, Table
+
+T = TypeVar("T")
+
+
+class TablesInEmbeddings(nn.Module):
+    """Tables, and the embeddings that hold them.
+
+    parts, stores: what each embedding has, and by its name where it lives. rows: the optimizer of all of them. dtype:
+    of outputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tables: Sequence[Table],
+        parts: Sequence[Part],
+        stores: Mapping[str, StoreOptions],
+        bounds: Bounds,
+        rows: ShiftedOptimizer,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.tables = tables
+        self._parts, self._bounds, self._rows = parts, bounds, rows
+        self.embeddings = nn.ModuleDict()
+        for part in parts:
+            embedding = MultiTableEmbedding(
+                part.name,
+                tables[part.tables[0]].dim,
+                torch.float32,
+                torch.int64,
+                self._options(part, make_constant_initializer(0.0)),
+                stores[part.name],
+                # rows of one seed, table and key begin alike in all embeddings; where they live does not matter
+                seed=(seed + crc32(tables[part.tables[0]].name.encode())) % 2**63,
+                output_dtype=dtype,
+            )
+            embedding.requires_grad_(False)  # no EagerOptimizer and no graph trains it
+            embedding.use_optimizer(rows)
+            self.embeddings[part.name] = embedding
+
+    def _options(self, part: Part, initializer: Mapping[str, Any]) -> list[AnyTableOptions]:
+        tables = [self.tables[number] for number in part.tables]
+        return [make_table_options(initializer, table.name, **self._bounds.options(table.rows)) for table in tables]
+
+    def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
+        """Let all rows be uniform over [min_val, max_val].
+
+        Before the first use nothing is written: rows begin so, and rows that a store folder has stay. Later all rows
+        are written, drawn from torch's generator; optimizer state stays. Raises OptionError.
+        """
+        uniform = make_uniform_initializer(min_val, max_val)
+        for part, embedding in self.each():
+            if embedding.is_open:
+                for number, table in enumerate(part.tables):
+                    fill_uniform(embedding, number, self.tables[table].rows, min_val, max_val)
+            else:
+                embedding.spec = replace(embedding.spec, tables=tuple(self._options(part, uniform)))
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """The rows of each table [rows, dim], copied: writing to them changes no table, and `embedding.put` does."""
+        return self._by_table(lambda embedding, rows: [copied_weights(embedding, i, n) for i, n in enumerate(rows)])
+
+    def split_optimizer_states(self) -> list[list[Tensor]]:
+        """The optimizer's states of each table, copied: writing to them changes no table.
+
+        [rows, dim] each, of EXACT_ROWWISE_ADAGRAD [rows]. EXACT_SGD has none, and gives an empty list.
+        """
+        if not self._rows.states:
+            return []
+        return self._by_table(lambda embedding, rows: copied_states(embedding, rows, self._rows))
+
+    def embedding_of(self, table: int | str) -> MultiTableEmbedding:
+        """The embedding that has a table, where the table goes by its name: for put, get, snapshots. InputError."""
+        names = [one.name for one in self.tables]
+        number = table_number(table, names)
+        if number is None:
+            raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(names)}")
+        return next(embedding for part, embedding in self.each() if number in part.tables)
+
+    def metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """By the name of each embedding, its metrics: docs/metrics.md explains them."""
+        return {part.name: embedding.metrics() for part, embedding in self.each()}
+
+    def stores(self) -> None:
+        """Print how the memory of stores is divided between the embeddings."""
+        print(stores_text({part.name: embedding.store_options for part, embedding in self.each()}))
+
+    def close(self) -> None:
+        """Bring all rows down and close the stores. May be called again; a use raises ClosedError."""
+        with ExitStack() as stack:  # an error in one leaves none open
+            for _, embedding in self.each():
+                stack.callback(embedding.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def each(self) -> Iterator[tuple[Part, MultiTableEmbedding]]:
+        """The embeddings, with what each has."""
+        return zip(self._parts, cast(Iterable[MultiTableEmbedding], self.embeddings.values()), strict=True)
+
+    def _by_table(self, copy: Callable[[MultiTableEmbedding, list[int]], list[T]]) -> list[T]:
+        """What `copy` gives for the tables of each embedding, in the order of embedding_specs."""
+        found: dict[int, T] = {}
+        for part, embedding in self.each():
+            rows = [self.tables[number].rows for number in part.tables]
+            found.update(zip(part.tables, copy(embedding, rows), strict=True))
+        return [found[number] for number in range(len(self.tables))]

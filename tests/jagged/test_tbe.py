@@ -1,0 +1,376 @@
+"""A table-batched embedding trains otherwise than its formulas say, or depends on where its rows live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from support.fbgemm import MAP, TABLES, batch, fill, ours
+from tierbed import engine
+from tierbed.engine.errors import ClosedError, GraphError, InputError, OptionError
+from tierbed.engine.table.pinned import PinnedBatch
+from tierbed.graph import Graph
+from tierbed.jagged import (
+    CacheAlgorithm,
+    ComputeDevice,
+    EmbeddingLocation,
+    OptimType,
+    PoolingMode,
+    TableBatchedEmbeddingBags,
+    WeightDecayMode,
+)
+
+ADAM, ROWWISE = OptimType.ADAM, OptimType.EXACT_ROWWISE_ADAGRAD
+IDS, OFFSETS = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 3, 4])
+
+
+def one(rows: int = 4, dim: int = 3, **options) -> TableBatchedEmbeddingBags:
+    """One table whose rows are counted up."""
+    tbe = ours([(rows, dim)], [0], **options)
+    fill(tbe, [torch.arange(rows * dim, dtype=torch.float32).reshape(rows, dim) / 10])
+    return tbe
+
+
+def test_the_example_of_its_documentation():
+    specs = [
+        (3, 8, EmbeddingLocation.DEVICE, ComputeDevice.CPU),
+        (5, 4, EmbeddingLocation.MANAGED, ComputeDevice.CPU),
+    ]
+    tbe = TableBatchedEmbeddingBags(specs)
+    first = """-0.9426 0.7046 0.4214 -0.0419 0.1331 -0.7856 -0.8124 -0.2021 -0.5771 0.5911 -0.7792 -0.1068 -0.6203
+        0.4813 -0.1677 0.4790 -0.5587 -0.0941 0.5754 0.3475 -0.8952 -0.1964 0.0810 -0.4174"""
+    second = """-0.2513 -0.4039 -0.3775 0.3273 -0.5399 -0.0229 -0.1455 -0.8770 -0.9520 0.4593 -0.7169 0.6307 -0.1765
+        0.8757 0.8614 0.2051 -0.0603 -0.9980 -0.7958 -0.5826"""
+    wanted = """-1.5197 1.2957 -0.3578 -0.1487 -0.4873 -0.3044 -0.9801 0.2769 -0.7164 0.8528 0.7159 -0.6719
+        -2.0784 1.2016 0.2176 0.1988 -1.3825 -0.5008 -0.8991 -0.1405 -1.2637 -0.9427 -1.8902 0.3754
+        -1.5013 0.6105 0.9968 0.3057 -0.7621 -0.9821 -0.7314 -0.6195 -0.2513 -0.4039 -0.3775 0.3273"""
+    fill(tbe, [numbers(first, 8), numbers(second, 4)])
+    indices = torch.tensor([0, 1, 2, 0, 1, 2, 0, 3, 1, 4, 2, 0, 0])
+    output = tbe(indices, torch.tensor([0, 2, 5, 7, 9, 12, 13]))
+    torch.testing.assert_close(output, numbers(wanted, 12), rtol=0, atol=1.5e-4)
+    torch.testing.assert_close(tbe.split_embedding_weights(), [numbers(first, 8), numbers(second, 4)])
+
+
+def numbers(text: str, columns: int) -> torch.Tensor:
+    return torch.tensor([float(number) for number in text.split()]).reshape(-1, columns)
+
+
+PLACES = ["DEVICE", "MANAGED", "MANAGED_CACHING", "MANAGED_CACHING by LFU", "HOST", "SSD", "SSD ahead"]
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, ROWWISE])
+def test_rows_have_the_same_bits_wherever_they_live(optimizer, tmp_path):
+    rows = [train_at(place, optimizer, tmp_path / str(i)) for i, place in enumerate(PLACES)]
+    for place, others in zip(PLACES, rows, strict=True):
+        for mine, first in zip(others, rows[0], strict=True):
+            assert torch.equal(mine, first), place
+
+
+def train_at(place: str, optimizer: OptimType, path: Path) -> list[torch.Tensor]:
+    tables = [(4000, 8), (700, 5), (2300, 8)]
+    word = place.split()[0]
+    location = EmbeddingLocation.HOST if word == "SSD" else EmbeddingLocation[word]
+    options = {"store_options": engine.make_cached_ssd_store_options(0.1, path, shards=2)} if word == "SSD" else {}
+    if "LFU" in place:
+        options["cache_algorithm"] = CacheAlgorithm.LFU
+    specs = [(rows, dim, location, ComputeDevice.CPU) for rows, dim in tables]
+    torch.manual_seed(0)
+    batches = [batch(tables, MAP, [16] * len(MAP), weighted=True) for _ in range(50)]
+    with TableBatchedEmbeddingBags(specs, MAP, optimizer=optimizer, learning_rate=0.1, **options) as tbe:
+        tbe.init_embedding_weights_uniform(-1, 1)
+        if "ahead" in place:
+            for made in batches:
+                tbe.prefetch(made.indices, made.offsets)
+        for made in batches:
+            output = tbe(*made)
+            output.backward(output.detach().sin())
+        if "ahead" in place:
+            assert all(of["table"]["prefetch_hits"] == 50 for of in tbe.metrics().values())
+        return tbe.split_embedding_weights() + [state for of in tbe.split_optimizer_states() for state in of]
+
+
+def test_adam_is_adamw_of_the_rows_that_a_batch_has():
+    tbe = one(optimizer=ADAM, learning_rate=0.1, weight_decay=0.3, eps=1e-3, beta1=0.8, beta2=0.9)
+    dense = nn.Parameter(tbe.split_embedding_weights()[0])
+    peer = torch.optim.AdamW([dense], 0.1, (0.8, 0.9), 1e-3, 0.3)
+    for number in range(10):
+        ids = torch.arange(4).repeat(2)
+        grad = torch.randn(2, 3)
+        tbe(ids, torch.tensor([0, 4, 8])).backward(grad)
+        F.embedding_bag(ids, dense, torch.tensor([0, 4, 8]), mode="sum", include_last_offset=True).backward(grad)
+        peer.step()
+        peer.zero_grad()
+        if number == 4:
+            tbe.update_hyper_parameters({"lr": 0.01, "beta1": 0.5, "weight_decay": 0.1, "eps": 1e-2})
+            peer.param_groups[0].update(lr=0.01, betas=(0.5, 0.9), weight_decay=0.1, eps=1e-2)
+    torch.testing.assert_close(tbe.split_embedding_weights()[0], dense.detach())
+    [[momentum1, momentum2]] = tbe.split_optimizer_states()
+    torch.testing.assert_close(momentum1, peer.state[dense]["exp_avg"])
+    torch.testing.assert_close(momentum2, peer.state[dense]["exp_avg_sq"])
+
+
+def test_the_step_counts_updates_and_can_be_set():
+    trained, fresh = (one(optimizer=ADAM, learning_rate=0.1) for _ in range(2))
+    for tbe, steps in ((trained, 0), (fresh, 7)):
+        if steps:
+            tbe.set_optimizer_step(steps)
+        tbe(IDS, OFFSETS).sum().backward()
+    grad = 1.0  # of row 0
+    moved = [0.1 * one_step(grad, step) for step in (1, 8)]
+    for tbe, by in zip((trained, fresh), moved, strict=True):
+        torch.testing.assert_close(tbe.split_embedding_weights()[0][0], torch.tensor([0.0, 0.1, 0.2]) - by)
+
+
+def one_step(grad: float, step: int) -> float:
+    """How far Adam's first update of a row goes for a learning rate of 1, with the bias correction of a step."""
+    momentum1, momentum2 = 0.1 * grad / (1 - 0.9**step), 0.001 * grad**2 / (1 - 0.999**step)
+    return momentum1 / (momentum2**0.5 + 1e-8)
+
+
+@pytest.mark.parametrize("mode", [WeightDecayMode.L2, WeightDecayMode.DECOUPLE])
+def test_weight_decay_with_pooling(mode):
+    """FBGEMM ignores it on the CPU, for tables that one feature looks up."""
+    tbe = one(optimizer=ROWWISE, learning_rate=0.1, eps=0.01, weight_decay=0.5, weight_decay_mode=mode)
+    w, sums = tbe.split_embedding_weights()[0], torch.zeros(4, 1)
+    for _ in range(5):
+        grad = torch.randn(3, 3)
+        tbe(IDS, OFFSETS).backward(grad)
+        g = torch.zeros(4, 3).index_add(0, IDS, grad[[0, 1, 1, 2]])
+        met = torch.tensor([[1.0], [1.0], [1.0], [0.0]])
+        g = g + met * (0.5 * w if mode is WeightDecayMode.L2 else 0)
+        sums += (g * g).mean(1, keepdim=True)
+        decay = 1 - 0.1 * 0.5 * met if mode is WeightDecayMode.DECOUPLE else 1.0
+        w = w * decay - 0.1 * g / (sums.sqrt() + 0.01)
+    torch.testing.assert_close(tbe.split_embedding_weights()[0], w)
+    torch.testing.assert_close(tbe.split_optimizer_states()[0][0], sums[:, 0])
+
+
+def test_a_mean_with_weights_has_the_gradient_of_its_formula():
+    """FBGEMM divides by the length of the bag in forward alone."""
+    tbe = one(pooling_mode=PoolingMode.MEAN, learning_rate=1.0)
+    dense = tbe.split_embedding_weights()[0].requires_grad_()
+    weights = torch.tensor([0.5, 2.0, 3.0, 4.0], requires_grad=True)
+    same = weights.detach().clone().requires_grad_()
+    grad = torch.randn(3, 3)
+    output = tbe(IDS, OFFSETS, weights)
+    output.backward(grad)
+    rows = dense[IDS] * same[:, None]
+    wanted = torch.stack([rows[0], (rows[1] + rows[2]) / 2, rows[3]])
+    wanted.backward(grad)
+    torch.testing.assert_close(output, wanted)
+    torch.testing.assert_close(weights.grad, same.grad)
+    torch.testing.assert_close(tbe.split_embedding_weights()[0], dense.detach() - dense.grad)
+
+
+def test_the_gradient_of_weights_is_computed_only_where_it_is_wanted(monkeypatch):
+    calls = []
+    computed = PinnedBatch.weights_grad
+    monkeypatch.setattr(PinnedBatch, "weights_grad", lambda *given: calls.append(1) or computed(*given))
+    tbe = one()
+    tbe(IDS, OFFSETS, torch.ones(4)).sum().backward()
+    assert not calls
+    weights = torch.ones(4, requires_grad=True)
+    tbe(IDS, OFFSETS, weights).sum().backward()
+    assert calls == [1]
+    assert weights.grad is not None
+
+
+@pytest.mark.parametrize("way", ["eval", "no_grad", "inference", "frozen"])
+def test_evaluation_changes_nothing(way):
+    tbe, other = one(optimizer=ADAM), one(optimizer=ADAM)
+    weights = torch.ones(4, requires_grad=True)
+    for _ in range(3):
+        if way in ("no_grad", "inference"):
+            with torch.no_grad() if way == "no_grad" else torch.inference_mode():
+                assert not tbe(IDS, OFFSETS, weights).requires_grad
+            continue
+        tbe.train(way != "eval").requires_grad_(way != "frozen")
+        tbe(IDS, OFFSETS, weights).sum().backward()
+    if way in ("eval", "frozen"):
+        assert weights.grad is not None
+    assert torch.equal(tbe.split_embedding_weights()[0], other.split_embedding_weights()[0])
+    tbe.train().anchor.requires_grad_()
+    for trained in (tbe, other):
+        trained(IDS, OFFSETS).sum().backward()
+    assert tbe.metrics()["tbe-d3-host"]["table"]["step"] == 1
+    assert torch.equal(tbe.split_embedding_weights()[0], other.split_embedding_weights()[0])
+
+
+def test_the_gradient_of_something_else_updates_no_row():
+    tbe = one()
+    weights = torch.ones(4, requires_grad=True)
+    torch.autograd.grad(tbe(IDS, OFFSETS, weights).sum(), [weights])
+    with pytest.raises(GraphError, match=r"torch.autograd.grad of the anchor"):
+        torch.autograd.grad(tbe(IDS, OFFSETS).sum(), [tbe.anchor])
+    assert tbe.metrics()["tbe-d3-host"]["table"]["step"] == 0
+
+
+def test_two_forwards_are_two_updates():
+    tbe = one(optimizer=ROWWISE)
+    (tbe(IDS, OFFSETS) + tbe(IDS, OFFSETS)).sum().backward()
+    assert tbe.metrics()["tbe-d3-host"]["table"]["step"] == 2
+    weights = torch.ones(4, requires_grad=True)
+    late = tbe(IDS, OFFSETS, weights)
+    tbe(IDS, OFFSETS).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.sum().backward()
+
+
+def test_one_embedding_returns_a_view():
+    output = ours([(4, 8), (5, 8)], [0, 1])(torch.tensor([1, 2]), torch.tensor([0, 1, 2]))
+    assert output.shape == (1, 16)
+    assert output._base is not None or output.grad_fn.name() == "ViewBackward0"
+
+
+@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.NONE])
+def test_integers_of_32_bits_and_empty_batches(pooling):
+    tbe, other = one(pooling_mode=pooling), one(pooling_mode=pooling)
+    mine = tbe(IDS.int(), OFFSETS.int())
+    assert torch.equal(mine, other(IDS, OFFSETS))
+    mine.sum().backward()
+    for tbe in (one(pooling_mode=pooling), ours(TABLES, MAP) if pooling is PoolingMode.SUM else one()):
+        nothing = tbe(torch.empty(0, dtype=torch.int64), torch.tensor([0]))
+        assert nothing.shape[0] == 0
+        nothing.sum().backward()
+
+
+def test_features_of_several_embeddings_stand_in_their_order():
+    """Rows without pooling, and bags of variable batch sizes, of tables of one dim in two places."""
+    places = [EmbeddingLocation.HOST, EmbeddingLocation.DEVICE]
+    specs = [(20, 3, place, ComputeDevice.CPU) for place in places]
+    rows = [torch.randn(20, 3), torch.randn(20, 3)]
+    indices, offsets = torch.arange(6), torch.tensor([0, 1, 2, 4, 4, 5, 6])
+    feature = [0, 0, 1, 1, 0, 0]  # of each index
+    tbe = TableBatchedEmbeddingBags(specs, [0, 1, 0], pooling_mode=PoolingMode.NONE, learning_rate=1.0)
+    fill(tbe, rows)
+    wanted = torch.stack([rows[f][i] for i, f in enumerate(feature)])
+    output = tbe(indices, offsets)
+    assert torch.equal(output, wanted)
+    output.backward(torch.ones_like(output))
+    assert torch.equal(
+        tbe.split_embedding_weights()[1][[1, 2, 3]], rows[1][[1, 2, 3]] - torch.tensor([0.0, 1, 1])[:, None]
+    )
+    pooled = TableBatchedEmbeddingBags(specs, [0, 1, 0])
+    fill(pooled, rows)
+    sizes = [[1, 0], [1, 1], [2, 1]]
+    bags = [rows[0][0], rows[1][1], rows[0][4], rows[0][5], rows[1][2] + rows[1][3]]
+    bounds = torch.tensor([0, 1, 2, 4, 4, 5, 6])
+    output = pooled(indices, bounds, None, sizes)
+    empty = torch.zeros(3)
+    torch.testing.assert_close(output, torch.cat([rows[0][0], rows[1][1], empty, rows[0][4], bags[4], rows[0][5]]))
+
+
+def test_rows_begin_uniform_without_being_written():
+    tbe = ours([(50, 8), (30, 8)], [0, 1])
+    tbe.init_embedding_weights_uniform(-0.5, 0.25)
+    [first, second] = tbe.split_embedding_weights()
+    assert -0.5 <= float(first.min()) < -0.3
+    assert 0.1 < float(first.max()) <= 0.25
+    assert not torch.equal(first[:30], second)
+    assert tbe.embedding_of(0).size() == 0
+    tbe.init_embedding_weights_uniform(2, 3)  # rows were looked at
+    assert tbe.embedding_of(1).size() == 80
+    assert all(float(rows.min()) >= 2 for rows in tbe.split_embedding_weights())
+    with pytest.raises(OptionError, match=r"low=1.0 > high=0.0"):
+        tbe.init_embedding_weights_uniform(1, 0)
+
+
+def test_what_is_split_is_a_copy():
+    tbe = one(optimizer=ADAM)
+    tbe(IDS, OFFSETS).sum().backward()
+    before = tbe.split_embedding_weights(), tbe.split_optimizer_states()
+    for rows in (*tbe.split_embedding_weights(), *tbe.split_optimizer_states()[0]):
+        rows.fill_(7.0)
+    torch.testing.assert_close((tbe.split_embedding_weights(), tbe.split_optimizer_states()), before)
+
+
+@pytest.mark.parametrize(("optimizer", "shape"), [(ROWWISE, (4,)), (OptimType.EXACT_ADAGRAD, (4, 1)), (ADAM, (4, 1))])
+def test_a_dim_of_one_is_a_table_as_any(optimizer, shape):
+    tbe = one(dim=1, optimizer=optimizer)
+    tbe(IDS, OFFSETS).sum().backward()
+    assert {tuple(state.shape) for state in tbe.split_optimizer_states()[0]} == {shape}
+    assert tuple(tbe.split_embedding_weights()[0].shape) == (4, 1)
+
+
+def test_hyper_parameters_are_set_by_name_or_refused():
+    tbe = one()
+    tbe.set_learning_rate(0.5)
+    assert tbe.get_learning_rate() == 0.5
+    tbe(IDS, OFFSETS).sum().backward()
+    torch.testing.assert_close(tbe.split_embedding_weights()[0][0], torch.tensor([-0.5, -0.4, -0.3]))
+    for wrong in ({"lr": 0.1, "lower_bound": 1.0}, {"eps": 0.1}, {"lr": -1}, {"lr": None}):
+        with pytest.raises(OptionError, match=f"{list(wrong)[-1]}="):
+            tbe.update_hyper_parameters(wrong)
+    assert tbe.get_learning_rate() == 0.5
+    with pytest.raises(OptionError, match="step=-1"):
+        tbe.set_optimizer_step(-1)
+    undecayed = one(optimizer=ROWWISE)
+    with pytest.raises(OptionError, match=r"weight_decay=0\.5: with weight_decay_mode"):
+        undecayed.update_hyper_parameters({"weight_decay": 0.5})
+
+
+def test_rows_on_ssd_are_there_after_a_restart(tmp_path):
+    options = {"store_options": engine.make_cached_ssd_store_options(1, tmp_path), "optimizer": ADAM}
+    with ours([(40, 8)], [0], **options) as tbe:
+        tbe.init_embedding_weights_uniform(-1, 1)
+        tbe(IDS, OFFSETS).sum().backward()
+        rows, states = tbe.split_embedding_weights(), tbe.split_optimizer_states()
+    with pytest.raises(ClosedError):
+        tbe(IDS, OFFSETS)
+    with ours([(40, 8)], [0], **options) as again:
+        again.init_embedding_weights_uniform(-1, 1)
+        assert torch.equal(again.split_embedding_weights()[0], rows[0])
+        assert torch.equal(again.split_optimizer_states()[0][1], states[0][1])
+
+
+def test_tables_are_found_by_name_and_number():
+    tbe = ours(TABLES, MAP, table_names=["user", "item", "shop"])
+    assert tbe.embedding_of("shop") is tbe.embedding_of(0)
+    assert tbe.embedding_of("item").name == "tbe-d4-host"
+    with pytest.raises(InputError, match="give one of 0 to 2, or by name 'user', 'item', 'shop'"):
+        tbe.embedding_of("users")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tbe = one()
+        self.dense = nn.Linear(3, 1)
+
+    def forward(self, ids, offsets):
+        return self.dense(self.tbe(ids, offsets))
+
+
+def test_optimizers_of_the_dense_part_leave_its_rows_alone():
+    model = Model()
+    for optimizer in (
+        torch.optim.SGD(model.parameters(), 0.1),
+        engine.EagerOptimizer(torch.optim.SGD(model.parameters(), 0.1), model),
+    ):
+        before = model.dense.weight.detach().clone()
+        model(IDS, OFFSETS).sum().backward()
+        rows = model.tbe.split_embedding_weights()[0]
+        optimizer.step()
+        assert not torch.equal(model.dense.weight, before)
+        assert torch.equal(model.tbe.split_embedding_weights()[0], rows)
+    assert model.tbe.metrics()["tbe-d3-host"]["table"]["step"] == 2
+
+
+def test_a_graph_refuses_it_and_names_what_to_use():
+    class Step(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+            self.add_optimizer(torch.optim.SGD(self.model.dense.parameters(), 0.1))
+
+        def build(self, ids, offsets):
+            loss = self.model(ids, offsets).sum()
+            loss.backward()
+            return loss
+
+    with pytest.raises(GraphError, match=r"TableBatchedEmbeddingBags 'tbe' .*EmbeddingBagCollection"):
+        Step()(IDS, OFFSETS)

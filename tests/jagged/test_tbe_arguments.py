@@ -1,0 +1,255 @@
+"""An argument of FBGEMM's table-batched embedding is unknown, ignored, or taken for something else."""
+
+from __future__ import annotations
+
+import inspect
+from enum import Enum
+
+import pytest
+import torch
+
+from support.fbgemm import SplitTableBatchedEmbeddingBagsCodegen, ours
+from tierbed.engine import make_cached_host_mem_store_options, make_host_mem_store_options
+from tierbed.engine.errors import InputError, OptionError
+from tierbed.jagged import (
+    BoundsCheckMode,
+    CacheAlgorithm,
+    ComputeDevice,
+    EmbeddingLocation,
+    OptimType,
+    PoolingMode,
+    TableBatchedEmbeddingBags,
+    WeightDecayMode,
+)
+from tierbed.jagged.tbe.enums import taken
+from tierbed.jagged.tbe.refused import CALL, CONSTRUCTOR
+
+ENUMS = [
+    BoundsCheckMode,
+    CacheAlgorithm,
+    ComputeDevice,
+    EmbeddingLocation,
+    OptimType,
+    PoolingMode,
+    WeightDecayMode,
+]
+CPU = ComputeDevice.CPU
+TABLES = [(10, 4), (20, 4)]
+
+
+def fbgemms(kind: type[Enum]) -> type[Enum]:
+    from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
+
+    return getattr(training, kind.__name__)
+
+
+def parameters(function) -> dict[str, inspect.Parameter]:
+    return {name: one for name, one in inspect.signature(function).parameters.items() if name != "self"}
+
+
+def plain(value):
+    return value.value if isinstance(value, Enum) else value
+
+
+@pytest.mark.parametrize("kind", ENUMS)
+def test_enums_have_fbgemms_names_and_values_and_take_its_members(kind):
+    assert {one.name: one.value for one in kind} == {one.name: one.value for one in fbgemms(kind)}
+    for member in kind:
+        assert taken(kind, fbgemms(kind)(member.value), "it") is taken(kind, member.value, "it") is member
+
+
+@pytest.mark.parametrize("given", [PoolingMode.SUM, True, "SUM", 77, None])
+def test_no_other_enum_is_taken_by_its_value(given):
+    with pytest.raises(OptionError, match=r"give one of EmbeddingLocation.DEVICE, "):
+        TableBatchedEmbeddingBags([(4, 4, given, CPU)])
+
+
+def test_every_argument_of_fbgemm_is_here_or_refused():
+    peer, mine = SplitTableBatchedEmbeddingBagsCodegen, TableBatchedEmbeddingBags
+    assert set(parameters(peer.__init__)) == set(CONSTRUCTOR) | set(parameters(mine.__init__)) - {
+        "store_options",
+        "name",
+        "seed",
+        "unsupported",
+    }
+    for call in ("forward", "prefetch"):
+        assert set(parameters(getattr(peer, call))) <= set(CALL) | set(parameters(getattr(mine, call)))
+
+
+def test_defaults_are_fbgemms():
+    peer, mine = parameters(SplitTableBatchedEmbeddingBagsCodegen), parameters(TableBatchedEmbeddingBags)
+    defaults = {name: one.default for name, one in mine.items()} | {name: was for name, (was, _) in CONSTRUCTOR.items()}
+    for name, one in peer.items():
+        if name != "output_dtype":
+            assert plain(defaults[name]) == plain(one.default), name
+
+
+@pytest.mark.parametrize("name", CONSTRUCTOR)
+def test_an_argument_without_a_meaning_is_refused_by_name(name):
+    default, reason = CONSTRUCTOR[name]
+    given = not default if isinstance(default, bool) else "other"
+    with pytest.raises(OptionError) as error:
+        ours(TABLES, [0, 1], **{name: given})
+    assert str(error.value) == f"{name}={given!r}: {reason}"
+    ours(TABLES, [0, 1], **{name: default})
+
+
+@pytest.mark.parametrize("name", CALL)
+def test_an_argument_of_a_call_is_refused_by_name(name):
+    tbe = ours(TABLES, [0, 1])
+    ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
+    for call in (tbe, tbe.prefetch):
+        with pytest.raises(InputError, match=f"^{name}="):
+            call(ids, offsets, **{name: torch.ones(2)})
+        call(ids, offsets, **{name: None})
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest():
+    with pytest.raises(OptionError, match=r"learning_rat=0.1: there is no such argument; did you mean learning_rate"):
+        ours(TABLES, [0, 1], learning_rat=0.1)
+
+
+@pytest.mark.parametrize("optimizer", OptimType)
+def test_an_optimizer_that_is_not_built_names_the_nearest(optimizer):
+    built = {OptimType.EXACT_SGD, OptimType.EXACT_ADAGRAD, OptimType.EXACT_ROWWISE_ADAGRAD, OptimType.ADAM}
+    if optimizer in built:
+        ours(TABLES, [0, 1], optimizer=optimizer)
+        return
+    with pytest.raises(OptionError, match=f"OptimType.{optimizer.name} .*nearest.* (OptimType.)?[A-Z_]+$"):
+        ours(TABLES, [0, 1], optimizer=optimizer)
+
+
+ROWWISE = OptimType.EXACT_ROWWISE_ADAGRAD
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_decay": 0.1}, "weight_decay=0.1: OptimType.EXACT_SGD has no weight_decay"),
+        ({"optimizer": OptimType.EXACT_ADAGRAD, "weight_decay": 0.1}, "EXACT_ADAGRAD has no weight_decay"),
+        ({"eps": 0.1}, "eps=0.1: OptimType.EXACT_SGD has no eps"),
+        ({"optimizer": ROWWISE, "beta1": 0.5}, "EXACT_ROWWISE_ADAGRAD has no beta1"),
+        ({"optimizer": ROWWISE, "weight_decay": 0.1}, "weight_decay=0.1: with weight_decay_mode=WeightDecayMode.NONE"),
+        ({"optimizer": ROWWISE, "weight_decay_mode": WeightDecayMode.COUNTER}, "WeightDecayMode.COUNTER: Opt"),
+        ({"optimizer": OptimType.ADAM, "weight_decay_mode": WeightDecayMode.L2}, "WeightDecayMode.L2: OptimType.ADAM"),
+        ({"weight_decay_mode": WeightDecayMode.DECOUPLE}, "WeightDecayMode.DECOUPLE: OptimType.EXACT_SGD has"),
+        ({"learning_rate": -1.0}, "optimizer=OptimType.EXACT_SGD: Invalid learning rate"),
+        ({"learning_rate": "fast"}, "learning_rate='fast': give a number"),
+        ({"max_gradient": 0.5}, "max_gradient=0.5: gradients are clamped with gradient_clipping=True"),
+        ({"max_gradient": -1, "gradient_clipping": True}, "max_gradient=-1"),
+        ({"gradient_clipping": 1}, "gradient_clipping=1"),
+        ({"cache_load_factor": 0.5}, "cache_load_factor=0.5: no table is in EmbeddingLocation.MANAGED_CACHING"),
+        ({"cache_load_factor": 1.5}, "cache_load_factor=1.5: give a number > 0 and <= 1"),
+        ({"cache_algorithm": CacheAlgorithm.LFU}, "cache_algorithm=CacheAlgorithm.LFU: no table"),
+        (
+            {"cache_algorithm": CacheAlgorithm.LFU, "store_options": make_host_mem_store_options()},
+            "store_options stands in the place of all locations",
+        ),
+        ({"table_names": ["one"]}, "table_names="),
+        ({"table_names": ["one", "one"]}, "both have name='one'"),
+        ({"table_names": ["one", None]}, "give a name for each table"),
+        ({"output_dtype": torch.int8}, "output_dtype=torch.int8"),
+        ({"device": "cuda"}, "device='cuda': embedding_specs say ComputeDevice.CPU"),
+        ({"device": "moon"}, "device='moon'"),
+        ({"name": "a/b"}, "name='a/b'"),
+        ({"name": "a.b"}, "name='a.b': it names modules; use no dots"),
+        ({"store_options": {"tbe-d8": make_host_mem_store_options()}}, "did you mean 'tbe-d4'"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(OptionError) as error:
+        ours(TABLES, [0, 1], **options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("feature_table_map", [[0], [0, 2], [], "01", [0, 1.5]])
+def test_a_map_that_is_none_is_refused(feature_table_map):
+    with pytest.raises(OptionError, match="feature_table_map="):
+        TableBatchedEmbeddingBags([(4, 4, EmbeddingLocation.HOST, CPU)] * 2, feature_table_map)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [],
+        None,
+        [(4, 4)],
+        [(0, 4, EmbeddingLocation.HOST, CPU)],
+        [(4, 0, EmbeddingLocation.HOST, CPU)],
+        [(4, 4, EmbeddingLocation.MTIA, CPU)],
+        [(4, 4, EmbeddingLocation.HOST, CPU), (4, 4, EmbeddingLocation.HOST, ComputeDevice.CUDA)],
+    ],
+)
+def test_specs_that_are_none_are_refused(specs):
+    with pytest.raises(OptionError, match="embedding_specs"):
+        TableBatchedEmbeddingBags(specs)
+
+
+def test_no_pooling_has_one_dim():
+    with pytest.raises(OptionError, match=r"dims \[4, 8\]"):
+        ours([(4, 4), (4, 8)], [0, 1], pooling_mode=PoolingMode.NONE)
+
+
+def test_locations_are_stores():
+    places = [EmbeddingLocation.DEVICE, EmbeddingLocation.MANAGED, EmbeddingLocation.MANAGED_CACHING]
+    specs = [(6400, 4, place, CPU) for place in (*places, EmbeddingLocation.HOST)]
+    options = {"cache_load_factor": 0.5, "cache_algorithm": CacheAlgorithm.LFU, "optimizer": ROWWISE}
+    tbe = TableBatchedEmbeddingBags(specs, **options)
+    stores = {embedding.name: embedding.store_options for embedding in tbe.embeddings.values()}
+    assert {name: store.store for name, store in stores.items()} == {
+        "tbe-d4-device": "device_mem",
+        "tbe-d4-managed": "host_mem",
+        "tbe-d4-managed_caching": "cached_host_mem",
+        "tbe-d4-host": "host_mem",
+    }
+    assert stores["tbe-d4-managed_caching"].cache_policy == "lfu"
+    tbe(torch.arange(4), torch.arange(5))
+    assert tbe.metrics()["tbe-d4-managed_caching"]["device"]["capacity"] == 3200
+
+
+def test_a_store_is_divided_by_dim(capsys):
+    store = make_cached_host_mem_store_options(40)
+    tbe = ours([(10, 4), (10, 60), (10, 4)], [0, 1, 2], store_options=store, name="wide")
+    assert list(tbe.embeddings) == ["wide-d4", "wide-d60"]
+    small, large = (embedding.store_options.cache_budget_mb for embedding in tbe.embeddings.values())
+    assert 2 * small < large
+    assert small + large <= 40
+    tbe.stores()
+    assert "wide-d60" in capsys.readouterr().out
+
+
+def test_without_a_gpu_its_tables_are_looked_up_on_the_cpu(caplog):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    tbe = TableBatchedEmbeddingBags([(4, 4, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)])
+    assert "torch sees no GPU" in caplog.text
+    assert tbe(torch.tensor([1]), torch.tensor([0, 1])).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (([1, 2], torch.tensor([0, 1, 2])), "indices of 'tbe': got list"),
+        ((torch.tensor([1.0, 2.0]), torch.tensor([0, 1, 2])), r"indices of 'tbe': got torch.float32 \(2,\)"),
+        ((torch.tensor([[1, 2]]), torch.tensor([0, 1, 2])), "indices of 'tbe'"),
+        ((torch.tensor([1, 2]), torch.tensor([0.0, 2.0])), "offsets of 'tbe'"),
+        ((torch.tensor([1, 2]), torch.tensor([0, 2])), "offsets of 'tbe': 2 of them; give features"),
+        ((torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)), "offsets of 'tbe': 0 of them"),
+        ((torch.tensor([1, 2]), torch.tensor([0, 1, 1])), "offsets of"),
+        ((torch.tensor([1, 2]), torch.tensor([0, 2, 1])), "offsets of"),
+        ((torch.tensor([1, 2]), torch.tensor([1, 1, 2])), "offsets of"),
+        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), torch.ones(3)), "per_sample_weights of 'tbe'"),
+        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, torch.ones(2)), "batch_size_per_feature_per_rank of"),
+        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, [[1], [2]]), "3 bags, and offsets make 2"),
+        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, [[1], [0, 1]]), "as many batch sizes as"),
+        ((torch.tensor([1, 2]), torch.tensor([0, 1, 2]), None, [[1], [1.5]]), "whole numbers"),
+    ],
+)
+def test_inputs_that_are_none_are_refused(call, message):
+    with pytest.raises(InputError, match=message):
+        ours(TABLES, [0, 1])(*call)
+
+
+def test_without_pooling_there_are_no_weights():
+    with pytest.raises(InputError, match=r"per_sample_weights: PoolingMode\.NONE"):
+        ours(TABLES, [0, 1], pooling_mode=PoolingMode.NONE)(torch.tensor([1]), torch.tensor([0, 1, 1]), torch.ones(1))

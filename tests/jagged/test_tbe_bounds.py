@@ -1,0 +1,75 @@
+"""An index that its table has no row for trains some row, stops what it must not, or passes unseen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.fbgemm import fill, ours
+from tierbed.engine.errors import InputError
+from tierbed.jagged import BoundsCheckMode, OptimType, PoolingMode
+
+TABLES = [(4, 4), (9, 4)]
+BAD = torch.tensor([1, -1, 3, 4, 2, 9, 8])  # two of each table are no rows: -1 and 4, and 9 beside 4 of the second
+OFFSETS = torch.tensor([0, 2, 4, 5, 7])
+GOOD, GOOD_OFFSETS = torch.tensor([1, 3, 2, 8]), torch.tensor([0, 1, 2, 3, 4])
+
+
+def made(mode: BoundsCheckMode, **options):
+    options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, **options}
+    tbe = ours(TABLES, [0, 1], bounds_check_mode=mode, table_names=["user", "item"], **options)
+    torch.manual_seed(0)
+    fill(tbe, [torch.rand(rows, dim) for rows, dim in TABLES])
+    return tbe
+
+
+@pytest.mark.parametrize("mode", [BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL])
+def test_fatal_raises_before_any_row_changed(mode):
+    tbe = made(mode)
+    before = tbe.split_embedding_weights()
+    with pytest.raises(InputError, match="user"):
+        tbe(BAD, OFFSETS)
+    tbe(GOOD, GOOD_OFFSETS)
+    assert all(map(torch.equal, tbe.split_embedding_weights(), before))
+
+
+@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.MEAN])
+@pytest.mark.parametrize("mode", [BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE, BoundsCheckMode.V2_IGNORE])
+def test_dropped_indices_are_like_none(mode, pooling, caplog):
+    """FBGEMM reads and trains row 0 in their place."""
+    tbe, other = made(mode, pooling_mode=pooling), made(mode, pooling_mode=pooling)
+    for _ in range(3):
+        output, wanted = tbe(BAD, OFFSETS), other(GOOD, GOOD_OFFSETS)
+        assert torch.equal(output, wanted)
+        for result in (output, wanted):
+            result.backward(torch.ones_like(result))
+    assert all(map(torch.equal, tbe.split_embedding_weights(), other.split_embedding_weights()))
+    counted = tbe.metrics()["tbe-d4-host"]["tables"]
+    assert counted["user"]["dropped"] == 2 * counted["item"]["dropped"] > 0
+    warned = [record for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(warned) == (mode is BoundsCheckMode.WARNING)
+    assert not warned or "'user', 'item'" in warned[0].getMessage()
+
+
+@pytest.mark.parametrize("mode", [BoundsCheckMode.WARNING, BoundsCheckMode.FATAL])
+def test_without_pooling_a_dropped_index_is_a_row_of_zeros(mode):
+    tbe = made(mode, pooling_mode=PoolingMode.NONE)
+    if mode is BoundsCheckMode.FATAL:
+        with pytest.raises(InputError, match="user"):
+            tbe(BAD, OFFSETS)
+        return
+    rows = tbe.split_embedding_weights()
+    output = tbe(BAD, OFFSETS)
+    wanted = [rows[0][1], torch.zeros(4), rows[0][3], torch.zeros(4), rows[1][2], torch.zeros(4), rows[1][8]]
+    assert torch.equal(output, torch.stack(wanted))
+
+
+def test_unchecked_indices_are_rows():
+    tbe = made(BoundsCheckMode.NONE, learning_rate=1.0)
+    before = tbe.split_embedding_weights()
+    output = tbe(BAD, OFFSETS)
+    output.sum().backward()
+    embedding = tbe.embedding_of("user")
+    assert not torch.equal(embedding.get([-1, 4], "user"), torch.zeros(2, 4))
+    assert embedding.size() == 13 + 3
+    assert torch.equal(tbe.split_embedding_weights()[0][0], before[0][0])

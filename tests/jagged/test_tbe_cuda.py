@@ -1,0 +1,69 @@
+"""A table-batched embedding on a GPU has other bits than on the CPU, or loses what it says of bad indices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.cuda_tables import on_one_device, tables_on
+from support.fbgemm import MAP, batch
+from tierbed import engine
+from tierbed.engine.errors import InputError
+from tierbed.jagged import BoundsCheckMode, ComputeDevice, EmbeddingLocation, OptimType, TableBatchedEmbeddingBags
+
+TABLES = [(200, 8), (30, 4), (90, 8)]
+PLACES = [EmbeddingLocation.DEVICE, EmbeddingLocation.MANAGED_CACHING, EmbeddingLocation.HOST, None]
+
+
+def made(place: torch.device, location: EmbeddingLocation | None, path, **options) -> TableBatchedEmbeddingBags:
+    compute = ComputeDevice[place.type.upper()]
+    if location is None:
+        options["store_options"] = engine.make_cached_ssd_store_options(0.2, path, shards=2)
+    where = EmbeddingLocation.HOST if location is None else location
+    specs = [(rows, dim, where, compute) for rows, dim in TABLES]
+    options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, **options}
+    return TableBatchedEmbeddingBags(specs, MAP, **options)
+
+
+def trained(place: torch.device, location: EmbeddingLocation | None, path) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    results = []
+    with made(place, location, path) as tbe:
+        tbe.init_embedding_weights_uniform(-1, 1)
+        batches = [batch(TABLES, MAP, [6] * len(MAP), weighted=True) for _ in range(6)]
+        for number, (indices, offsets, weights) in enumerate(batches):
+            if number == 2:
+                indices[0] = -1
+            given = [given.to(place) for given in (indices, offsets, weights)]
+            tbe.prefetch(*given[:2])
+            output = tbe(*given[:2], given[2].requires_grad_())
+            output.backward(output.detach().sin())
+            results += [output.detach().cpu(), given[2].grad.cpu()]
+        assert sum(of["table"]["dropped"] for of in tbe.metrics().values()) > 0
+        return [rows.cpu() for rows in (*results, *tbe.split_embedding_weights(), tbe.split_optimizer_states()[0][0])]
+
+
+@on_one_device
+@pytest.mark.parametrize("location", PLACES)
+def test_a_run_has_the_bits_of_the_cpu(device, location, tmp_path):
+    here = trained(torch.device("cpu"), location, tmp_path / "here")
+    with tables_on(device) as place:
+        there = trained(place, location, tmp_path / "there")
+    assert all(map(torch.equal, there, here))
+
+
+@on_one_device
+def test_fatal_is_raised_at_the_latest_by_the_next_call_that_waits(device, tmp_path):
+    with tables_on(device) as place:
+        options = {"bounds_check_mode": BoundsCheckMode.FATAL}
+        with made(place, EmbeddingLocation.DEVICE, tmp_path, **options) as tbe:
+            before = tbe.split_embedding_weights()
+            indices, offsets = torch.tensor([1, 2, 3, 30, 4], device=place), torch.arange(6, device=place)
+
+            def step() -> None:
+                tbe(indices, offsets).sum().backward()
+                tbe.metrics()
+
+            with pytest.raises(InputError, match="one is no id of its table"):
+                step()
+            assert all(map(torch.equal, tbe.split_embedding_weights(), before))
