@@ -65,8 +65,9 @@ def tensor_text(value: Tensor) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a Lookup
-        return f"{type(value).__name__}({', '.join(map(_text, value))})"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a Lookup, without what it does not use at its end
+        used = max((place for place, part in enumerate(value, 1) if part is not None), default=0)
+        return f"{type(value).__name__}({', '.join(map(_text, value[:used]))})"
     if isinstance(value, list | tuple):
         inner = ", ".join(map(_text, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"

@@ -38,7 +38,7 @@ def test_the_listing_has_stages_shapes_and_stores() -> None:
     stages = ["pin", "gather", "forward", "backward", "update", "dense step", "outputs"]
     assert [stage for stage, _ in found] == stages
     lines = dict(found)
-    assert lines["pin"] == ["    pin = pin(rows, [Lookup(ids, None, None, None)])  # rows in device_mem"]
+    assert lines["pin"] == ["    pin = pin(rows, [Lookup(ids)])  # rows in device_mem"]
     assert lines["gather"] == ["    gather = gather(pin, 0)  # float32 [8, 3, 4], rows in device_mem"]
     assert "    relu = aten.relu.default(addmm)  # float32 [8, 8]" in lines["forward"]
     assert lines["backward"][-1] == "    view_3 = aten.view.default(slice_1, [8, 3, 4])  # float32 [8, 3, 4]"

@@ -167,7 +167,7 @@ def test_equal_lookups_share_a_segment_and_other_pooling_makes_another() -> None
     graph(torch.tensor([[1, 2]]))
     torch.testing.assert_close(rows.get([1, 2]), before - 0.5 * (1 + 2 / 2 + 3 + 4))
     code = compiled(graph)
-    bags = "Lookup(args, None, None, 'sum'), Lookup(args, None, None, 'mean'), Lookup(args, None, None, None)"
+    bags = "Lookup(args, None, None, 'sum'), Lookup(args, None, None, 'mean'), Lookup(args)"
     assert f"= pin(rows, [{bags}])" in code
     assert code.count("= gather(") == 4
 
