@@ -68,10 +68,7 @@ class CpuProcessor:
 
     def batch(self, lookups: Sequence[Lookup], like: _core.Batch | None = None, ahead: bool = False) -> _core.Batch:
         _core.set_threads(torch.get_num_threads())
-        batch = batch_of(self._spec, lookups) if like is None else like.sibling()
-        if self._spec.drops and not ahead:
-            self._dropped += batch.dropped
-        return batch
+        return batch_of(self._spec, lookups) if like is None else like.sibling()
 
     def side_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -86,9 +83,7 @@ class CpuProcessor:
         """Does nothing: all work of a call is done when the call returns."""
 
     def hand_over(self, batch: _core.Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        """Counts what is dropped. Ids were compared before, and memory that nobody refers to is free at once."""
-        if self._spec.drops:
-            self._dropped += batch.dropped
+        """Does nothing: ids were compared before, and memory that nobody refers to is free at once."""
 
     def count_written(self, batch: _core.Batch) -> Counts:
         return _core.count_written(batch, self.layout).astype(np.int64)
@@ -96,6 +91,8 @@ class CpuProcessor:
     def gather(
         self, batch: _core.Batch, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
+        if self._spec.drops and index == 0:  # for all lookups of the batch
+            self._dropped += batch.dropped
         out = empty((*lookup.shape, self.layout.dim), dtype)
         mean, scales = lookup.pooling == "mean", None if weights is None else flat(weights)
         _core.gather(batch, self.layout, index, array_of(out), mean, scales, OUTPUT_DTYPES[dtype])

@@ -106,12 +106,10 @@ class CudaProcessor:
         """A batch as `Processor.batch` says. A batch that is made ahead has its occurrences grouped by row already."""
         _core.set_threads(torch.get_num_threads())  # for tiers of the host below a cache
         if like is not None:
-            self._count_dropped(like)
             return like.sibling(self._faults.word)
         segments = [_segment(lookup) for lookup in lookups]
         faults = torch.zeros_like(self._faults.word) if ahead else self._faults.word
         batch = Batch(self._on, segments, self._ids, faults)
-        self._count_dropped(batch, ahead)
         if ahead:
             for part in (part for lookup in lookups for part in lookup.tensors):
                 if part is not None:
@@ -133,7 +131,6 @@ class CudaProcessor:
 
     def hand_over(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         batch.keep()  # its faults may be in use, where its rows are coming up
-        self._count_dropped(batch)
         differ = [
             (was != now).any()
             for pair in zip(announced, lookups, strict=True)
@@ -142,16 +139,13 @@ class CudaProcessor:
         ]
         batch.wrong |= torch.stack(differ).any().to(torch.int32) * CHANGED
 
-    def _count_dropped(self, batch: Batch, ahead: bool = False) -> None:
-        """Count what the lookups of a batch dropped, where this is its step."""
-        if batch.dropped is not None and not ahead:
-            self._dropped += batch.dropped
-
     def count_written(self, batch: Batch) -> Counts:
         counts: Counts = kernels.count_written(self._layout, batch).cpu().numpy()
         return counts
 
     def gather(self, batch: Batch, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if batch.dropped is not None and index == 0:  # for all lookups of the batch
+            self._dropped += batch.dropped
         out = torch.empty((*lookup.shape, self._layout.dim), dtype=dtype, device=self.device)
         kernels.gather(batch, self._layout, index, out, lookup.pooling == "mean", _contiguous(weights))
         return out

@@ -87,7 +87,7 @@ def test_a_prefetched_batch_counts_what_it_drops_in_its_step() -> None:
         embedding.prefetch(ids, owners)
         embedding.prefetch(ids, owners)
         pinned = embedding.pin([engine.spec.inputs.Lookup(ids, owners)])
-        pinned.update([torch.ones(3, DIM)])
+        pinned.update([torch.ones_like(pinned.gather(0))])
         metrics = embedding.metrics()["table"]
         assert (metrics["prefetch_hits"], metrics["dropped"]) == (1, 2)
         embedding.forget_announced()
