@@ -73,3 +73,10 @@ def test_no_test_imports_another() -> None:
     files = [*TESTS.rglob("*.py")]
     assert len(files) > 200
     assert not [file for file in files if re.search(r"^\s*(from|import) test_", file.read_text(), re.M)]
+
+
+def test_only_the_tests_of_peers_need_peers() -> None:
+    needed = re.compile(r"^\s*(import|from) (torchrec|fbgemm_gpu|support\.fbgemm)\b", re.M)
+    files = [*(TESTS / "jagged").glob("*.py"), *(TESTS / "peers").glob("*.py")]
+    found = {path.parent.name for path in files if needed.search(path.read_text())}
+    assert found == {"peers"}

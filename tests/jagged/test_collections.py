@@ -1,23 +1,21 @@
-"""A collection of tables departs from TorchRec's: names, rows, or gradients of rows and weights."""
+"""A collection takes a wrong argument, shares or divides tables wrongly, or trains otherwise in a graph."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
-from torchrec import EmbeddingBagCollection as TheirBags
-from torchrec import EmbeddingCollection as TheirRows
-from torchrec.modules import embedding_configs as theirs
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as TheirKeyed
+from torch import Tensor, nn
 
 import tierbed
-from support.jagged import KEYS, Features, features
-from tierbed.engine import EagerOptimizer
+from support.cuda_tables import on_devices, tables_on
+from support.embeddings import contents
+from support.stores import STORES, options
+from tierbed.engine import EagerOptimizer, GraphError, InputError, OptionError
+from tierbed.engine.ops.cuda.device import Device
 from tierbed.jagged import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -25,211 +23,335 @@ from tierbed.jagged import (
     EmbeddingConfig,
     JaggedTensor,
     KeyedJaggedTensor,
+    Padded,
     PoolingType,
+    PositionWeighted,
 )
-from tierbed.jagged.modules.tables import Tables
 
 STORE = tierbed.make_device_mem_store_options()
-IDS = 30  # of every batch
+TABLES: list[dict[str, Any]] = [
+    {"num_embeddings": 40, "embedding_dim": 4, "name": "t1", "feature_names": ["x", "y"]},
+    {"num_embeddings": None, "embedding_dim": 4, "name": "t2", "feature_names": ["z"], "pooling": PoolingType.MEAN},
+    {"num_embeddings": 40, "embedding_dim": 2, "name": "t3", "feature_names": ["y"]},
+]
 
 
-def close(ours: Tensor, other: Tensor) -> None:
-    """To 1e-6 of the largest magnitude."""
-    ours, other = ours.detach(), other.detach()
-    assert ours.shape == other.shape
-    largest = float(other.abs().max()) if other.numel() else 0.0
-    torch.testing.assert_close(ours, other, rtol=0, atol=1e-6 * max(largest, 1e-30))
+def bags(store: Any = STORE, **more: Any) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection([EmbeddingBagConfig(**table) for table in TABLES], store, **more)
 
 
-@dataclass
-class Drawn:
-    """Tables, and a batch that has their features."""
-
-    tables: list[dict[str, Any]]
-    batch: Features
+def batch(seed: int, keys: tuple[str, ...] = ("z", "other", "y", "x"), samples: int = 5) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(keys) * samples,), generator=generator)
+    return KeyedJaggedTensor(keys, torch.randint(40, (int(lengths.sum()),), generator=generator), lengths=lengths)
 
 
-@st.composite
-def drawn(draw: Any, one_dim: bool = False, weighted: bool | None = False, min_batch: int = 0) -> Drawn:
-    dims = [draw(st.sampled_from([1, 3, 8]))] if one_dim else [1, 3, 8]
-    tables = [
-        {
-            "num_embeddings": draw(st.integers(IDS, IDS + 9)),
-            "embedding_dim": draw(st.sampled_from(dims)),
-            "name": f"t{number}",
-            "feature_names": draw(st.lists(st.sampled_from(KEYS[:4]), min_size=1, max_size=3, unique=True)),
-        }
-        for number in range(draw(st.integers(1, 4)))
-    ]
-    required = sorted({feature for table in tables for feature in table["feature_names"]})
-    return Drawn(tables, draw(features(required=required, ids=IDS, weighted=weighted, min_batch=min_batch)))
+class Model(nn.Module):
+    """Bags weighted by position, rows of padded ids, and a layer over both."""
 
-
-def fill(other: Any, ours: Tables) -> None:
-    """Give TorchRec's tables our rows."""
-    tables = other.embedding_bags if hasattr(other, "embedding_bags") else other.embeddings
-    for config in ours.configs:
-        ids = torch.arange(config.num_embeddings)
-        tables[config.name].weight.data = ours.embedding_of(config.name).get(ids, ours.place_of(config.name)[1])
-
-
-def check_rows(ours: Tables, other: Any) -> None:
-    """Rows after a step of SGD of lr 1 are TorchRec's less its gradients."""
-    tables = other.embedding_bags if hasattr(other, "embedding_bags") else other.embeddings
-    for config in ours.configs:
-        weight = tables[config.name].weight.detach()
-        ids = torch.arange(config.num_embeddings)
-        now = ours.embedding_of(config.name).get(ids, ours.place_of(config.name)[1])
-        grad = tables[config.name].weight.grad
-        grad = torch.zeros_like(weight) if grad is None else grad.to_dense()
-        largest = max(float(grad.abs().max()), float(weight.abs().max()))
-        torch.testing.assert_close(now, weight - grad, rtol=0, atol=2e-6 * largest)
-
-
-def step(model: Tables) -> EagerOptimizer:
-    return EagerOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
-
-
-def slopes(values: Tensor) -> Tensor:
-    """A gradient that differs for every element."""
-    return torch.linspace(0.5, 1.5, values.numel()).view(values.shape)
-
-
-@given(
-    case=drawn(weighted=None, min_batch=1), mean=st.lists(st.booleans(), min_size=4, max_size=4), takes=st.booleans()
-)
-def test_pooled_rows_and_their_gradients_are_torchrecs(case: Drawn, mean: list[bool], takes: bool) -> None:
-    weighted = takes and case.batch.weights is not None
-    pooling = [PoolingType.MEAN if one and not weighted else PoolingType.SUM for one in mean]  # TorchRec has not both
-    tables = [
-        EmbeddingBagConfig(**table, pooling=pooling) for table, pooling in zip(case.tables, pooling, strict=False)
-    ]
-    given = case.batch.arguments()
-    leaf = None if case.batch.weights is None else case.batch.weights.clone().requires_grad_()
-    with EmbeddingBagCollection(tables, STORE, is_weighted=weighted) as ours:
-        other = TheirBags(
-            [
-                theirs.EmbeddingBagConfig(**table, pooling=theirs.PoolingType(pooling.value))
-                for table, pooling in zip(case.tables, pooling, strict=False)
-            ],
-            is_weighted=weighted,
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self.positions = PositionWeighted({"x": 3, "z": 3})
+        self.bags = bags(store, is_weighted=True)
+        self.rows = EmbeddingCollection(
+            [EmbeddingConfig(40, 3, "history", feature_names=["y"])], store, padded={"y": 2}
         )
-        fill(other, ours)
-        optimizer = step(ours)
-        out = ours(KeyedJaggedTensor(**{**given, "weights": leaf}))
-        their_leaf = None if case.batch.weights is None else case.batch.weights.clone().requires_grad_()
-        expected = other(TheirKeyed(**{**given, "weights": their_leaf}))
-        assert (out.keys(), out.length_per_key()) == (expected.keys(), expected.length_per_key())
-        close(out.values(), expected.values())
-        (out.values() * slopes(out.values())).sum().backward()
-        (expected.values() * slopes(expected.values())).sum().backward()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(self.bags_dim + 6, 1)
+
+    bags_dim = 14
+
+    def forward(self, features: Any) -> Tensor:
+        pooled = self.bags(self.positions(features)).values()
+        padded = self.rows(features)["y"]
+        assert isinstance(padded, Padded)
+        both = torch.cat([pooled, (padded.values * padded.mask[..., None]).flatten(1)], 1)
+        out: Tensor = self.layer(both).square().sum()
+        return out
+
+    def rows_of(self) -> list[bytes]:
+        every = [*self.bags.embeddings.values(), *self.rows.embeddings.values()]
+        return [contents(embedding).tobytes() for embedding in every]  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.bags.close()
+        self.rows.close()
+
+
+class Step(tierbed.Graph):
+    """A training step of the model."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        rows = [*model.bags.parameters(), *model.rows.parameters()]
+        self.add_optimizer(tierbed.optim.RowWiseAdagrad(rows, lr=0.1))
+        self.add_optimizer(torch.optim.SGD([*model.positions.parameters(), *model.layer.parameters()], lr=0.01))
+
+    def build(self, features: Any) -> Tensor:
+        loss = self.model(features)
+        loss.backward()
+        return loss
+
+
+def in_a_loop(store: Any, place: torch.device | str = "cpu") -> Iterator[Any]:
+    model = Model(store).to(place)
+    rows = [*model.bags.parameters(), *model.rows.parameters()]
+    optimizer = EagerOptimizer(tierbed.optim.RowWiseAdagrad(rows, lr=0.1), model)
+    dense = torch.optim.SGD([*model.positions.parameters(), *model.layer.parameters()], lr=0.01)
+    for seed in range(6):
+        loss = model(batch(seed).to(place))
+        loss.backward()
         optimizer.step()
-        check_rows(ours, other)
-        if weighted:
-            close(leaf.grad, their_leaf.grad)
-        elif leaf is not None:
-            assert leaf.grad is None  # weights that nothing takes have no gradient
+        dense.step()
+        optimizer.zero_grad()
+        dense.zero_grad()
+        yield loss.item()
+    yield model.rows_of()
+    model.close()
 
 
-@given(case=drawn(one_dim=True, min_batch=1), need=st.booleans())  # TorchRec fails without a sample
-def test_rows_of_ids_and_their_gradients_are_torchrecs(case: Drawn, need: bool) -> None:
-    given = case.batch.arguments()
-    with EmbeddingCollection([EmbeddingConfig(**table) for table in case.tables], STORE, need_indices=need) as ours:
-        other = TheirRows([theirs.EmbeddingConfig(**table) for table in case.tables], need_indices=need)
-        fill(other, ours)
-        optimizer = step(ours)
-        out, expected = ours(KeyedJaggedTensor(**given)), other(TheirKeyed(**given))
-        assert [*out] == [*expected]
-        loss, their_loss = torch.zeros(()), torch.zeros(())
-        for name, one in out.items():
-            assert isinstance(one, JaggedTensor)
-            close(one.values(), expected[name].values())
-            assert torch.equal(one.offsets(), expected[name].offsets())
-            if need:
-                assert torch.equal(one.weights(), expected[name].weights())
-            loss = loss + (one.values() * slopes(one.values())).sum()
-            their_loss = their_loss + (expected[name].values() * slopes(expected[name].values())).sum()
-        if loss.requires_grad:
-            loss.backward()
-            their_loss.backward()
+@pytest.mark.parametrize("store", STORES)
+def test_a_graph_trains_collections_as_a_plain_loop_on_every_store(store: str, tmp_path: Path) -> None:
+    def made(path: Path) -> Any:
+        return options(store, path, budget_mb=0.2) if store in STORES[2:] else options(store, path)
+
+    plain = [*in_a_loop(STORE)]
+    assert [*in_a_loop(made(tmp_path / "loop"))] == plain
+    graph = Step(Model(made(tmp_path / "graph")))
+    losses = [loss.item() for loss in graph.run(batch(seed) for seed in range(6))]
+    assert [*losses, graph.model.rows_of()] == plain
+    assert not graph.why_recompiled()  # batches of any number of ids share a step
+    for embedding in graph.model.bags.embeddings.values():
+        assert embedding.metrics()["table"]["prefetch_misses"] == 0  # type: ignore[operator]
+        assert embedding.metrics()["table"]["prefetch_hits"] >= 5  # type: ignore[operator]
+    graph.model.close()
+
+
+@on_devices
+def test_collections_on_a_gpu_have_the_bits_of_the_cpu(device: Device) -> None:
+    expected = [*in_a_loop(STORE)]
+    with tables_on(device) as place:
+        assert [*in_a_loop(STORE, place)][-1] == expected[-1]
+
+
+def test_tables_of_one_dim_and_group_share_an_embedding() -> None:
+    tables = [
+        EmbeddingBagConfig(9, 4, "a"), EmbeddingBagConfig(9, 4, "b", group="slow"), EmbeddingBagConfig(9, 4, "c"),
+        EmbeddingBagConfig(9, 2, "d"),
+    ]  # fmt: skip
+    with EmbeddingBagCollection(tables, STORE, name="e") as made:
+        assert [*made.embeddings] == ["e-d4", "e-d4-slow", "e-d2"]
+        assert made.embedding_of("a") is made.embedding_of("c") is not made.embedding_of("b")
+        assert made.place_of("c") == ("e-d4", 1)
+        keys = ["a", "b", "c", "d"]
+        features = KeyedJaggedTensor(keys, torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+        rows = made(features)
+        assert rows.keys() == keys
+        assert torch.equal(rows["c"], made.embedding_of("c").get([2], 1))
+        assert torch.equal(rows["d"], made.embedding_of("d").get([3], 0))
+        assert not torch.equal(made.embedding_of("a").get([2], 0), made.embedding_of("b").get([2], 0))
+        for frozen in "bd":
+            made.embedding_of(frozen).requires_grad_(False)
+        optimizer = EagerOptimizer(torch.optim.SGD(made.embedding_of("a").parameters(), lr=1.0), made.embedding_of("a"))
+        made(features).values().sum().backward()
+        optimizer.step()
+        assert made.embedding_of("a").size() == 2
+        assert made.embedding_of("b").size() == 0
+
+
+def test_new_rows_are_uniform_by_the_number_of_ids() -> None:
+    tables = [
+        EmbeddingBagConfig(25, 64, "a"), EmbeddingBagConfig(25, 64, "b", weight_init_min=0.5, weight_init_max=0.75),
+        EmbeddingBagConfig(None, 64, "c"),
+        EmbeddingBagConfig(25, 64, "d", initializer=tierbed.make_constant_initializer(3.0)),
+    ]  # fmt: skip
+    with EmbeddingBagCollection(tables, STORE) as made:
+        a, b, c, d = (made.embedding_of(name).get(torch.arange(25), name) for name in "abcd")
+        assert 0.19 < float(a.abs().max()) <= 0.2
+        assert 0.5 <= float(b.min()) < float(b.max()) <= 0.75
+        assert 0.04 < float(c.std()) < 0.06
+        assert (d == 3).all()
+        assert made.embedding_of("c").get([2**62], "c").shape == (1, 64)
+        with pytest.raises(InputError, match="25 is no id of table a, whose ids are 0 to 24"):
+            made(KeyedJaggedTensor([*"abcd"], torch.tensor([25]), lengths=torch.tensor([1, 0, 0, 0])))
+
+
+def test_a_shared_table_is_one_table() -> None:
+    with bags() as first:
+        tables = [
+            EmbeddingConfig(40, 4, "t1", feature_names=["w"]), EmbeddingConfig(9, 4, "own", feature_names=["v"]),
+        ]  # fmt: skip
+        second = EmbeddingCollection(tables, STORE, share=first)
+        assert second.embedding_of("t1") is first.embedding_of("t1")
+        assert [*second.embeddings] == ["ebc-d4", "ec-d4"]
+        features = KeyedJaggedTensor(["w", "v"], torch.tensor([7, 8]), lengths=torch.tensor([1, 1]))
+        rows = second(features)["w"]
+        assert isinstance(rows, JaggedTensor)
+        assert torch.equal(rows.values(), first.embedding_of("t1").get([7], "t1"))
+        with pytest.raises(OptionError, match="share has every table, with its store"):
+            EmbeddingCollection(tables[:1], STORE, share=first)
+        with pytest.raises(OptionError, match=r"table 't1': num_embeddings=41, and 40 where it is shared from, 'ebc'"):
+            EmbeddingCollection([EmbeddingConfig(41, 4, "t1")], share=first)
+        with pytest.raises(OptionError, match=r"takes -1 for an id"):
+            EmbeddingCollection(tables[:1], share=first, padded={"w": 3})
+        EmbeddingCollection(tables[:1], share=first).close()
+
+
+def test_a_padded_feature_has_rows_then_zeros() -> None:
+    with EmbeddingCollection([EmbeddingConfig(None, 3, "t", feature_names=["a", "b"])], STORE, padded={"b": 2}) as made:
+        features = KeyedJaggedTensor(["b", "a"], torch.tensor([5, 6, 7, 8, 9]), lengths=torch.tensor([3, 0, 1, 1]))
+        out = made(features)
+        assert isinstance(out["b"], Padded)
+        assert out["b"].mask.tolist() == [[True, True], [False, False]]
+        assert torch.equal(out["b"].values[0], made.embedding_of("t").get([5, 6]))
+        assert (out["b"].values[1] == 0).all()
+        assert isinstance(out["a"], JaggedTensor)
+        assert torch.equal(made(features.to_dict())["b"].values, out["b"].values)
+        empty = KeyedJaggedTensor(
+            ["b", "a"], torch.empty(0, dtype=torch.int64), lengths=torch.zeros(4, dtype=torch.int64)
+        )
+        assert (made(empty)["b"].values == 0).all()
+
+
+def test_features_apart_in_a_graph_need_a_dict_or_padding() -> None:
+    class Rows(tierbed.Graph):
+        """The sum of all rows of a feature, trained."""
+
+        def __init__(self, made: EmbeddingCollection) -> None:
+            super().__init__()
+            self.made = made
+            self.add_optimizer(torch.optim.SGD(made.parameters(), lr=1.0))
+
+        def build(self, features: Any) -> Tensor:
+            rows = self.made(features)["a"]
+            total = rows.values().square().sum() / 2
+            total.backward()
+            return total
+
+    with EmbeddingCollection([EmbeddingConfig(None, 3, "t", feature_names=["a"])], STORE) as made:
+        graph = Rows(made)
+        for seed in range(4):
+            features = batch(seed, ("a", "b"))
+            with pytest.raises(GraphError, match=r"dict of JaggedTensors, one for each key, or let .*padded"):
+                graph(features)
+            graph({"a": features["a"]})
+        assert not graph.why_recompiled()
+        assert made.embedding_of("t").size() > 0
+
+
+def test_position_weights_begin_at_one_and_learn() -> None:
+    positions = PositionWeighted({"b": 2, "a": 3})
+    features = KeyedJaggedTensor(["a", "c", "b"], torch.arange(6), lengths=torch.tensor([3, 0, 1, 0, 2, 0]))
+    with torch.no_grad():
+        positions.position_weight.copy_(torch.tensor([1.0, 2, 3, 4, 5]))
+    weighted = positions(features)
+    assert weighted.weights().tolist() == [3, 4, 5, 1, 1, 2]
+    weighted.weights().sum().backward()
+    assert positions.position_weight.grad.tolist() == [1, 1, 1, 1, 1]
+    assert positions.weights_of("a").tolist() == [3, 4, 5]
+    with pytest.raises(InputError, match="feature 'b': a bag of more than 2 ids"):
+        positions(KeyedJaggedTensor(["a", "b"], torch.arange(3), lengths=torch.tensor([0, 3])))
+    with pytest.raises(KeyError, match="feature 'b' is not in the batch"):
+        positions(KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([3])))
+    with pytest.raises(InputError, match="without weights"):
+        positions(weighted)
+
+
+def test_a_batch_of_no_sample_is_looked_up_and_trained() -> None:
+    with bags() as made:
+        optimizer = EagerOptimizer(torch.optim.SGD(made.parameters(), lr=0.1), made)
+        out = made(batch(0, samples=0))
+        assert out.values().shape == (0, 14)
+        out.values().sum().backward()
+        optimizer.step()
+        assert all(embedding.size() == 0 for embedding in made.embeddings.values())  # type: ignore[operator]
+
+
+def test_prefetch_of_a_plain_loop_is_met() -> None:
+    with bags() as made:
+        optimizer = EagerOptimizer(torch.optim.SGD(made.parameters(), lr=0.1), made)
+        for seed in range(3):
+            made.prefetch(batch(seed))
+        for seed in range(3):
+            made(batch(seed)).values().sum().backward()
             optimizer.step()
-        check_rows(ours, other)
+            optimizer.zero_grad()
+        for embedding in made.embeddings.values():
+            assert embedding.metrics()["table"]["prefetch_hits"] == 3  # type: ignore[operator]
 
 
-@given(case=drawn(min_batch=1))
-def test_torchrecs_own_batches_and_configs_are_taken(case: Drawn) -> None:
-    configs = [theirs.EmbeddingBagConfig(**table) for table in case.tables]
-    given = case.batch.arguments()
-    with (
-        EmbeddingBagCollection(configs, STORE, name="e") as one,
-        EmbeddingBagCollection([EmbeddingBagConfig(**table) for table in case.tables], STORE, name="e") as two,
+def test_evaluation_advances_no_step_and_inserts_nothing() -> None:
+    with bags() as made:
+        with torch.no_grad():
+            made(batch(0))
+        made(batch(1))
+        for embedding in made.embeddings.values():
+            assert (embedding.size(), embedding.metrics()["table"]["step"]) == (0, 0)  # type: ignore[operator]
+
+
+def test_bad_ids_reach_no_row() -> None:
+    """FBGEMM trains row 0 by them."""
+    with EmbeddingBagCollection([EmbeddingBagConfig(5, 4, "t", bad_ids="drop")], STORE) as made:
+        optimizer = EagerOptimizer(torch.optim.SGD(made.parameters(), lr=1.0), made)
+        made(KeyedJaggedTensor(["t"], torch.tensor([9, -1]), lengths=torch.tensor([2]))).values().sum().backward()
+        optimizer.step()
+        assert made.embedding_of("t").size() == 0
+        assert made.embedding_of("t").metrics()["table"]["dropped"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_embeddings": 0}, "table 't': num_embeddings=0; give how many ids"),
+        ({"embedding_dim": 0}, "table 't': embedding_dim=0; give a whole number"),
+        ({"name": ""}, "table '': name=''; give printable characters"),
+        ({"data_type": "FP16"}, "table 't': data_type='FP16'; rows are FP32"),
+        ({"init_fn": torch.nn.init.zeros_}, "table 't': init_fn=.*give initializer="),
+        ({"need_pos": True}, "table 't': need_pos=True has no meaning here: PositionWeighted"),
+        ({"use_virtual_table": True}, "use_virtual_table=True has no meaning here"),
+        ({"feature_names": "x"}, "table 't': feature_names='x'; give a list"),
+        ({"feature_names": ["x", "x"]}, "has one twice"),
+        ({"pooling": PoolingType.NONE}, "table 't': pooling=.*give PoolingType.SUM or PoolingType.MEAN"),
+        ({"weight_init_min": 1.0, "weight_init_max": 0.0}, "low"),
+        ({"initializer": {"type": "none"}}, "initializer type 'none' is unknown"),
+        ({"group": 3}, "group=3; give a string"),
+    ],
+)
+def test_a_wrong_field_of_a_config_is_told(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        EmbeddingBagConfig(**{"num_embeddings": 9, "embedding_dim": 4, "name": "t", **arguments})
+
+
+def test_wrong_arguments_of_a_collection_are_told() -> None:
+    config = EmbeddingBagConfig(9, 4, "t")
+    for arguments, message in (
+        (([], STORE), r"tables=\[\]: give a list of EmbeddingBagConfig"),
+        (([config, config], STORE), "tables: 2 are called 't'"),
+        (([3], STORE), "tables: got a int; give a list of EmbeddingBagConfig"),
+        (([config],), "store_options=None: nothing says where table t is"),
+        (([config], {"ebc-d8": STORE}), "no such embedding; did you mean 'ebc-d4'"),
     ):
-        expected = two(KeyedJaggedTensor(**given)).values()
-        assert torch.equal(one(TheirKeyed(**given)).values(), expected)
-        apart = KeyedJaggedTensor(**given).to_dict()
-        assert torch.equal(one(apart).values(), expected)
-        assert torch.equal(one(TheirKeyed(**given).to_dict()).values(), expected)
+        with pytest.raises(OptionError, match=message):
+            EmbeddingBagCollection(*arguments)
+    with EmbeddingBagCollection([config], STORE) as made:
+        with pytest.raises(KeyError, match="feature 't' is not in the batch, whose keys are x"):
+            made(KeyedJaggedTensor(["x"], torch.tensor([1]), lengths=torch.tensor([1])))
+        with pytest.raises(InputError, match="features: got a Tensor"):
+            made(torch.tensor([1]))
+        with pytest.raises(InputError, match=r"torch\.float32; give ids of an integer dtype"):
+            made(KeyedJaggedTensor(["t"], torch.tensor([1.0]), lengths=torch.tensor([1])))
+        with pytest.raises(InputError, match="table='u': there is none of that name; give one of t"):
+            made.embedding_of("u")
+    with (
+        EmbeddingBagCollection([config], STORE, is_weighted=True) as made,
+        pytest.raises(InputError, match="is_weighted=True, and the batch has no weights"),
+    ):
+        made(KeyedJaggedTensor(["t"], torch.tensor([1]), lengths=torch.tensor([1])))
 
 
-@given(case=drawn(weighted=True), mean=st.booleans())
-def test_a_mean_with_weights_has_the_gradients_of_plain_torch(case: Drawn, mean: bool) -> None:
-    """TorchRec refuses it, and FBGEMM's gradients are too large by the length of the bag."""
-    pooling = PoolingType.MEAN if mean else PoolingType.SUM
-    tables = [EmbeddingBagConfig(**table, pooling=pooling) for table in case.tables]
-    with EmbeddingBagCollection(tables, STORE, is_weighted=True) as ours:
-        leaf = case.batch.weights.clone().requires_grad_()
-        rows = {
-            config.name: ours.embedding_of(config.name)
-            .get(torch.arange(config.num_embeddings), ours.place_of(config.name)[1])
-            .requires_grad_()
-            for config in tables
-        }
-        ends = [0, *case.batch.lengths.cumsum(0).tolist()]
-        columns = []
-        for config in tables:
-            for feature in config.feature_names:
-                at = case.batch.keys.index(feature) * case.batch.batch
-                for begin, end in zip(ends[at:], ends[at + 1 : at + 1 + case.batch.batch], strict=False):
-                    bag = leaf[begin:end, None] * rows[config.name][case.batch.values[begin:end]]
-                    columns.append(bag.sum(0) / (max(end - begin, 1) if mean else 1))
-        optimizer = step(ours)
-        weights = case.batch.weights.clone().requires_grad_()
-        out = ours(KeyedJaggedTensor(**{**case.batch.arguments(), "weights": weights}))
-        if not case.batch.batch:
-            return
-        flat = torch.cat([out[key].flatten() for key in out.keys()])  # noqa: SIM118
-        expected = torch.cat(columns)
-        close(flat, expected.detach())
-        (flat * slopes(flat)).sum().backward()
-        (expected * slopes(expected)).sum().backward()
-        close(weights.grad, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf))
-        optimizer.step()
-        for config in tables:
-            grad = rows[config.name].grad
-            expected_rows = rows[config.name].detach() - (0 if grad is None else grad)
-            now = ours.embedding_of(config.name).get(torch.arange(config.num_embeddings), ours.place_of(config.name)[1])
-            largest = max(1.0, float(expected_rows.abs().max()))
-            torch.testing.assert_close(now, expected_rows, rtol=0, atol=2e-6 * largest)
-
-
-@pytest.mark.parametrize("with_weights", [False, True])
-def test_samples_that_share_bags_are_expanded_as_torchrec_does(with_weights: bool) -> None:
-    tables: list[dict[str, Any]] = [
-        {"num_embeddings": 9, "embedding_dim": 4, "name": "a", "feature_names": ["x", "y"]},
-        {"num_embeddings": 9, "embedding_dim": 2, "name": "b", "feature_names": ["y"]},
-    ]
-    values, lengths = torch.tensor([1, 2, 3, 4, 5, 6, 7]), torch.tensor([2, 1, 0, 3, 1])
-    inverse = (["x", "y"], torch.tensor([[0, 1, 0, 1], [2, 0, 1, 2]]))
-    weights = torch.rand(7) if with_weights else None
-    kjt = TheirKeyed(["x", "y"], values, weights, lengths, stride_per_key_per_rank=[[2], [3]], inverse_indices=inverse)
-    with EmbeddingBagCollection([EmbeddingBagConfig(**t) for t in tables], STORE, is_weighted=with_weights) as ours:
-        other = TheirBags([theirs.EmbeddingBagConfig(**table) for table in tables], is_weighted=with_weights)
-        fill(other, ours)
-        optimizer = step(ours)
-        for batch in (kjt, KeyedJaggedTensor.from_torchrec(kjt)):
-            out, expected = ours(batch), other(kjt)
-            close(out.values(), expected.values())
-        (out.values() * slopes(out.values())).sum().backward()
-        (expected.values() * slopes(expected.values())).sum().backward()
-        optimizer.step()
-        check_rows(ours, other)
+def test_ids_of_another_integer_dtype_are_converted() -> None:
+    with bags() as made:
+        wide = batch(0)
+        narrow = KeyedJaggedTensor(wide.keys(), wide.values().to(torch.int32), offsets=wide.offsets())
+        assert torch.equal(made(narrow).values(), made(wide).values())

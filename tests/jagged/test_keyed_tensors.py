@@ -1,34 +1,23 @@
-"""Keyed tensors regroup to other columns, or their gradients are not those of plain cat."""
+"""Regrouped keyed tensors have other columns or gradients than a plain cat."""
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
-from torchrec.sparse import jagged_tensor as torchrec
 
 from tierbed.engine.errors import InputError
-from tierbed.jagged import KeyedTensor, multi_remap_to_groups, permute_multi_embedding
+from tierbed.jagged import KeyedTensor, permute_multi_embedding
 
-# the example of FBGEMM's change that brought permute_multi_embedding
 KEYS = [["f1", "f2"], ["f3", "f4", "f5"], ["f6"]]
+
+
 LENGTHS = [[3, 4], [5, 6, 7], [8]]
+
+
 GROUPS = [["f1", "f3"], ["f2"], ["f4", "f1", "f6"], ["f1", "f5"]]
-PERMUTES = [
-    [0, 0, 0, 0, 3, 4],
-    [1, 0, 0, 3, 5, 0],
-    [0, 1, 3, 0, 4, 0],
-    [1, 2, 5, 0, 6, 0],
-    [0, 2, 0, 6, 3, -6],
-    [2, 2, 0, 9, 8, 0],
-    [0, 3, 0, 0, 3, -8],
-    [1, 3, 11, 3, 7, 0],
-]
 
 
 def tensors(batch: int = 5, **options: Any) -> list[Tensor]:
@@ -54,23 +43,6 @@ def gradients(made: list[Tensor], values: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(made, values, outside, materialize_grads=True))
 
 
-def test_a_keyed_tensor_has_the_parts_of_torchrecs() -> None:
-    parts = [torch.randn(4, 2), torch.randn(4, 1), torch.randn(4, 3)]
-    mine, peer = (kind.from_tensor_list(["a", "b", "c"], parts) for kind in (KeyedTensor, torchrec.KeyedTensor))
-    assert (mine.keys(), mine.length_per_key(), mine.offset_per_key()) == (["a", "b", "c"], [2, 1, 3], [0, 2, 3, 6])
-    assert (peer.keys(), peer.length_per_key(), peer.offset_per_key()) == (["a", "b", "c"], [2, 1, 3], [0, 2, 3, 6])
-    assert torch.equal(mine.values(), peer.values())
-    for key, part in zip(mine.keys(), parts, strict=True):
-        assert torch.equal(mine[key], part)
-        assert torch.equal(mine.to_dict()[key], part)
-    with pytest.raises(KeyError, match="nobody"):
-        mine["nobody"]
-    again = pickle.loads(pickle.dumps(mine))
-    assert (again.keys(), again.length_per_key()) == (mine.keys(), mine.length_per_key())
-    assert torch.equal(again["c"], parts[2])
-    assert mine.to("meta")["c"].device.type == "meta"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_groups_and_gradients_are_those_of_plain_cat(dtype: torch.dtype) -> None:
     values = tensors(dtype=dtype, requires_grad=True)
@@ -80,32 +52,6 @@ def test_groups_and_gradients_are_those_of_plain_cat(dtype: torch.dtype) -> None
         assert torch.equal(one, other)
     for one, other in zip(gradients(made, values), gradients(expected, values), strict=True):
         torch.testing.assert_close(one, other)
-
-
-@given(st.data())
-def test_groups_are_those_of_torchrec_and_what_is_left_out_has_gradients_of_zero(data: st.DataObject) -> None:
-    """Memory is poisoned with NaN, which TorchRec's KTRegroupAsDict leaves in gradients of features left out."""
-    group = st.lists(st.sampled_from(sorted(features(tensors()))), max_size=5, min_size=1)
-    groups = data.draw(st.lists(group, min_size=1, max_size=4))
-    values = tensors(data.draw(st.integers(0, 3)), requires_grad=True)
-    made = KeyedTensor.regroup(keyed(values), groups)
-    peer = torchrec.KeyedTensor.regroup(keyed(values, torchrec.KeyedTensor), groups)
-    for one, other in zip(made, peer, strict=True):
-        assert torch.equal(one, other)
-    grads = gradients(made, values)
-    for one, other in zip(grads, gradients(peer, values), strict=True):
-        torch.testing.assert_close(one, other)
-    for key, grad in features(grads).items():
-        if not any(key in group for group in groups):
-            assert (grad == 0).all()
-
-
-def test_torchrecs_keyed_tensors_are_regrouped_as_well() -> None:
-    values = tensors()
-    named = KeyedTensor.regroup_as_dict(keyed(values, torchrec.KeyedTensor), GROUPS, ["a", "b", "c", "d"])
-    expected = KeyedTensor.regroup(keyed(values), GROUPS)
-    assert [*named] == ["a", "b", "c", "d"]
-    assert all(torch.equal(one, other) for one, other in zip(named.values(), expected, strict=True))
 
 
 def test_a_group_of_nothing_has_no_columns() -> None:
@@ -128,32 +74,6 @@ def test_groups_that_cannot_be_are_refused() -> None:
         KeyedTensor.regroup_as_dict(parts, GROUPS[:2], ["a", "a"])
     with pytest.raises(InputError, match="tensors"):
         KeyedTensor.from_tensor_list([], [])
-
-
-def test_the_moves_of_groups_are_those_of_the_seed_and_of_fbgemm() -> None:
-    permutes, in_lengths, out_lengths = multi_remap_to_groups(KEYS, LENGTHS, GROUPS)
-    assert permutes.tolist() == PERMUTES
-    assert (in_lengths.tolist(), out_lengths.tolist()) == ([7, 18, 8], [8, 4, 17, 10])
-    peer = torch.ops.fbgemm.kt_regroup_arguments(tensors()[0], KEYS, LENGTHS, GROUPS)
-    for one, other in zip((permutes, in_lengths, out_lengths), peer, strict=False):
-        assert torch.equal(one, other)
-    with pytest.raises(KeyError, match="nobody"):
-        multi_remap_to_groups(KEYS, LENGTHS, [["nobody"]])
-    with pytest.raises(InputError, match="'f6' is there 2 times"):
-        multi_remap_to_groups([*KEYS, ["f6"]], [*LENGTHS, [8]], GROUPS)
-
-
-def test_moves_give_what_fbgemm_gives_and_the_gradients_of_plain_cat() -> None:
-    values = tensors(requires_grad=True)
-    permutes, in_lengths, out_lengths = multi_remap_to_groups(KEYS, LENGTHS, GROUPS)
-    made = permute_multi_embedding(values, permutes, out_lengths.tolist(), in_lengths, out_lengths)
-    peer = torch.ops.fbgemm.permute_multi_embedding(values, permutes, in_lengths, out_lengths, out_lengths.tolist())
-    expected = [torch.cat([features(values)[key] for key in group], 1) for group in GROUPS]
-    for one, two, three in zip(made, peer, expected, strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(one, three)
-    for one, other in zip(gradients(made, values), gradients(expected, values), strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_moves_that_overlap_where_they_read_in_any_order_take_their_columns() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from support.fbgemm import MAP, TABLES, batch, fill, ours
+from support.tbe import MAP, TABLES, batch, fill, ours
 from tierbed import engine
 from tierbed.engine.errors import ClosedError, GraphError, InputError, OptionError
 from tierbed.engine.table.pinned import PinnedBatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.fbgemm import fill, ours
+from support.tbe import fill, ours
 from tierbed.engine.errors import InputError
 from tierbed.jagged import BoundsCheckMode, OptimType, PoolingMode
 

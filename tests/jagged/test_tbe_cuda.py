@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support.cuda_tables import on_one_device, tables_on
-from support.fbgemm import MAP, batch
+from support.tbe import MAP, batch
 from tierbed import engine
 from tierbed.engine.errors import InputError
 from tierbed.jagged import BoundsCheckMode, ComputeDevice, EmbeddingLocation, OptimType, TableBatchedEmbeddingBags

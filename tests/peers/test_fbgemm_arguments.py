@@ -8,7 +8,8 @@ from enum import Enum
 import pytest
 import torch
 
-from support.fbgemm import SplitTableBatchedEmbeddingBagsCodegen, ours
+from support.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from support.tbe import ours
 from tierbed.engine import make_cached_host_mem_store_options, make_host_mem_store_options
 from tierbed.engine.errors import InputError, OptionError
 from tierbed.jagged import (

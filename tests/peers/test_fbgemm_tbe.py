@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.fbgemm import MAP, TABLES, Batch, batch, fill, ours, theirs
+from support.fbgemm import theirs
+from support.tbe import MAP, TABLES, Batch, batch, fill, ours
 from tierbed.jagged import OptimType, PoolingMode, TableBatchedEmbeddingBags, WeightDecayMode
 
 STEPS, BATCH = 100, 6

@@ -1,0 +1,167 @@
+"""A jagged tensor, keyed or not, has other bags than it was given, or others than TorchRec's."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+from torchrec.sparse import jagged_tensor as torchrec
+
+from support.jagged import Features, features
+from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
+
+EIGHT, OFFSETS = torch.arange(8), torch.tensor([0, 2, 2, 3, 4, 5, 8])
+
+
+def ours(drawn: Features) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(**drawn.arguments())
+
+
+def theirs(drawn: Features) -> torchrec.KeyedJaggedTensor:
+    return torchrec.KeyedJaggedTensor(**drawn.arguments())
+
+
+def check_same_parts(one: Any, other: Any) -> None:
+    """Equal values, weights and bags of two jagged tensors; one is ours."""
+    assert torch.equal(one.values(), other.values())
+    assert (one.weights_or_none() is None) == (other.weights_or_none() is None)
+    if one.weights_or_none() is not None:
+        assert torch.equal(one.weights(), other.weights())
+    assert one.lengths().tolist() == other.lengths().tolist()
+    assert one.offsets().dtype == torch.int64
+    assert one.offsets().tolist() == (other.offsets().tolist() or [0])  # theirs of no bags may be empty
+
+
+def check_same(one: Any, other: torchrec.KeyedJaggedTensor) -> None:
+    check_same_parts(one, other)
+    assert one.keys() == other.keys()
+    assert one.length_per_key() == other.length_per_key()
+    assert one.offset_per_key() == [0, *torch.tensor(other.length_per_key()).cumsum(0).tolist()]
+    assert one.stride() == (other.stride() if other.keys() else 0)
+
+
+@given(features())
+def test_bags_are_those_of_torchrec_and_of_plain_lists(drawn: Features) -> None:
+    mine, peer = ours(drawn), theirs(drawn)
+    mine.validate()
+    check_same(mine, peer)
+    for key, jagged in mine.to_dict().items():
+        check_same_parts(jagged, peer.to_dict()[key] if drawn.batch else peer[key])  # theirs needs a sample
+        check_same_parts(mine[key], peer[key])
+        assert [bag.tolist() for bag in jagged.to_dense()] == drawn.bags()[key]
+    arguments = drawn.arguments() | {"offsets": mine.offsets().to(drawn.lengths.dtype)}
+    check_same(KeyedJaggedTensor(**arguments), peer)
+    lengths = arguments.pop("lengths")
+    check_same(KeyedJaggedTensor.from_offsets_sync(**arguments), peer)
+    del arguments["offsets"]
+    check_same(KeyedJaggedTensor.from_lengths_sync(**arguments, lengths=lengths), peer)
+    check_same(KeyedJaggedTensor.from_jt_dict(mine.to_dict()), peer)
+
+
+@given(features(), st.data())
+def test_split_permute_and_concat_are_those_of_torchrec(drawn: Features, data: st.DataObject) -> None:
+    mine, peer = ours(drawn), theirs(drawn)
+    cut = data.draw(st.integers(0, len(drawn.keys)))
+    segments = [cut, len(drawn.keys) - cut]
+    parts = mine.split(segments)
+    for one, other in zip(parts, peer.split(segments), strict=True):
+        if other.keys():
+            check_same(one, other)
+        else:
+            assert (one.keys(), one.stride(), one.offsets().tolist(), one.values().tolist()) == ([], 0, [0], [])
+    check_same(KeyedJaggedTensor.concat(parts), peer)
+    order = data.draw(st.permutations(range(len(drawn.keys))))[: data.draw(st.integers(1, len(drawn.keys)))]
+    check_same(mine.permute(order), peer.permute(order))
+
+
+@given(features(), st.none() | st.integers(0, 70), st.integers(-3, 3))
+def test_padding_is_that_of_torchrec(drawn: Features, length: int | None, padding: int) -> None:
+    for key, jagged in ours(drawn).to_dict().items():
+        if drawn.batch == 0:  # theirs has no longest one
+            assert jagged.to_padded_dense(length, padding).shape == (0, length or 0)
+            continue
+        peer = theirs(drawn)[key]
+        assert torch.equal(jagged.to_padded_dense(length, padding), peer.to_padded_dense(length, padding))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_from_dense_undoes_to_dense(weighted: bool) -> None:
+    bags = [torch.tensor([1.0]), torch.tensor([]), torch.tensor([7.0, 8.0])]
+    weights = [bag + 1 for bag in bags] if weighted else None
+    made = JaggedTensor.from_dense(bags, weights)
+    check_same_parts(made, torchrec.JaggedTensor.from_dense(bags, weights))
+    assert [bag.tolist() for bag in made.to_dense()] == [bag.tolist() for bag in bags]
+
+
+@given(features(), st.booleans())
+def test_torchrecs_own_is_taken_as_it_is_and_left_as_it_was(drawn: Features, synced: bool) -> None:
+    peer = theirs(drawn).sync() if synced else theirs(drawn)
+    leaves, structure = pytree.tree_flatten(peer)
+    made = KeyedJaggedTensor.from_torchrec(peer)
+    after, structure_after = pytree.tree_flatten(peer)
+    assert structure_after == structure
+    assert all(one is other for one, other in zip(after, leaves, strict=True))
+    assert made.values() is peer.values()
+    check_same(made, peer)
+    assert KeyedJaggedTensor.from_torchrec(made) is made
+
+
+def test_torchrecs_own_of_no_keys_is_taken() -> None:
+    check_same(KeyedJaggedTensor.from_torchrec(torchrec.KeyedJaggedTensor.empty()), torchrec.KeyedJaggedTensor.empty())
+    part = torchrec.KeyedJaggedTensor(["a"], EIGHT, lengths=torch.tensor([8])).split([0, 1])[0]
+    assert KeyedJaggedTensor.from_torchrec(part).offsets().tolist() == [0]
+
+
+def variable() -> torchrec.KeyedJaggedTensor:
+    """f1 has two bags, f2 has three; four samples share them. The rows of inverse indices are in another order."""
+    return torchrec.KeyedJaggedTensor(
+        ["f1", "f2"],
+        EIGHT,
+        lengths=torch.tensor([2, 1, 1, 1, 3]),
+        stride_per_key_per_rank=[[2], [3]],
+        inverse_indices=(["f2", "f1"], torch.tensor([[2, 1, 0, 0], [0, 0, 1, 0]])),
+    )
+
+
+def inverse_of(made: Any) -> list[list[int]]:
+    names, inverse = made.inverse_indices_or_none()
+    assert names == made.keys()
+    rows: list[list[int]] = inverse.tolist()
+    return rows
+
+
+def test_variable_batch_sizes_keep_the_bags_of_each_key_and_the_way_back() -> None:
+    made, peer = KeyedJaggedTensor.from_torchrec(variable()), variable()
+    assert isinstance(made, VariableBatchKeyedJaggedTensor)
+    made.validate()
+    assert (made.stride(), made.stride_per_key(), made.strides().tolist()) == (4, [2, 3], [2, 3])
+    assert inverse_of(made) == [[0, 0, 1, 0], [2, 1, 0, 0]]
+    for one, other in zip([made, *made.split([1, 1])], [peer, *peer.split([1, 1])], strict=True):
+        check_same_parts(one, other)
+        for key, jagged in one.to_dict().items():
+            check_same_parts(jagged, other.to_dict()[key])
+            check_same_parts(one[key], other[key])
+    swapped = made.permute([1, 0])
+    check_same_parts(swapped, peer.permute([1, 0]))
+    assert inverse_of(swapped) == [[2, 1, 0, 0], [0, 0, 1, 0]]
+    assert inverse_of(swapped.split([1, 1])[0]) == [[2, 1, 0, 0]]
+
+
+def test_variable_batch_sizes_without_a_way_back_are_those_of_the_longest_key() -> None:
+    made = VariableBatchKeyedJaggedTensor(["a", "b"], EIGHT, None, torch.tensor([2, 1, 5]), None, [1, 2])
+    assert (made.stride(), made.inverse_indices_or_none()) == (2, None)
+    assert pickle.loads(pickle.dumps(made)).to_dict()["b"].lengths().tolist() == [1, 5]
+
+
+def test_one_that_moves_has_all_of_its_parts_there() -> None:
+    weighted = KeyedJaggedTensor(["w"], EIGHT, torch.ones(8), offsets=torch.tensor([0, 3, 3, 8]))
+    for made in (weighted, weighted["w"], KeyedJaggedTensor.from_torchrec(variable())):
+        leaves = [leaf for leaf in pytree.tree_leaves(made.to("meta")) if leaf is not None]
+        assert {leaf.device.type for leaf in leaves} == {"meta"}
+        assert made.device().type == "cpu"
+    assert weighted.to("meta").keys() == ["w"]
