@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...engine.errors import InputError, OptionError
+from ...engine.modules.multi_table import MultiTableEmbedding
 from ...engine.numeric import whole
+from ...engine.spec.inputs import Lookup, check_lookup
 from ..tensors.jagged_tensor import JaggedTensor
 from ..tensors.keyed_jagged import KeyedJagged
 from ..tensors.padding import is_value, padded
@@ -69,46 +71,65 @@ class EmbeddingCollection(Tables):
         which in a graph is the way to have features apart. KeyError for a feature that is missing; InputError,
         StoreError as a lookup; GraphError in a graph for a feature of a KeyedJaggedTensor that is not padded.
         """
+        result: dict[str, JaggedTensor | Padded] = {}
+        for name, embedding, table, given in self._lookups(features):
+            rows = embedding(given.ids, table)
+            if given.mask is not None:
+                result[name] = Padded(rows, given.mask)
+            else:
+                result[name] = JaggedTensor(rows, given.ids if self.need_indices else None, offsets=given.offsets)
+        return result
+
+    def prefetch(self, features: Any) -> None:
+        """Announce the batch of a coming step of a plain loop, as `MultiTableEmbedding.prefetch`.
+
+        A graph announces its batches itself.
+        """
+        announced: dict[MultiTableEmbedding, list[Lookup]] = {}
+        for _, embedding, table, given in self._lookups(features):
+            announced.setdefault(embedding, []).append(check_lookup(embedding.spec, given.ids, table))
+        for embedding, lookups in announced.items():
+            embedding.announce(lookups)
+
+    def _lookups(self, features: Any) -> Iterator[tuple[str, MultiTableEmbedding, int, _Ids]]:
+        """Each result's name, its embedding, the number of its table there, and its ids."""
         batch = dict(features) if isinstance(features, Mapping) else features_of(features)
         wanted = {feature for config in self.configs for feature in config.feature_names}
         numbers_of(sorted(wanted), [*batch] if isinstance(batch, dict) else batch.keys())
         apart = self._apart(batch, wanted)
-        result: dict[str, JaggedTensor | Padded] = {}
         for config, names in zip(self.configs, self._names, strict=True):
             embedding, table = self.embedding_of(config.name), self.place_of(config.name)[1]
             for feature, name in zip(config.feature_names, names, strict=True):
-                given = apart[feature]
-                if isinstance(given, JaggedTensor):
-                    ids = self.ids_of(given.values())
-                    rows = embedding(ids, table)
-                    result[name] = JaggedTensor(rows, ids if self.need_indices else None, offsets=given.offsets())
-                else:
-                    result[name] = Padded(embedding(given.ids, table), given.mask)
-        return result
+                yield name, embedding, table, apart[feature]
 
-    def _apart(self, batch: dict[str, Any] | KeyedJagged, wanted: set[str]) -> dict[str, JaggedTensor | _PaddedIds]:
-        """Each wanted feature by itself."""
+    def _apart(self, batch: dict[str, Any] | KeyedJagged, wanted: set[str]) -> dict[str, _Ids]:
+        """The ids of each wanted feature."""
+        plain, dense = wanted - self._padded.keys(), wanted & self._padded.keys()
         if isinstance(batch, dict):
             jagged = {feature: jagged_of(batch[feature]) for feature in wanted}
-            parts = {feature: (one.values(), one.offsets()) for feature, one in jagged.items()}
+            parts = {feature: (jagged[feature].values(), jagged[feature].offsets()) for feature in dense}
         else:
             if batch.variable_stride_per_key():
                 raise InputError(
                     f"features of {self.name!r}: keys differ in their numbers of bags; an EmbeddingCollection takes "
                     "one bag for each sample: use an EmbeddingBagCollection, or give a KeyedJaggedTensor"
                 )
-            jagged = {feature: batch[feature] for feature in wanted - self._padded.keys()}
+            jagged = {feature: batch[feature] for feature in plain}
             samples, keys = batch.stride(), batch.keys()
-            bags = {feature: numbers_of([feature], keys)[0] * samples for feature in wanted & self._padded.keys()}
+            firsts = {feature: keys.index(feature) * samples for feature in dense}
             parts = {
                 feature: (batch.values(), batch.offsets()[first : first + samples + 1])
-                for feature, first in bags.items()
+                for feature, first in firsts.items()
             }
-        found: dict[str, JaggedTensor | _PaddedIds] = dict(jagged)
-        for feature, places in self._padded.items():
-            values, offsets = parts[feature]
-            ids = padded(self.ids_of(values), offsets, places, PADDING_ID)
-            found[feature] = _PaddedIds(ids, is_value(offsets, places))
+        found = {
+            feature: _Ids(self.ids_of(jagged[feature].values()), jagged[feature].offsets(), None) for feature in plain
+        }
+        for feature, (values, offsets) in parts.items():
+            places = self._padded[feature]
+            ids = self.ids_of(values)
+            signed = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids  # torch has no ops on uint64
+            dense_ids = padded(signed, offsets, places, PADDING_ID).view(ids.dtype)
+            found[feature] = _Ids(dense_ids, offsets, is_value(offsets, places))
         return found
 
     def _check_padding(self, padding: int | None) -> None:
@@ -120,8 +141,9 @@ class EmbeddingCollection(Tables):
                 )
 
 
-class _PaddedIds(NamedTuple):
-    """Ids of a padded feature [batch, places], and which places have one."""
+class _Ids(NamedTuple):
+    """The ids of a feature: jagged [n], or padded [batch, places] with a mask of the places that have one."""
 
     ids: Tensor
-    mask: Tensor
+    offsets: Tensor
+    mask: Tensor | None

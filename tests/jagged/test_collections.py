@@ -281,6 +281,22 @@ def test_prefetch_of_a_plain_loop_is_met() -> None:
             assert embedding.metrics()["table"]["prefetch_hits"] == 3  # type: ignore[operator]
 
 
+def test_prefetch_of_rows_in_a_plain_loop_is_met() -> None:
+    tables = [EmbeddingConfig(40, 4, "t1", feature_names=["x", "y"]), EmbeddingConfig(40, 2, "t2", feature_names=["y"])]
+    with EmbeddingCollection(tables, STORE, padded={"x": 2}) as made:
+        optimizer = EagerOptimizer(torch.optim.SGD(made.parameters(), lr=0.1), made)
+        for seed in range(3):
+            made.prefetch(batch(seed))
+        for seed in range(3):
+            sum(
+                (one.values if isinstance(one, Padded) else one.values()).sum() for one in made(batch(seed)).values()
+            ).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for embedding in made.embeddings.values():
+            assert embedding.metrics()["table"]["prefetch_hits"] == 3  # type: ignore[operator]
+
+
 def test_evaluation_advances_no_step_and_inserts_nothing() -> None:
     with bags() as made:
         with torch.no_grad():
