@@ -198,8 +198,10 @@ def test_a_shared_table_is_one_table() -> None:
         EmbeddingCollection(tables[:1], share=first).close()
 
 
-def test_a_padded_feature_has_rows_then_zeros() -> None:
-    with EmbeddingCollection([EmbeddingConfig(None, 3, "t", feature_names=["a", "b"])], STORE, padded={"b": 2}) as made:
+@pytest.mark.parametrize("key_type", [torch.int32, torch.int64, torch.uint64])
+def test_a_padded_feature_has_rows_then_zeros(key_type: torch.dtype) -> None:
+    tables = [EmbeddingConfig(None, 3, "t", feature_names=["a", "b"])]
+    with EmbeddingCollection(tables, STORE, padded={"b": 2}, key_type=key_type) as made:
         features = KeyedJaggedTensor(["b", "a"], torch.tensor([5, 6, 7, 8, 9]), lengths=torch.tensor([3, 0, 1, 1]))
         out = made(features)
         assert isinstance(out["b"], Padded)
