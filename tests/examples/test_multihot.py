@@ -79,7 +79,19 @@ def test_a_gpu_gives_the_same_bits(store: str, loop: bool, device: Device, on_de
 
 
 def test_the_script_learns() -> None:
-    arguments = ["--store", "ssd", "--loop", "--cache-mb", "0.5", "--rows", "500", "--steps", "100", "--dim", "8"]
+    arguments = [
+        "--store",
+        "ssd",
+        "--loop",
+        "--cache-mb",
+        "0.5",
+        "--rows",
+        "500",
+        "--steps",
+        "100",
+        "--batch-size",
+        "128",
+    ]
     done = run_script(Path(multihot.__file__), *arguments)
     assert done.returncode == 0, done.stderr
     first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+),", done.stdout))
