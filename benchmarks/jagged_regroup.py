@@ -1,16 +1,8 @@
-"""Time regrouping of keyed tensors, forward and backward, against FBGEMM's op for it, and gate the ratios.
-
-    make peers
-    python benchmarks/jagged_regroup.py [--quick] [--json FILE]
-
-There are figures only where outputs and gradients of both agree. Exits with 1 if a bar is missed.
-"""
+"""Regrouping of keyed tensors, forward and backward, against FBGEMM's op for it."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +10,13 @@ from statistics import median
 
 import fbgemm_gpu  # noqa: F401  registers its ops
 import torch
-from sections import measured, options, prepared
-from tier_report import Figure, report
+from tier_report import Figure
 from tier_stores import Mismatch
 from torch import Tensor
 
 from tierbed.jagged import KeyedTensor, multi_remap_to_groups
 
 SECTION = "regroup"
-SECTIONS = (SECTION,)
 TOLERANCE = 2e-6  # of the largest magnitude
 Regroup = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -130,15 +120,3 @@ def _check(workload: Workload, mine: Sequence[Tensor], peer: Sequence[Tensor]) -
         apart = float((one - other).abs().max() / other.abs().max())
         if not apart <= TOLERANCE:
             raise Mismatch(f"{workload.name}: tensor {number} is {apart} of its largest magnitude apart from FBGEMM's")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    given = options(__doc__, SECTIONS).parse_args(arguments)
-    about = prepared() | {"fbgemm-gpu-cpu": importlib.metadata.version("fbgemm-gpu-cpu")}
-    figures, failed = measured(SECTIONS, given.folder, lambda name, folder: regroup_figures(given.quick))
-    passed = report(figures, about, given.json)
-    return int(failed or not (given.quick or passed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,24 +10,23 @@ import torch
 from support.places import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
+import jagged_sizes
 from tier_stores import Mismatch
-
-from jagged import open_sizes
 
 
 def test_one_step_serves_all_totals_with_the_bits_of_a_step_for_each() -> None:
-    steps, ratio = open_sizes.measure(open_sizes.QUICK)
+    steps, ratio = jagged_sizes.measure(jagged_sizes.QUICK)
     assert steps.value == 1
     assert ratio.value > 0
 
 
 def test_other_rows_have_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = open_sizes._check_rows
+    check = jagged_sizes._check_rows
 
-    def changed(sizes: open_sizes.Sizes, one: open_sizes.Model, other: open_sizes.Model) -> None:
+    def changed(sizes: jagged_sizes.Sizes, one: jagged_sizes.Model, other: jagged_sizes.Model) -> None:
         other.rows.put(torch.zeros(1, dtype=torch.int64), torch.ones(1, sizes.dim), 0)
         check(sizes, one, other)
 
-    monkeypatch.setattr(open_sizes, "_check_rows", changed)
+    monkeypatch.setattr(jagged_sizes, "_check_rows", changed)
     with pytest.raises(Mismatch, match="rows of table 0"):
-        open_sizes.measure(open_sizes.QUICK)
+        jagged_sizes.measure(jagged_sizes.QUICK)

@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
 """A step whose numbers of ids differ from batch to batch, against the same batches with steps of their own sizes.
-
-    python benchmarks/jagged/open_sizes.py [--quick]      prints nothing unless losses and rows agree to the bit
 
 A container says which of its leaves change their first dimension from batch to batch. The other graph gets the same
 tensors from a container that does not say so, and therefore compiles a step for each total. Both run each batch in
@@ -10,21 +7,16 @@ turn, on one thread of torch; the figure is the median over batches of the ratio
 
 from __future__ import annotations
 
-import argparse
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import ClassVar, NamedTuple
 
 import torch
+from tier_report import Figure, listed
+from tier_stores import Mismatch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tier_report import Figure, listed, markdown
-from tier_stores import Mismatch
 
 from tierbed.engine import (
     MultiTableEmbedding,
@@ -36,7 +28,7 @@ from tierbed.engine.optim import RowWiseAdagrad
 from tierbed.graph import Graph
 from tierbed.graph.trace import sizes as trace_sizes
 
-SECTION = "open sizes"
+SECTION = "sizes"
 BAR = 1.15
 
 
@@ -115,6 +107,15 @@ class Model(Graph):
 
 def measure(sizes: Sizes) -> list[Figure]:
     """Figures of steps compiled, and of time. Raises Mismatch unless losses and rows are equal to the bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _figures(sizes)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _figures(sizes: Sizes) -> list[Figure]:
     counted = Model(sizes)
     for values, offsets, labels in _batches(sizes, sizes.batches):
         counted(Features(values, offsets), labels)
@@ -183,21 +184,3 @@ def _check_rows(sizes: Sizes, one: Model, other: Model) -> None:
     for table in range(sizes.features):
         if not torch.equal(one.rows.get(ids, table), other.rows.get(ids, table)):
             raise Mismatch(f"rows of table {table} differ")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; bars mean nothing")
-    quick = parser.parse_args().quick
-    torch.set_num_threads(1)
-    try:
-        figures = measure(QUICK if quick else Sizes())
-    except Mismatch as error:
-        print(f"{SECTION}: no figure, {error}", file=sys.stderr)
-        return 1
-    print(markdown(figures))
-    return 0 if quick or all(figure.passed for figure in figures) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
