@@ -13,13 +13,13 @@ from support.scripts import run_script
 from tierbed.cli import app
 
 README = (ROOT / "README.md").read_text()
+EXAMPLE, TORCHREC = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def test_the_example_runs_twice_and_learns_and_the_shell_sees_its_snapshots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    (tmp_path / "example.py").write_text(example)
+    (tmp_path / "example.py").write_text(EXAMPLE)
     for _ in range(2):
         run = run_script(tmp_path / "example.py", cwd=tmp_path, whole=True)
         assert run.returncode == 0, run.stderr
@@ -32,6 +32,13 @@ def test_the_example_runs_twice_and_learns_and_the_shell_sees_its_snapshots(
     assert listed.exit_code == 0, listed.output
     assert "step-100" in listed.output
     assert "step-200" in listed.output
+
+
+def test_the_example_for_users_of_torchrec_learns(tmp_path: Path) -> None:
+    run = run_script(TORCHREC, cwd=tmp_path, whole=True)
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in run.stdout.split()]
+    assert losses[-1] < losses[0] / 2
 
 
 def test_links_lead_to_files_and_headings() -> None:
