@@ -156,7 +156,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dim", type=positive, default=16, help="width of a row (default: 16)")
     parser.add_argument("--steps", type=positive, default=200)
     parser.add_argument("--batch-size", type=positive, default=512)
-    parser.add_argument("--lr", type=float, default=0.02, help="learning rate (default: 0.02)")
+    parser.add_argument("--lr", type=float, default=0.005, help="learning rate (default: 0.005, as MLPerf's)")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

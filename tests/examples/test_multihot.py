@@ -20,7 +20,7 @@ from tierbed.engine.ops.cuda.device import Device
 sys.path.insert(0, str(EXAMPLES))
 import multihot
 
-DIM, ROWS, BATCH, STEPS, LR = 4, 500, 16, 50, 0.02
+DIM, ROWS, BATCH, STEPS, LR = 4, 500, 16, 50, 0.005
 CACHE_MB = 0.1  # fewer rows than a batch and the coming ones need
 LOOPS = pytest.mark.parametrize("loop", [False, True], ids=["graph", "loop"])
 
