@@ -122,6 +122,9 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         weights: float32 of the shape of ids, for pooling: sum(w * row), for a mean divided by the ids but padding.
         table_ids: integers or, but for tensors, names of tables that broadcast to ids.shape, or to the shape of the
         bags; without them and with several tables, the last dimension of that shape is the tables, in order.
+        features: numbers of the features to look up, each once. Offsets are then [num_features * batch + 1], feature by
+        feature, and table_ids one for each listed feature; the result is (batch, len(features), dim) in their order.
+        num_features: how many features offsets are of; as many as are listed, if left out.
 
         Outside a `Graph` a lookup reads, and an `EagerOptimizer` trains what it read. Raises InputError, StoreError.
         """

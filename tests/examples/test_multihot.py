@@ -68,10 +68,13 @@ def test_stores_and_loops_give_the_same_bits(store: str, loop: bool, on_device: 
 
 
 @on_one_device
-@LOOPS
 @pytest.mark.parametrize(
-    "store",
-    [pytest.param(store, marks=[pytest.mark.slow] * (store != "ssd")) for store in ("device", "cached_host", "ssd")],
+    ("store", "loop"),
+    [
+        pytest.param(store, loop, marks=[pytest.mark.slow] * ((store, loop) != ("ssd", False)))
+        for store in ("device", "cached_host", "ssd")
+        for loop in (False, True)
+    ],
 )
 def test_a_gpu_gives_the_same_bits(store: str, loop: bool, device: Device, on_device: Outcome, tmp_path: Path) -> None:
     with tables_on(device) as place:
