@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from support.jagged import KEYS, Features, features
+from support.jagged import KEYS, Features, check_same, check_same_parts, features
 from tierbed.jagged import JaggedTensor, KeyedJaggedTensor
 
 EIGHT, OFFSETS = torch.arange(8), torch.tensor([0, 2, 2, 3, 4, 5, 8])
@@ -18,25 +18,6 @@ EIGHT, OFFSETS = torch.arange(8), torch.tensor([0, 2, 2, 3, 4, 5, 8])
 
 def ours(drawn: Features) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(**drawn.arguments())
-
-
-def check_same_parts(one: Any, other: Any) -> None:
-    """Equal values, weights and bags of two jagged tensors; one is ours."""
-    assert torch.equal(one.values(), other.values())
-    assert (one.weights_or_none() is None) == (other.weights_or_none() is None)
-    if one.weights_or_none() is not None:
-        assert torch.equal(one.weights(), other.weights())
-    assert one.lengths().tolist() == other.lengths().tolist()
-    assert one.offsets().dtype == torch.int64
-    assert one.offsets().tolist() == (other.offsets().tolist() or [0])  # theirs of no bags may be empty
-
-
-def check_same(one: Any, other: Any) -> None:
-    check_same_parts(one, other)
-    assert one.keys() == other.keys()
-    assert one.length_per_key() == other.length_per_key()
-    assert one.offset_per_key() == [0, *torch.tensor(other.length_per_key()).cumsum(0).tolist()]
-    assert one.stride() == (other.stride() if other.keys() else 0)
 
 
 def test_padded_rows_have_the_gradients_of_their_places() -> None:

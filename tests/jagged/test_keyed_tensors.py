@@ -2,45 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
+from support.keyed import GROUPS, features, gradients, keyed, tensors
 from tierbed.engine.errors import InputError
 from tierbed.jagged import KeyedTensor, permute_multi_embedding
-
-KEYS = [["f1", "f2"], ["f3", "f4", "f5"], ["f6"]]
-
-
-LENGTHS = [[3, 4], [5, 6, 7], [8]]
-
-
-GROUPS = [["f1", "f3"], ["f2"], ["f4", "f1", "f6"], ["f1", "f5"]]
-
-
-def tensors(batch: int = 5, **options: Any) -> list[Tensor]:
-    return [torch.randn(batch, sum(lengths), **options) for lengths in LENGTHS]
-
-
-def features(values: list[Tensor]) -> dict[str, Tensor]:
-    """Each feature of the example, by slices."""
-    parts = {}
-    for keys, lengths, tensor in zip(KEYS, LENGTHS, values, strict=True):
-        ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        parts |= {key: tensor[:, begin : begin + n] for key, begin, n in zip(keys, ends, lengths, strict=False)}
-    return parts
-
-
-def keyed(values: list[Tensor], kind: Any = KeyedTensor) -> list[Any]:
-    return [kind(keys, lengths, tensor) for keys, lengths, tensor in zip(KEYS, LENGTHS, values, strict=True)]
-
-
-def gradients(made: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    outside = [torch.randn(part.shape, generator=generator) for part in made]
-    return list(torch.autograd.grad(made, values, outside, materialize_grads=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

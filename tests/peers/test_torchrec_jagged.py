@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from torchrec.sparse import jagged_tensor as torchrec
 
-from support.jagged import Features, features
+from support.jagged import Features, check_same, check_same_parts, features
 from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
 
 EIGHT, OFFSETS = torch.arange(8), torch.tensor([0, 2, 2, 3, 4, 5, 8])
@@ -24,25 +24,6 @@ def ours(drawn: Features) -> KeyedJaggedTensor:
 
 def theirs(drawn: Features) -> torchrec.KeyedJaggedTensor:
     return torchrec.KeyedJaggedTensor(**drawn.arguments())
-
-
-def check_same_parts(one: Any, other: Any) -> None:
-    """Equal values, weights and bags of two jagged tensors; one is ours."""
-    assert torch.equal(one.values(), other.values())
-    assert (one.weights_or_none() is None) == (other.weights_or_none() is None)
-    if one.weights_or_none() is not None:
-        assert torch.equal(one.weights(), other.weights())
-    assert one.lengths().tolist() == other.lengths().tolist()
-    assert one.offsets().dtype == torch.int64
-    assert one.offsets().tolist() == (other.offsets().tolist() or [0])  # theirs of no bags may be empty
-
-
-def check_same(one: Any, other: torchrec.KeyedJaggedTensor) -> None:
-    check_same_parts(one, other)
-    assert one.keys() == other.keys()
-    assert one.length_per_key() == other.length_per_key()
-    assert one.offset_per_key() == [0, *torch.tensor(other.length_per_key()).cumsum(0).tolist()]
-    assert one.stride() == (other.stride() if other.keys() else 0)
 
 
 @given(features())

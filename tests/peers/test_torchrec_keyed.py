@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torchrec.sparse import jagged_tensor as torchrec
 
+from support.keyed import GROUPS, KEYS, LENGTHS, features, gradients, keyed, tensors
 from tierbed.engine.errors import InputError
 from tierbed.jagged import KeyedTensor, multi_remap_to_groups, permute_multi_embedding
-
-KEYS = [["f1", "f2"], ["f3", "f4", "f5"], ["f6"]]
-
-
-LENGTHS = [[3, 4], [5, 6, 7], [8]]
-
-
-GROUPS = [["f1", "f3"], ["f2"], ["f4", "f1", "f6"], ["f1", "f5"]]
-
 
 PERMUTES = [
     [0, 0, 0, 0, 3, 4],
@@ -34,29 +24,6 @@ PERMUTES = [
     [0, 3, 0, 0, 3, -8],
     [1, 3, 11, 3, 7, 0],
 ]
-
-
-def tensors(batch: int = 5, **options: Any) -> list[Tensor]:
-    return [torch.randn(batch, sum(lengths), **options) for lengths in LENGTHS]
-
-
-def features(values: list[Tensor]) -> dict[str, Tensor]:
-    """Each feature of the example, by slices."""
-    parts = {}
-    for keys, lengths, tensor in zip(KEYS, LENGTHS, values, strict=True):
-        ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        parts |= {key: tensor[:, begin : begin + n] for key, begin, n in zip(keys, ends, lengths, strict=False)}
-    return parts
-
-
-def keyed(values: list[Tensor], kind: Any = KeyedTensor) -> list[Any]:
-    return [kind(keys, lengths, tensor) for keys, lengths, tensor in zip(KEYS, LENGTHS, values, strict=True)]
-
-
-def gradients(made: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    outside = [torch.randn(part.shape, generator=generator) for part in made]
-    return list(torch.autograd.grad(made, values, outside, materialize_grads=True))
 
 
 def test_a_keyed_tensor_has_the_parts_of_torchrecs() -> None:

@@ -66,3 +66,22 @@ def features(
     )
     dtype = draw(st.sampled_from([torch.int64, torch.int32]))
     return Features(list(chosen), values, weights, torch.tensor(lengths, dtype=dtype), batch)
+
+
+def check_same_parts(one: Any, other: Any) -> None:
+    """Equal values, weights and bags of two jagged tensors; one is ours."""
+    assert torch.equal(one.values(), other.values())
+    assert (one.weights_or_none() is None) == (other.weights_or_none() is None)
+    if one.weights_or_none() is not None:
+        assert torch.equal(one.weights(), other.weights())
+    assert one.lengths().tolist() == other.lengths().tolist()
+    assert one.offsets().dtype == torch.int64
+    assert one.offsets().tolist() == (other.offsets().tolist() or [0])  # theirs of no bags may be empty
+
+
+def check_same(one: Any, other: Any) -> None:
+    check_same_parts(one, other)
+    assert one.keys() == other.keys()
+    assert one.length_per_key() == other.length_per_key()
+    assert one.offset_per_key() == [0, *torch.tensor(other.length_per_key()).cumsum(0).tolist()]
+    assert one.stride() == (other.stride() if other.keys() else 0)
