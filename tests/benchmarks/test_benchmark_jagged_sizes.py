@@ -20,6 +20,7 @@ def test_one_step_serves_all_totals_with_the_bits_of_a_step_for_each() -> None:
     assert ratio.value > 0
 
 
+@pytest.mark.slow
 def test_other_rows_have_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     check = jagged_sizes._check_rows
 

@@ -132,6 +132,7 @@ def test_arguments_of_a_container_are_named_by_its_fields_and_shown_open() -> No
         graph(bad, torch.zeros(6))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_steps_of_their_own")
 def test_batches_of_many_sizes_share_a_step_as_well(caplog: pytest.LogCaptureFixture) -> None:
     graph = Bags(embedding(FEATURES), positions=False)
@@ -176,6 +177,7 @@ def test_a_total_that_decides_what_build_does_has_a_step_of_its_own() -> None:
     assert compiled_steps(graph) == 2
 
 
+@pytest.mark.slow
 def test_what_has_known_sizes_is_compiled_and_the_rest_runs_as_recorded(caplog: pytest.LogCaptureFixture) -> None:
     results, states = [], []
     for compiled in (False, True):

@@ -111,7 +111,9 @@ def in_a_loop(store: Any, place: torch.device | str = "cpu") -> Iterator[Any]:
     model.close()
 
 
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(
+    "store", [pytest.param(store, marks=[pytest.mark.slow] * (store not in ("cached_host", "ssd"))) for store in STORES]
+)
 def test_a_graph_trains_collections_as_a_plain_loop_on_every_store(store: str, tmp_path: Path) -> None:
     def made(path: Path) -> Any:
         return options(store, path, budget_mb=0.2) if store in STORES[2:] else options(store, path)

@@ -76,7 +76,7 @@ def test_a_step_has_the_bags_of_a_plain_call(drawn: Features) -> None:
 
 
 @pytest.mark.usefixtures("few_steps_of_their_own")
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_step_for_many_sizes_has_the_bags_of_each(weighted: bool) -> None:
     graph = Calls(lambda given: [*rebuilt(given), rebuilt(given)[3].to_padded_dense(3, -1)])
     generator = torch.Generator().manual_seed(3)

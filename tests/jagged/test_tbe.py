@@ -62,7 +62,7 @@ def numbers(text: str, columns: int) -> torch.Tensor:
 PLACES = ["DEVICE", "MANAGED", "MANAGED_CACHING", "MANAGED_CACHING by LFU", "HOST", "SSD", "SSD ahead"]
 
 
-@pytest.mark.parametrize("optimizer", [ADAM, ROWWISE])
+@pytest.mark.parametrize("optimizer", [pytest.param(ADAM, marks=pytest.mark.slow), ROWWISE])
 def test_rows_have_the_same_bits_wherever_they_live(optimizer, tmp_path):
     rows = [train_at(place, optimizer, tmp_path / str(i)) for i, place in enumerate(PLACES)]
     for place, others in zip(PLACES, rows, strict=True):

@@ -125,7 +125,9 @@ class Step(tierbed.Graph):
         return out
 
 
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(
+    "store", [pytest.param(store, marks=[pytest.mark.slow] * (store not in ("cached_host", "ssd"))) for store in STORES]
+)
 def test_a_graph_trains_features_as_a_plain_loop_does_and_knows_them_ahead(store: str, tmp_path: Path) -> None:
     batches = [sample(seed) for seed in range(6)]
     with make(options("device"), padding_idx=-1, name="eager") as eager:
