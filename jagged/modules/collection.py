@@ -15,7 +15,7 @@ from ..tensors.keyed_jagged import KeyedJagged
 from ..tensors.padding import is_value, padded
 from .bag_collection import features_of, jagged_of
 from .configs import EmbeddingConfig
-from .tables import Tables, numbers_of, output_names
+from .tables import Tables, numbers_of, output_names, refuse_device
 
 PADDING_ID = -1  # of a collection that pads; no row
 
@@ -47,7 +47,9 @@ class EmbeddingCollection(Tables):
         output_dtype: torch.dtype = torch.float32,
         share: Tables | None = None,
         padded: Mapping[str, int] | None = None,
+        device: None = None,
     ) -> None:
+        refuse_device(device)
         self._padded = dict(padded or {})
         padding = (2**64 - 1 if key_type == torch.uint64 else PADDING_ID) if self._padded else None
         super().__init__(tables, EmbeddingConfig, store_options, name, key_type, seed, output_dtype, share, padding)
@@ -90,6 +92,8 @@ class EmbeddingCollection(Tables):
         """Each wanted feature by itself."""
         if isinstance(batch, dict):
             jagged = {feature: jagged_of(batch[feature]) for feature in wanted}
+            for one in jagged.values():
+                one.check_bags()
             parts = {feature: (one.values(), one.offsets()) for feature, one in jagged.items()}
         else:
             if batch.variable_stride_per_key():
@@ -97,6 +101,7 @@ class EmbeddingCollection(Tables):
                     f"features of {self.name!r}: keys differ in their numbers of bags; an EmbeddingCollection takes "
                     "one bag for each sample: use an EmbeddingBagCollection, or give a KeyedJaggedTensor"
                 )
+            batch.check_bags()
             jagged = {feature: batch[feature] for feature in wanted - self._padded.keys()}
             samples, keys = batch.stride(), batch.keys()
             bags = {feature: numbers_of([feature], keys)[0] * samples for feature in wanted & self._padded.keys()}

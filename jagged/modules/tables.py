@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 from zlib import crc32
@@ -46,7 +47,7 @@ class Tables(nn.Module):
         self._stores: dict[str, StoreOptions] = {}
         own = [config for config in self.configs if share is None or not share.has(config.name)]
         if share is not None:
-            self._take(share, [config for config in self.configs if config not in own])
+            self._take(share, [config for config in self.configs if config not in own], output_dtype)
         if not own:
             if store_options is not None:
                 raise OptionError("store_options: share has every table, with its store; leave store_options out")
@@ -104,8 +105,9 @@ class Tables(nn.Module):
 
     def close(self) -> None:
         """Close the stores of all embeddings. May be called again."""
-        for embedding in self.embeddings.values():
-            embedding.close()  # type: ignore[operator]
+        with ExitStack() as stack:  # an error in one leaves none open
+            for embedding in self.embeddings.values():
+                stack.callback(embedding.close)  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +117,7 @@ class Tables(nn.Module):
     ) -> None:
         self.close()
 
-    def _take(self, share: Tables, configs: Sequence[EmbeddingConfig]) -> None:
+    def _take(self, share: Tables, configs: Sequence[EmbeddingConfig], output_dtype: torch.dtype) -> None:
         """Look up tables that `share` has there. OptionError where a config says something else than its own."""
         if not isinstance(share, Tables):
             raise OptionError(f"share={type(share).__name__}: give a collection")
@@ -130,6 +132,14 @@ class Tables(nn.Module):
                         f"table {config.name!r}: {fact}={getattr(config, fact)!r}, and {getattr(there, fact)!r} where "
                         f"it is shared from, {share.name!r}; give the same, or another name for a table of its own"
                     )
+            if config.table_options() != there.table_options():
+                raise OptionError(
+                    f"table {config.name!r}: new rows or bad_ids are not as where it is shared from, {share.name!r}; "
+                    "give the same initializer, range and bad_ids, or another name for a table of its own"
+                )
+            dtype = share.embedding_of(config.name).output_dtype
+            if dtype != output_dtype:
+                raise OptionError(f"output_dtype={output_dtype}: the tables of share return {dtype}; give that")
             self.embeddings[part] = share.embeddings[part]
             self._stores |= {part: share._stores[part]}
             self._at[config.name] = part, number
@@ -139,6 +149,14 @@ class Tables(nn.Module):
         for name in names:
             if names.count(name) > 1:
                 raise OptionError(f"tables: {names.count(name)} are called {name!r}; give each a name of its own")
+
+
+def refuse_device(device: Any) -> None:
+    """OptionError for TorchRec's argument of a collection that says where its tables are."""
+    if device is not None:
+        raise OptionError(
+            f"device={device!r}: store_options say where rows are, and .to(device) where lookups run; leave it out"
+        )
 
 
 def _rows(configs: Sequence[EmbeddingConfig]) -> int | None:
