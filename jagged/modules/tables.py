@@ -63,7 +63,7 @@ class Tables(nn.Module):
         self._stores = stores_of(store_options, needs)
         for part, configs in parts.items():
             if "." in part or part in self.embeddings:
-                raise OptionError(f"name={name!r}: {part!r} cannot name an embedding beside the others; use no dots")
+                raise OptionError(f"name={name!r}: {part!r} is taken or has a dot; give another name, without dots")
             self.embeddings[part] = MultiTableEmbedding(
                 part,
                 configs[0].embedding_dim,
@@ -166,12 +166,20 @@ def _rows(configs: Sequence[EmbeddingConfig]) -> int | None:
 
 
 def output_names(configs: Sequence[EmbeddingConfig]) -> list[list[str]]:
-    """What the features of each table are called in a result: feature@table, where two tables have the feature."""
+    """What the features of each table are called in a result: feature@table, where two tables have the feature.
+
+    OptionError where two are called alike.
+    """
     every = [feature for config in configs for feature in config.feature_names]
-    return [
+    made = [
         [f"{feature}@{config.name}" if every.count(feature) > 1 else feature for feature in config.feature_names]
         for config in configs
     ]
+    flat = [name for names in made for name in names]
+    for name in flat:
+        if flat.count(name) > 1:
+            raise OptionError(f"feature_names: two results would be called {name!r}; give the feature another name")
+    return made
 
 
 def numbers_of(features: Sequence[str], keys: Sequence[str]) -> list[int]:

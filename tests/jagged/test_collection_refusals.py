@@ -80,3 +80,11 @@ def test_a_device_is_refused_with_the_remedy(kind: Any) -> None:
     collection, config = kind
     with pytest.raises(OptionError, match=r"device=device.type='meta'.: store_options say where rows are"):
         collection([config(9, 4, "t")], STORE, device=torch.device("meta"))
+
+
+@pytest.mark.parametrize("kind", [(EmbeddingBagCollection, EmbeddingBagConfig), (EmbeddingCollection, EmbeddingConfig)])
+def test_no_two_results_have_one_name(kind: Any) -> None:
+    collection, config = kind
+    tables = [config(9, 4, "a", feature_names=["x", "x@b"]), config(9, 4, "b", feature_names=["x"])]
+    with pytest.raises(OptionError, match="two results would be called 'x@b'"):
+        collection(tables, STORE)
