@@ -47,6 +47,7 @@ _LIBRARIES = tuple(
     for folder in (Path(torch.__file__).parent, Path(__file__).parents[2] / "engine", Path(__file__).parents[1])
 )
 _INPUT = re.compile(r"L\['t(\d+)'\]")  # input tensor number \1 in a guard of torch
+_OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # where a view begins is nothing that a step uses
 _COMMON = 64
 _SEED = 0x7165_7262_6564
 BACKWARD = "backward"  # marks, in their meta, nodes that autograd recorded
@@ -164,8 +165,9 @@ def trace(
 def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, changing: Dims | None, opened: Dims) -> FakeTensor:
     if changing is None:
         return mode.from_tensor(tensor)
-    if (index, 0) in opened and len(tensor) < 2:  # torch looks at a size where it may be any: let it see a common one
-        tensor = tensor.new_empty((len(tensor) + _COMMON, *tensor.shape[1:]))
+    if (index, 0) in opened:  # no view, whose size torch would take from its base
+        size = len(tensor) + _COMMON * (len(tensor) < 2)  # torch looks at a size where it may be any
+        tensor = tensor.new_empty((size, *tensor.shape[1:]))
     sizes = [DimDynamic.DYNAMIC if (index, d) in changing else DimDynamic.STATIC for d in range(tensor.dim())]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{index}"))
@@ -181,7 +183,7 @@ def _fits(shapes: ShapeEnv, fakes: Sequence[Any]) -> Fits:
     code = shapes.produce_guards_expression(fakes, ignore_static=False)
     if code is None:
         return lambda inputs: True
-    code = _INPUT.sub(r"L[\1]", code)
+    code = _OFFSET.sub("True", _INPUT.sub(r"L[\1]", code))
     fits: Fits = eval(f"lambda L: {code}", dict(SYMPY_INTERP))  # once: torch's own function parses it at each call
     return fits
 

@@ -17,7 +17,7 @@ from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor
 from ..tensors.keyed_tensor import KeyedTensor
 from ..tensors.variable_batch import VariableBatchKeyedJaggedTensor
 from .configs import EmbeddingBagConfig
-from .tables import Tables, numbers_of, output_names
+from .tables import Tables, numbers_of, output_names, refuse_device
 
 
 @dataclass
@@ -41,6 +41,7 @@ class EmbeddingBagCollection(Tables):
     is_weighted: rows are weighted by the batch's weights. key_type: the dtype of ids; ids of other integer dtypes are
     converted. seed: of initial rows, with the name of the embedding. output_dtype: of results and gradients.
     share: a collection whose tables of the same name are looked up here as well; store_options are for the others.
+    device: TorchRec's argument, which is refused: store_options say where rows are.
 
     Raises OptionError.
     """
@@ -55,7 +56,9 @@ class EmbeddingBagCollection(Tables):
         seed: int = 0,
         output_dtype: torch.dtype = torch.float32,
         share: Tables | None = None,
+        device: None = None,
     ) -> None:
+        refuse_device(device)
         super().__init__(tables, EmbeddingBagConfig, store_options, name, key_type, seed, output_dtype, share)
         self.is_weighted = is_weighted
         self._keys: list[str] = []
@@ -157,6 +160,7 @@ class EmbeddingBagCollection(Tables):
             )
         numbers = numbers_of(part.features, batch.keys())
         chosen = batch.permute(numbers)
+        chosen.validate()
         weights = None if weights is None else chosen.weights().to(torch.float32)
         strides = chosen.strides()
         owners = torch.tensor(part.tables, device=strides.device).repeat_interleave(strides)

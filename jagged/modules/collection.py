@@ -17,7 +17,7 @@ from ..tensors.keyed_jagged import KeyedJagged
 from ..tensors.padding import is_value, padded
 from .bag_collection import features_of, jagged_of
 from .configs import EmbeddingConfig
-from .tables import Tables, numbers_of, output_names
+from .tables import Tables, numbers_of, output_names, refuse_device
 
 PADDING_ID = -1  # of a collection that pads; no row
 
@@ -49,7 +49,9 @@ class EmbeddingCollection(Tables):
         output_dtype: torch.dtype = torch.float32,
         share: Tables | None = None,
         padded: Mapping[str, int] | None = None,
+        device: None = None,
     ) -> None:
+        refuse_device(device)
         self._padded = dict(padded or {})
         padding = (2**64 - 1 if key_type == torch.uint64 else PADDING_ID) if self._padded else None
         super().__init__(tables, EmbeddingConfig, store_options, name, key_type, seed, output_dtype, share, padding)
@@ -107,6 +109,8 @@ class EmbeddingCollection(Tables):
         plain, dense = wanted - self._padded.keys(), wanted & self._padded.keys()
         if isinstance(batch, dict):
             jagged = {feature: jagged_of(batch[feature]) for feature in wanted}
+            for one in jagged.values():
+                one.check_bags()
             parts = {feature: (jagged[feature].values(), jagged[feature].offsets()) for feature in dense}
         else:
             if batch.variable_stride_per_key():
@@ -114,6 +118,7 @@ class EmbeddingCollection(Tables):
                     f"features of {self.name!r}: keys differ in their numbers of bags; an EmbeddingCollection takes "
                     "one bag for each sample: use an EmbeddingBagCollection, or give a KeyedJaggedTensor"
                 )
+            batch.check_bags()
             jagged = {feature: batch[feature] for feature in plain}
             samples, keys = batch.stride(), batch.keys()
             firsts = {feature: keys.index(feature) * samples for feature in dense}

@@ -50,6 +50,7 @@ class PositionWeighted(nn.Module):
             raise InputError(
                 "features: give a KeyedJaggedTensor with one bag for each sample, without weights: they are made here"
             )
+        batch.check_bags()
         keys, offsets, device = batch.keys(), batch.offsets(), batch.values().device
         if missing := [feature for feature in self.max_feature_lengths if feature not in keys]:
             raise KeyError(f"feature {missing[0]!r} is not in the batch, whose keys are {', '.join(keys)}")

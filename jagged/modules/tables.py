@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 from zlib import crc32
@@ -46,7 +47,7 @@ class Tables(nn.Module):
         self._stores: dict[str, StoreOptions] = {}
         own = [config for config in self.configs if share is None or not share.has(config.name)]
         if share is not None:
-            self._take(share, [config for config in self.configs if config not in own])
+            self._take(share, [config for config in self.configs if config not in own], output_dtype)
         if not own:
             if store_options is not None:
                 raise OptionError("store_options: share has every table, with its store; leave store_options out")
@@ -62,7 +63,7 @@ class Tables(nn.Module):
         self._stores = stores_of(store_options, needs)
         for part, configs in parts.items():
             if "." in part or part in self.embeddings:
-                raise OptionError(f"name={name!r}: {part!r} cannot name an embedding beside the others; use no dots")
+                raise OptionError(f"name={name!r}: {part!r} is taken or has a dot; give another name, without dots")
             self.embeddings[part] = MultiTableEmbedding(
                 part,
                 configs[0].embedding_dim,
@@ -104,8 +105,9 @@ class Tables(nn.Module):
 
     def close(self) -> None:
         """Close the stores of all embeddings. May be called again."""
-        for embedding in self.embeddings.values():
-            embedding.close()  # type: ignore[operator]
+        with ExitStack() as stack:  # an error in one leaves none open
+            for embedding in self.embeddings.values():
+                stack.callback(embedding.close)  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +117,7 @@ class Tables(nn.Module):
     ) -> None:
         self.close()
 
-    def _take(self, share: Tables, configs: Sequence[EmbeddingConfig]) -> None:
+    def _take(self, share: Tables, configs: Sequence[EmbeddingConfig], output_dtype: torch.dtype) -> None:
         """Look up tables that `share` has there. OptionError where a config says something else than its own."""
         if not isinstance(share, Tables):
             raise OptionError(f"share={type(share).__name__}: give a collection")
@@ -130,6 +132,14 @@ class Tables(nn.Module):
                         f"table {config.name!r}: {fact}={getattr(config, fact)!r}, and {getattr(there, fact)!r} where "
                         f"it is shared from, {share.name!r}; give the same, or another name for a table of its own"
                     )
+            if config.table_options() != there.table_options():
+                raise OptionError(
+                    f"table {config.name!r}: new rows or bad_ids are not as where it is shared from, {share.name!r}; "
+                    "give the same initializer, range and bad_ids, or another name for a table of its own"
+                )
+            dtype = share.embedding_of(config.name).output_dtype
+            if dtype != output_dtype:
+                raise OptionError(f"output_dtype={output_dtype}: the tables of share return {dtype}; give that")
             self.embeddings[part] = share.embeddings[part]
             self._stores |= {part: share._stores[part]}
             self._at[config.name] = part, number
@@ -141,6 +151,14 @@ class Tables(nn.Module):
                 raise OptionError(f"tables: {names.count(name)} are called {name!r}; give each a name of its own")
 
 
+def refuse_device(device: Any) -> None:
+    """OptionError for TorchRec's argument of a collection that says where its tables are."""
+    if device is not None:
+        raise OptionError(
+            f"device={device!r}: store_options say where rows are, and .to(device) where lookups run; leave it out"
+        )
+
+
 def _rows(configs: Sequence[EmbeddingConfig]) -> int | None:
     """How many rows tables may have, together; None where one may have any number."""
     rows = [config.num_embeddings for config in configs]
@@ -148,12 +166,20 @@ def _rows(configs: Sequence[EmbeddingConfig]) -> int | None:
 
 
 def output_names(configs: Sequence[EmbeddingConfig]) -> list[list[str]]:
-    """What the features of each table are called in a result: feature@table, where two tables have the feature."""
+    """What the features of each table are called in a result: feature@table, where two tables have the feature.
+
+    OptionError where two are called alike.
+    """
     every = [feature for config in configs for feature in config.feature_names]
-    return [
+    made = [
         [f"{feature}@{config.name}" if every.count(feature) > 1 else feature for feature in config.feature_names]
         for config in configs
     ]
+    flat = [name for names in made for name in names]
+    for name in flat:
+        if flat.count(name) > 1:
+            raise OptionError(f"feature_names: two results would be called {name!r}; give the feature another name")
+    return made
 
 
 def numbers_of(features: Sequence[str], keys: Sequence[str]) -> list[int]:

@@ -38,7 +38,7 @@ class Carrier:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """The same on another device."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._each(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """The same in page-locked memory, from where a GPU copies it without waiting."""

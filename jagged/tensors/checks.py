@@ -11,7 +11,7 @@ from torch._guards import detect_fake_mode
 
 from ...engine.errors import GraphError, InputError
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_traced() -> bool:
@@ -64,7 +64,7 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
     for name, given in (("lengths", lengths), ("offsets", offsets)):
         if given is None:
             continue
-        if not isinstance(given, Tensor) or given.dim() != 1 or given.dtype not in _INTEGERS:
+        if not isinstance(given, Tensor) or given.dim() != 1 or given.dtype not in INTEGERS:
             raise InputError(
                 f"{name}: {_told(given)}; give a tensor of integers with one dimension, feature by feature"
             )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...engine.errors import InputError
 from .carrier import Carrier
-from .checks import check_ascending, check_offsets, check_values, refuse_trace
+from .checks import check_ascending, check_offsets, check_values, is_traced, refuse_trace
 
 
 class Jagged(Carrier, registered=False):
@@ -58,6 +58,14 @@ class Jagged(Carrier, registered=False):
         """Read the offsets: InputError unless they ascend from 0 to the number of values."""
         refuse_trace("validate", "call it on what the graph is given")
         check_ascending(self._offsets.tolist(), self._values.shape[0], self._bags())
+
+    def check_bags(self) -> None:
+        """What `validate` does, on a CPU alone, and not while a graph records: it waits for nothing."""
+        if self._offsets.device.type != "cpu" or is_traced():
+            return
+        begins, ends = self._offsets[0] == 0, self._offsets[-1] == self._values.shape[0]
+        if not (begins and ends and (self._offsets.diff() >= 0).all()):
+            self.validate()
 
     def _bags(self) -> Sequence[str] | None:
         """What a message calls each bag."""

@@ -107,6 +107,8 @@ class KeyedJaggedTensor(KeyedJagged):
         """The keys of all of them, which have as many samples each, and all weights or none. InputError."""
         if not kjt_list:
             raise InputError("kjt_list=[]: give at least one KeyedJaggedTensor")
+        if any(kjt.variable_stride_per_key() for kjt in kjt_list):
+            raise InputError("kjt_list: keys of one differ in their numbers of bags; give such with one bag a sample")
         _check_alike("kjt_list", "samples", {str(kjt.keys()): kjt.stride() for kjt in kjt_list if kjt._keys})
         return cls._joined([key for kjt in kjt_list for key in kjt._keys], kjt_list)
 

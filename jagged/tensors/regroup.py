@@ -41,6 +41,8 @@ def regrouped(keyed_tensors: Sequence[Keyed], groups: Sequence[Sequence[str]]) -
             raise InputError(f"keyed_tensors: {both} are keys of two of them; give each key once")
         if keys:  # the backward of a split copies, also of a split into one
             parts.update(zip(keys, values.split(lengths, 1) if len(keys) > 1 else [values], strict=True))
+    if missing := [key for group in groups for key in group if key not in parts]:
+        raise KeyError(f"groups: {missing[0]!r} is a key of no keyed tensor; they have {', '.join(parts)}")
     none = keyed_tensors[0].values()[:, :0]
     return [torch.cat([parts[key] for key in group], 1) if group else none for group in groups]
 
@@ -96,6 +98,12 @@ def permute_multi_embedding(
     if [tensor.shape[1] for tensor in values] != in_lengths.tolist() or list(out_lengths_list) != out_lengths.tolist():
         raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
     rows: list[list[int]] = permutes.tolist()
+    for row in rows:
+        if not (0 <= row[0] < len(values) and 0 <= row[1] < len(out_lengths_list) and row[4] >= 0):
+            raise InputError(
+                f"permutes: {row} of {len(values)} inputs and {len(out_lengths_list)} outputs; give moves of columns "
+                "from one of the inputs to one of the outputs"
+            )
     atoms = [_Atoms(tensor, [row[2:5:2] for row in rows if row[0] == at]) for at, tensor in enumerate(values)]
     moves: dict[int, list[list[int]]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row[3]):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import InputError
-from .checks import refuse_trace
+from .checks import INTEGERS, refuse_trace
 from .keyed_jagged import KeyedJagged
 
 
@@ -43,6 +43,18 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         self._strides = torch.tensor(strides, dtype=torch.int64, device=values.device)
         self._inverse = None if inverse_indices is None else self._in_order(*inverse_indices)
 
+    def validate(self) -> None:
+        """Read offsets and inverse indices: InputError unless offsets ascend and each sample has a bag of its key."""
+        super().validate()
+        if self._inverse is None:
+            return
+        wrong = (self._inverse < 0) | (self._inverse >= self._strides[:, None])
+        for at, sample in wrong.nonzero().tolist()[:1]:
+            raise InputError(
+                f"inverse_indices of key {self._keys[at]!r}, sample {sample}: {int(self._inverse[at, sample])}; give "
+                f"the number of one of its {int(self._strides[at])} bags, from 0 on"
+            )
+
     def stride(self) -> int:
         """How many samples the batch has; without inverse indices, the most bags of a key."""
         return max(self.stride_per_key(), default=0) if self._inverse is None else self._inverse.shape[1]
@@ -70,6 +82,8 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         """The rows of indices in the order of keys, as int64."""
         if not isinstance(indices, Tensor) or indices.dim() != 2 or indices.shape[0] != len(names):
             raise InputError(f"inverse_indices: give names and a tensor [{len(names)}, batch], a row for each of them")
+        if indices.dtype not in INTEGERS:
+            raise InputError(f"inverse_indices: a tensor of {indices.dtype}; give integers")
         rows = {name: row for row, name in enumerate(names)}
         if missing := [key for key in self._keys if key not in rows]:
             raise InputError(f"inverse_indices have no row for {missing}; give one for each key")

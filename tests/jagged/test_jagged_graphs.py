@@ -142,6 +142,17 @@ def test_a_dict_of_jagged_tensors_is_the_remedy() -> None:
     assert parts(same["b"]) == parts(given["b"])
 
 
+def test_features_that_are_views_of_one_batch_run_in_one_step() -> None:
+    graph = Calls(lambda given: (given["a"].values() * 2, given["b"].values() + 1, given["b"].lengths()))
+    for first, second in ((3, 2), (5, 9), (1, 0), (0, 1), (2, 2)):
+        given = KeyedJaggedTensor(["a", "b"], torch.arange(first + second), lengths=torch.tensor([first, second]))
+        doubled, more, lengths = graph(given.to_dict())
+        assert doubled.tolist() == [2 * value for value in range(first)]
+        assert more.tolist() == [first + value + 1 for value in range(second)]
+        assert lengths.tolist() == [second]
+    assert graph.why_recompiled() == []
+
+
 def test_a_traced_feature_has_lengths_and_its_padded_form_and_else_names_the_remedy() -> None:
     def feature(given: KeyedJaggedTensor) -> TracedFeature:
         return TracedFeature(given.values(), given.weights_or_none(), given.offsets()[2:], "say it otherwise")

@@ -56,7 +56,7 @@ def test_a_wrong_argument_is_refused_when_it_is_given(change: dict[str, Any], sa
         ({"stride_per_key": [1, 1]}, "stride_per_key=[1, 1]"),
         ({"stride_per_key": [3]}, "stride_per_key=[3]"),
         ({"stride_per_key": [4, -1]}, "stride_per_key=[4, -1]"),
-        ({"inverse_indices": (["a"], torch.zeros(1, 4))}, "no row for ['b']"),
+        ({"inverse_indices": (["a"], torch.zeros(1, 4, dtype=torch.int64))}, "no row for ['b']"),
         ({"inverse_indices": (["a", "b"], torch.zeros(1, 4))}, "a tensor [2, batch]"),
     ],
 )
@@ -98,6 +98,8 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     assert "weights" in raised(lambda: KeyedJaggedTensor.concat([both, weighted]))
     assert "samples" in raised(lambda: KeyedJaggedTensor.concat([both, other]))
     assert "'f1' is there 2 times" in raised(lambda: KeyedJaggedTensor.concat([both, both]))
+    uneven = VariableBatchKeyedJaggedTensor(["u", "v"], EIGHT, None, torch.tensor([3, 1, 0, 4]), None, [1, 3])
+    assert "numbers of bags" in raised(lambda: KeyedJaggedTensor.concat([uneven]))
     assert "kjt_list=[]" in raised(lambda: KeyedJaggedTensor.concat([]))
     assert "samples" in raised(lambda: KeyedJaggedTensor.from_jt_dict({"a": both["f1"], "b": other["o"]}))
     assert "use KeyedJaggedTensor.empty" in raised(lambda: KeyedJaggedTensor.from_jt_dict({}))
@@ -111,6 +113,8 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     assert "weights" in raised(lambda: JaggedTensor.from_dense([THREE], [torch.ones(2)]))
     with pytest.raises(KeyError, match="nobody"):
         both["nobody"]
+    with pytest.raises(TypeError, match="device"):
+        both.to(torch.float16)  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
