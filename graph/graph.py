@@ -77,10 +77,8 @@ class Graph(Built):
         self.__left: list[None] = []  # an item for each run that was left before its end
         # two underscores: a subclass may have attributes of any name
         self.__steps = Steps(STEPS)
-        self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = (
-            tensors_spec(0),
-            NONE_OPEN,
-        )  # of the last call with containers
+        # of the last call with containers
+        self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = tensors_spec(0), NONE_OPEN
         self.__told = False  # whether the log said that compile_dense compiles nothing of a step for many sizes
         self.__structure: Structure | None = None
         self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the previous call, found without hashing
@@ -318,9 +316,10 @@ class Graph(Built):
         else:
             leaves, spec = pytree.tree_flatten(given)
             inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            if spec != self.__tree[0]:
-                self.__tree = spec, open_leaves(spec)
-            spec, opened = self.__tree
+            tree = self.__tree  # read once: a call in another thread may set it
+            if spec != tree[0]:
+                tree = self.__tree = spec, open_leaves(spec)
+            spec, opened = tree
         signature, tensors = self.__signature(given, leaves, spec, opened)
         known, step = self.__last
         if signature != known or alone or (opened and not step.serves(inputs)):

@@ -30,7 +30,7 @@ class Steps:
         self._most = most
         self._kept: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         self._sizes = Sizes[CompiledStep]()
-        self._closed: set[Hashable] = set()  # signatures whose open sizes cannot stay open
+        self._closed: dict[Hashable, None] = {}  # the latest signatures whose open sizes cannot stay open
 
     def clear(self) -> None:
         """Forget all steps."""
@@ -68,7 +68,7 @@ class Steps:
         if step is not shared:
             self._kept[_own(signature, call)] = step
         if opens and shared is None:
-            self._closed.add(signature)  # only now: a call that was wrong says nothing of sizes
+            self._closed[signature] = None  # only now: a call that was wrong says nothing of sizes
         if not alone:
             self._sizes.saw(name, family, inputs, call.open)
         return step
@@ -77,16 +77,18 @@ class Steps:
         """Drop a step for many sizes that failed where a step for one size did not. Further sizes get their own."""
         for key in [key for key, kept in self._kept.items() if kept is step]:
             del self._kept[key]
-            self._closed.add(key)
+            self._closed[key] = None
         self._sizes.drop(step)
         tell_failed(name, cause)
 
     def drop_oldest(self) -> bool:
-        """Drop the step that was not used for longest where there are too many. Returns whether there were."""
-        if len(self._kept) <= self._most:
-            return False
-        self._kept.popitem(last=False)
-        return True
+        """Drop the steps that were not used for longest where there are too many. Returns whether there were."""
+        dropped = len(self._kept) > self._most
+        while len(self._kept) > self._most:  # a call may have made two
+            self._kept.popitem(last=False)
+        while len(self._closed) > self._most:
+            self._closed.pop(next(iter(self._closed)))
+        return dropped
 
     def _for_many(self, name: str, family: Hashable, call: Call, compiled: Compile) -> CompiledStep | None:
         changing = self._sizes.changing(family, call.inputs, call.open)

@@ -97,6 +97,7 @@ def test_size_waits_and_tells(device: Device) -> None:
         ([1, 2, 3], 0, [0, 2], "offsets"),
         ([1, 2, 3], 0, [-1, 3], "offsets"),
         ([1, 2, 3], 0, [0, 2**40, 3], "offsets"),
+        ([1, 2, 3], [], [0], "offsets"),
     ],
 )
 def test_table_ids_and_offsets_out_of_range(

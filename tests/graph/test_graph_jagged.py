@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -252,3 +255,26 @@ def test_a_total_that_changes_the_dimensions_of_what_build_makes_has_a_step_of_i
         expected = rows.get(jagged(total).values).square().sum()
         torch.testing.assert_close(graph(jagged(total)), expected)
     assert compiled_steps(graph) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*was compiled for more than 2 signatures")
+def test_signatures_whose_sizes_cannot_stay_open_are_forgotten_with_their_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tierbed.graph.graph.STEPS", 2)
+    monkeypatch.setattr("tierbed.graph.trace.sizes.FAMILIES", 2)
+
+    class Split(Graph):
+        def build(self, features: Jagged, scale: Callable[[Tensor], Tensor]) -> Tensor:
+            total: Tensor = sum(features.values.unbind(), torch.zeros(()))
+            return scale(total)
+
+    graph, signatures = Split(), WeakSet[Any]()
+    for number in range(8):
+        scale = eval(f"lambda total: total * {number}")
+        signatures.add(scale)
+        features = jagged(5)
+        assert graph(features, scale) == number * features.values.sum()
+    del scale
+    gc.collect()
+    assert len(signatures) <= 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -150,6 +150,31 @@ def test_an_evaluation_graph_compiles_while_another_thread_trains() -> None:
         assert torch.isfinite(score(torch.arange(size)))
     trainer.join()
     assert not failures
+
+
+class Key(str):
+    """A key that makes one call at its next comparison, as another thread may at any time."""
+
+    meanwhile: ClassVar[list[Callable[[], object]]] = []
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return str.__eq__(self, other)
+
+
+def test_a_call_meanwhile_of_other_containers_leaves_the_arguments_in_their_places() -> None:
+    class Difference(Graph):
+        def build(self, batch: dict[str, Tensor]) -> Tensor:
+            return batch["a"] - batch["b"]
+
+    graph, five, three = Difference(), torch.tensor([5.0]), torch.tensor([3.0])
+    assert graph({Key("a"): five, "b": three}) == 2
+    Key.meanwhile.append(lambda: graph({"b": three, "a": five}))
+    assert graph({Key("a"): five, "b": three}) == 2
+    assert not Key.meanwhile
 
 
 SCHEDULES: dict[str, Callable[[Any], Callable[[], Any]]] = {

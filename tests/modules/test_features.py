@@ -103,6 +103,16 @@ def test_features_on_a_gpu_have_the_bits_of_the_cpu(device: Device, seed: int) -
         assert trained(there, "rows", place, torch.float32) == expected
 
 
+@on_devices
+@pytest.mark.parametrize("offsets", [[0], [0, 9, -3, 2, 5], [0, 2**40, 2**33, -(2**50), 5]])
+def test_bad_offsets_of_features_are_found_on_a_gpu(device: Device, offsets: list[int]) -> None:
+    with tables_on(device) as place, make(options("device")).to(place) as embedding, torch.no_grad():
+        ids, ends = torch.arange(5, device=place), torch.tensor(offsets, device=place)
+        embedding(ids, [0, 1], ends, "sum", features=[1, 0])
+        with pytest.raises(InputError, match="offsets of embedding 'rows': they do not ascend"):
+            embedding.size()
+
+
 def sample(seed: int = 0) -> Jagged:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 5, (4 * 6,), generator=generator)

@@ -11,7 +11,7 @@ using namespace tierbed;
 // offsets [bags + 1] -> begins [bags + 1], the same made safe to follow: within [0, n] and ascending where they were.
 extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i64* begins, u32* faults) {
     for_each(bags + 1, [&](u64 bag) {
-        const i64 begin = offsets[bag], wanted = bag == 0 ? 0 : static_cast<i64>(n);
+        const i64 begin = offsets[bag], wanted = bag == bags ? static_cast<i64>(n) : 0;
         const bool ends = bag == 0 || bag == bags;
         if ((ends && begin != wanted) || (bag > 0 && begin < offsets[bag - 1])) atomicOr(faults, BAD_OFFSETS);
         begins[bag] = ends ? wanted : begin < 0 ? 0 : begin > static_cast<i64>(n) ? static_cast<i64>(n) : begin;
@@ -59,7 +59,7 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
                 else
                     end = middle;
             }
-        const i32 column = places ? places[bag / batch] : 0;
+        const i32 column = bags == 0 ? -1 : places ? places[bag / batch] : 0;  // ids of no bag: bad offsets
         u32 table = NONE;
         if (column >= 0) {
             const u64 owner = places ? static_cast<u64>(column) : bag;
