@@ -38,7 +38,7 @@ class Batch:
         b * columns + c is of sample b and feature features[c].
 
         last_ids [num_tables]: the last legal id of each table. A larger one is taken as padding; it is counted in
-        `dropped` where `drops` of its table is set, and else a mistake.
+        `dropped` where `drops` of its table is set, and else a mistake. `drops` may be empty: none is.
 
         Keys equal to `padding` (as unsigned 64 bits) are no rows. A table id >= num_tables raises IndexError naming
         its position.

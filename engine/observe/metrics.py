@@ -34,7 +34,7 @@ METRICS: dict[str, Metric] = {
     # of the table
     "rows": Metric("gauge", "rows that are written, in all tables: `size()`"),
     "step": Metric("gauge", "training steps that updated this embedding; a snapshot keeps it"),
-    "dropped": Metric("counter", "ids of lookups that their table does not have, where `bad_ids` is `drop`"),
+    "dropped": Metric("counter", "ids of lookups and `get` that their table does not have, where `bad_ids` is `drop`"),
     "refused": Metric("counter", "new rows that `admission` did not let in, each time"),
     "evicted": Metric("counter", "rows that left because of `capacity`"),
     "expired": Metric("counter", "rows that left because of `ttl_steps`"),

@@ -81,7 +81,6 @@ def check_legal(spec: TableSpec, lookup: Lookup) -> None:
             spec.num_tables,
             spec.padding_key,
             spec.last_ids,
-            [False] * spec.num_tables,
         )
         if strict.illegal is not None:
             raise illegal_id(spec, *strict.illegal)

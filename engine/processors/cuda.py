@@ -217,7 +217,7 @@ def _ids(spec: TableSpec, device: torch.device) -> Ids:
     if spec.last_ids is None:
         return Ids(spec.num_tables, spec.padding_key)
     last = torch.from_numpy(spec.last_ids.view(np.int64)).to(device)
-    drops = torch.tensor(spec.drops, dtype=torch.bool).to(device)
+    drops = torch.tensor(spec.drops, dtype=torch.bool).to(device) if spec.drops else None
     return Ids(spec.num_tables, spec.padding_key, last, drops)
 
 

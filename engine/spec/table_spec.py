@@ -39,7 +39,8 @@ class TableSpec:
     padding_key: int | None = field(init=False)  # the 64 bits of `padding_idx`
     # [num_tables] uint64, the last legal id of each table; None where every id of every table is legal
     last_ids: NDArray[np.uint64] | None = field(init=False, compare=False)
-    drops: tuple[bool, ...] = field(init=False)  # for each table, whether lookups drop ids beyond its last one
+    # for each table, whether lookups drop ids beyond its last one; empty where none does
+    drops: tuple[bool, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         # not properties: a step asks for them several times
@@ -49,7 +50,8 @@ class TableSpec:
         last = [(table.ids or 2**64) - 1 for table in self.tables]
         limited = any(table.ids is not None for table in self.tables)
         object.__setattr__(self, "last_ids", np.array(last, np.uint64) if limited else None)
-        object.__setattr__(self, "drops", tuple(table.bad_ids == "drop" for table in self.tables) if limited else ())
+        drops = tuple(table.bad_ids == "drop" for table in self.tables)
+        object.__setattr__(self, "drops", drops if any(drops) else ())
 
     @property
     def legal_ids(self) -> Hashable:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...engine.errors import InputError
 from ...engine.spec.inputs import Lookup, check_lookup
+from ..tensors.checks import refuse_trace
 from ..tensors.jagged_tensor import JaggedTensor
 from ..tensors.keyed_jagged import KeyedJagged
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor
@@ -152,6 +153,10 @@ class EmbeddingBagCollection(Tables):
 
     def _expanded(self, part: _Part, batch: VariableBatchKeyedJaggedTensor, weights: Tensor | None) -> Tensor:
         """The same of features whose samples share bags."""
+        refuse_trace(
+            "a batch of variable batch sizes",
+            "train it in a plain loop with an EagerOptimizer, or give the graph a KeyedJaggedTensor",
+        )
         inverse = batch.inverse_indices_or_none()
         if inverse is None:
             raise InputError(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...engine.errors import InputError, OptionError
+from ...engine.errors import OptionError
 from ...engine.modules.multi_table import MultiTableEmbedding
 from ...engine.numeric import whole
 from ...engine.spec.inputs import Lookup, check_lookup
@@ -32,7 +32,7 @@ class Padded(NamedTuple):
 class EmbeddingCollection(Tables):
     """TorchRec's collection of tables whose rows are not pooled, over tiered hashed tables. Tables may differ in dim.
 
-    tables: an EmbeddingConfig, or TorchRec's, for each. need_indices: whether results have ids as their weights.
+    tables: an EmbeddingConfig, or TorchRec's, for each. need_indices: whether jagged results have ids as their weights.
     padded: {feature: places} of features whose rows are wanted as one dense tensor; ids are padded before the lookup,
     and those beyond `places` are left out. A collection that pads takes the id -1 (2**64 - 1 as uint64) for padding
     everywhere. The other arguments are those of an EmbeddingBagCollection. Raises OptionError.
@@ -107,17 +107,14 @@ class EmbeddingCollection(Tables):
     def _apart(self, batch: dict[str, Any] | KeyedJagged, wanted: set[str]) -> dict[str, _Ids]:
         """The ids of each wanted feature."""
         plain, dense = wanted - self._padded.keys(), wanted & self._padded.keys()
+        if isinstance(batch, KeyedJagged) and batch.variable_stride_per_key():
+            batch = {feature: batch[feature] for feature in wanted}
         if isinstance(batch, dict):
             jagged = {feature: jagged_of(batch[feature]) for feature in wanted}
             for one in jagged.values():
                 one.check_bags()
             parts = {feature: (jagged[feature].values(), jagged[feature].offsets()) for feature in dense}
         else:
-            if batch.variable_stride_per_key():
-                raise InputError(
-                    f"features of {self.name!r}: keys differ in their numbers of bags; an EmbeddingCollection takes "
-                    "one bag for each sample: use an EmbeddingBagCollection, or give a KeyedJaggedTensor"
-                )
             batch.check_bags()
             jagged = {feature: batch[feature] for feature in plain}
             samples, keys = batch.stride(), batch.keys()

@@ -19,6 +19,7 @@ from ...engine.spec.initializers import (
     make_table_options,
     make_uniform_initializer,
 )
+from ...engine.spec.names import is_folder_name
 from ...engine.spec.tables import is_table_name
 
 
@@ -100,8 +101,8 @@ class EmbeddingConfig(_Other):
         self.feature_names = list(self.feature_names) or [self.name]
         if len(set(self.feature_names)) < len(self.feature_names):
             raise OptionError(f"{where}: feature_names={self.feature_names} has one twice; name each once")
-        if not isinstance(self.group, str):
-            raise OptionError(f"{where}: group={self.group!r}; give a string")
+        if self.group and (not is_folder_name(self.group) or "." in self.group):
+            raise OptionError(f"{where}: group={self.group!r}; give printable characters without slashes and dots")
         self.table_options()  # reports an initializer, a range or bad_ids that cannot be
 
     def table_options(self) -> AnyTableOptions:
@@ -159,10 +160,18 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
 def config_of(given: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
     """A user's config, or TorchRec's, as one of `kind`. OptionError."""
+    pools = issubclass(kind, EmbeddingBagConfig)
+    if (
+        not hasattr(given, "num_embeddings")
+        or not hasattr(given, "embedding_dim")
+        or hasattr(given, "pooling") != pools
+    ):
+        raise OptionError(
+            f"tables: got a {type(given).__name__}; give a list of {kind.__name__}, "
+            + ("for rows that are not pooled use an EmbeddingCollection" if pools else "which pools nothing")
+        )
     if isinstance(given, kind):
         return given
-    if not hasattr(given, "num_embeddings") or not hasattr(given, "embedding_dim"):
-        raise OptionError(f"tables: got a {type(given).__name__}; give a list of {kind.__name__}")
     ours = {f.name: getattr(given, f.name) for f in fields(kind) if hasattr(given, f.name)}
     if not isinstance(given, EmbeddingConfig):
         # TorchRec makes an init_fn of its own range, where it was given none

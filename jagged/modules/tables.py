@@ -45,6 +45,7 @@ class Tables(nn.Module):
         self._at: dict[str, tuple[str, int]] = {}  # of each table: its embedding, and its number there
         self.embeddings = nn.ModuleDict()
         self._stores: dict[str, StoreOptions] = {}
+        self._shared: list[str] = []  # the embeddings of another collection
         own = [config for config in self.configs if share is None or not share.has(config.name)]
         if share is not None:
             self._take(share, [config for config in self.configs if config not in own], output_dtype)
@@ -104,10 +105,11 @@ class Tables(nn.Module):
         return values if values.dtype == self.key_type else values.to(self.key_type)
 
     def close(self) -> None:
-        """Close the stores of all embeddings. May be called again."""
+        """Close the stores of its own embeddings, not of those that it shares. May be called again."""
         with ExitStack() as stack:  # an error in one leaves none open
-            for embedding in self.embeddings.values():
-                stack.callback(embedding.close)  # type: ignore[arg-type]
+            for name, embedding in self.embeddings.items():
+                if name not in self._shared:
+                    stack.callback(embedding.close)  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
         return self
@@ -141,6 +143,7 @@ class Tables(nn.Module):
             if dtype != output_dtype:
                 raise OptionError(f"output_dtype={output_dtype}: the tables of share return {dtype}; give that")
             self.embeddings[part] = share.embeddings[part]
+            self._shared.append(part)
             self._stores |= {part: share._stores[part]}
             self._at[config.name] = part, number
 

@@ -45,7 +45,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
     name: names the embeddings. seed: of how rows begin. unsupported: FBGEMM's other arguments, which are refused.
 
     Enums of FBGEMM are taken by value. All lookups of a table in one forward are one update of its rows, in training
-    mode; in evaluation, and under no_grad, nothing changes. Raises OptionError.
+    mode; in evaluation, and under no_grad, nothing changes. Raises OptionError, OptimizerError.
     """
 
     def __init__(
@@ -184,6 +184,11 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         refuse_call(unsupported, ("indices", "offsets", "per_sample_weights", "batch_size_per_feature_per_rank"))
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
             raise InputError("per_sample_weights: PoolingMode.NONE sums no rows that they could weigh; leave them out")
+        if sizes is not None and self.pooling_mode is PoolingMode.NONE:
+            raise InputError(
+                "batch_size_per_feature_per_rank: PoolingMode.NONE returns a row for each index, whatever the bags; "
+                "leave it out"
+            )
         return checked_call(self.name, len(self.features), indices, offsets, weights, sizes, self.anchor.device)
 
 

@@ -72,6 +72,8 @@ class KeyedJagged(Jagged, registered=False):
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """One feature, a view. KeyError where there is none."""
+        if key not in self._index:
+            raise KeyError(f"{key!r} is no key; there are {', '.join(self._keys)}")
         at = self._index[key]
         begin, end = self._bounds[at : at + 2]
         weights = None if self._weights is None else self._weights[begin:end]

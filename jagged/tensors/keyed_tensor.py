@@ -79,6 +79,8 @@ class KeyedTensor(Carrier):
 
     def __getitem__(self, key: str) -> Tensor:
         """One feature [batch, length], a view. KeyError where there is none."""
+        if key not in self._columns:
+            raise KeyError(f"{key!r} is no key; there are {', '.join(self._keys)}")
         begin, length = self._columns[key]
         return self._values.narrow(1, begin, length)
 

@@ -8,15 +8,20 @@ import pytest
 import torch
 
 import tierbed
-from tierbed.engine import InputError, OptionError
+from tierbed.engine import GraphError, InputError, OptionError
 from tierbed.jagged import (
+    ComputeDevice,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    EmbeddingLocation,
     JaggedTensor,
     KeyedJaggedTensor,
+    KeyedTensor,
+    PoolingMode,
     PositionWeighted,
+    TableBatchedEmbeddingBags,
     VariableBatchKeyedJaggedTensor,
 )
 
@@ -88,3 +93,62 @@ def test_no_two_results_have_one_name(kind: Any) -> None:
     tables = [config(9, 4, "a", feature_names=["x", "x@b"]), config(9, 4, "b", feature_names=["x"])]
     with pytest.raises(OptionError, match="two results would be called 'x@b'"):
         collection(tables, STORE)
+
+
+def test_a_collection_that_shares_tables_leaves_them_open() -> None:
+    tables = [EmbeddingBagConfig(9, 4, "t")]
+    batch = KeyedJaggedTensor(["t", "own"], THREE, lengths=torch.tensor([2, 1]))
+    with EmbeddingBagCollection(tables, STORE) as first:
+        own = EmbeddingBagConfig(9, 4, "own")
+        with EmbeddingBagCollection([*tables, own], STORE, name="second", share=first) as second:
+            second(batch)
+        assert second.embedding_of("own").is_closed
+        assert first(batch).values().shape == (1, 4)
+
+
+def test_variable_batch_sizes_in_a_graph_name_the_remedy() -> None:
+    class Step(tierbed.Graph):
+        """The sum of all rows."""
+
+        def __init__(self, bags: EmbeddingBagCollection) -> None:
+            super().__init__()
+            self.bags = bags
+
+        def build(self, features: Any) -> torch.Tensor:
+            return self.bags(features).values().sum()
+
+    inverse = (["t"], torch.tensor([[0, 1, 1]]))
+    batch = VariableBatchKeyedJaggedTensor(["t"], THREE, None, torch.tensor([1, 2]), None, [2], inverse)
+    with (
+        EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t")], STORE) as bags,
+        pytest.raises(GraphError, match=r"variable batch sizes .* train it in a plain loop"),
+    ):
+        Step(bags)(batch)
+
+
+def test_configs_of_the_other_collection_are_refused() -> None:
+    bag, row = EmbeddingBagConfig(9, 4, "t"), EmbeddingConfig(9, 4, "t")
+    with pytest.raises(
+        OptionError, match="got a EmbeddingBagConfig; give a list of EmbeddingConfig, which pools nothing"
+    ):
+        EmbeddingCollection([bag], STORE)
+    with pytest.raises(OptionError, match="got a EmbeddingConfig; give a list of EmbeddingBagConfig"):
+        EmbeddingBagCollection([row], STORE)
+    with pytest.raises(OptionError, match="group='a/b'; give printable characters without slashes"):
+        EmbeddingBagConfig(9, 4, "t", group="a/b")
+
+
+def test_a_key_that_is_not_there_is_told_with_those_that_are() -> None:
+    with pytest.raises(KeyError, match="'zz' is no key; there are x, y"):
+        KeyedJaggedTensor(["x", "y"], THREE, lengths=torch.tensor([1, 2]))["zz"]
+    with pytest.raises(KeyError, match="'zz' is no key; there are x"):
+        KeyedTensor(["x"], [1], torch.ones(1, 1))["zz"]
+
+
+def test_sizes_of_batches_mean_nothing_to_rows_that_are_not_pooled() -> None:
+    specs = [(9, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
+    with (
+        TableBatchedEmbeddingBags(specs, pooling_mode=PoolingMode.NONE) as tbe,
+        pytest.raises(InputError, match=r"batch_size_per_feature_per_rank: PoolingMode\.NONE"),
+    ):
+        tbe(THREE, torch.tensor([0, 1, 3]), batch_size_per_feature_per_rank=[[2]])

@@ -335,7 +335,7 @@ def test_bad_ids_reach_no_row() -> None:
         ({"pooling": PoolingType.NONE}, "table 't': pooling=.*give PoolingType.SUM or PoolingType.MEAN"),
         ({"weight_init_min": 1.0, "weight_init_max": 0.0}, "low"),
         ({"initializer": {"type": "none"}}, "initializer type 'none' is unknown"),
-        ({"group": 3}, "group=3; give a string"),
+        ({"group": 3}, "group=3; give printable characters"),
     ],
 )
 def test_a_wrong_field_of_a_config_is_told(arguments: dict[str, Any], message: str) -> None:

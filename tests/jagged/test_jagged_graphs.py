@@ -15,8 +15,7 @@ from support.graphs import FEW
 from support.jagged import Features, features
 from tierbed.engine.errors import GraphError
 from tierbed.graph import Graph
-from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, VariableBatchKeyedJaggedTensor
-from tierbed.jagged.tensors.traced import TracedFeature
+from tierbed.jagged import JaggedTensor, KeyedJaggedTensor
 
 
 class Calls(Graph):
@@ -151,56 +150,3 @@ def test_features_that_are_views_of_one_batch_run_in_one_step() -> None:
         assert more.tolist() == [first + value + 1 for value in range(second)]
         assert lengths.tolist() == [second]
     assert graph.why_recompiled() == []
-
-
-def test_a_traced_feature_has_lengths_and_its_padded_form_and_else_names_the_remedy() -> None:
-    def feature(given: KeyedJaggedTensor) -> TracedFeature:
-        return TracedFeature(given.values(), given.weights_or_none(), given.offsets()[2:], "say it otherwise")
-
-    def known(given: KeyedJaggedTensor) -> list[Tensor]:
-        one = feature(given)
-        return [one.lengths(), one.offsets(), one.to_padded_dense(2, -1)]
-
-    given = KeyedJaggedTensor(["a", "b"], torch.arange(6), torch.rand(6), lengths=torch.tensor([2, 1, 0, 3]))
-    lengths, offsets, padded = Calls(known)(given)
-    assert (lengths.tolist(), offsets.tolist(), padded.tolist()) == ([0, 3], [0, 0, 3], [[-1, -1], [3, 4]])
-    for unknown in (
-        lambda given: feature(given).values(),
-        lambda given: feature(given).weights(),
-        lambda given: feature(given).weights_or_none(),
-        lambda given: feature(given).to_dense(),
-        feature,
-    ):
-        with pytest.raises(GraphError, match=r"say it otherwise|desired_length"):
-            Calls(unknown)(given)
-
-
-def test_variable_batch_sizes_go_through_a_graph_and_refuse_to_be_read() -> None:
-    arguments = (torch.tensor([2, 1, 2]), None, [1, 2], (["a", "b"], torch.tensor([[0, 0, 0], [0, 1, 1]])))
-    given = VariableBatchKeyedJaggedTensor(["a", "b"], torch.arange(5), None, *arguments)
-    same, strides, inverse = Calls(lambda given: (given, given.strides(), given.inverse_indices_or_none()[1]))(given)
-    assert parts(same) == parts(given)
-    assert (strides.tolist(), inverse.tolist()) == ([1, 2], [[0, 0, 0], [0, 1, 1]])
-    with pytest.raises(GraphError, match=r"use strides\(\)"):
-        Calls(lambda given: given.stride_per_key()[0])(given)
-
-
-def test_a_step_regroups_keyed_tensors_with_the_gradients_of_a_plain_call() -> None:
-    class Scaled(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.arange(1.0, 6.0))
-            self.add_optimizer(torch.optim.SGD([self.weight], lr=1.0))
-
-        def build(self, given: KeyedTensor) -> Any:
-            scaled = KeyedTensor(given.keys(), given.length_per_key(), given.values() * self.weight)
-            first, second = KeyedTensor.regroup([scaled], [["c", "a"], ["c"]])
-            (first.sum() + second.sum()).backward()
-            return scaled, first
-
-    graph = Scaled()
-    given = KeyedTensor(["a", "b", "c"], [2, 1, 2], torch.ones(3, 5))
-    scaled, first = graph(given)
-    assert (scaled.keys(), scaled.length_per_key()) == (["a", "b", "c"], [2, 1, 2])
-    assert first[0].tolist() == [4, 5, 1, 2]
-    assert (torch.arange(1.0, 6.0) - graph.weight.detach()).tolist() == [3, 3, 0, 6, 6]

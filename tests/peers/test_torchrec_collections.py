@@ -233,3 +233,21 @@ def test_samples_that_share_bags_are_expanded_as_torchrec_does(with_weights: boo
         (expected.values() * slopes(expected.values())).sum().backward()
         optimizer.step()
         check_rows(ours, other)
+
+
+def test_rows_of_variable_batch_sizes_are_torchrecs() -> None:
+    tables: list[dict[str, Any]] = [
+        {"num_embeddings": 9, "embedding_dim": 4, "name": "a", "feature_names": ["x", "y"]},
+    ]
+    kjt = TheirKeyed(
+        ["x", "y"], torch.arange(7), lengths=torch.tensor([2, 1, 0, 3, 1]), stride_per_key_per_rank=[[2], [3]]
+    )
+    with EmbeddingCollection([EmbeddingConfig(**table) for table in tables], STORE) as ours:
+        other = TheirRows([theirs.EmbeddingConfig(**table) for table in tables])
+        fill(other, ours)
+        out, expected = ours(kjt), other(kjt)
+        assert [*out] == [*expected]
+        for name, one in out.items():
+            assert isinstance(one, JaggedTensor)
+            close(one.values(), expected[name].values())
+            assert one.lengths().tolist() == expected[name].lengths().tolist()

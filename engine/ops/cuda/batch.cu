@@ -22,7 +22,7 @@ extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i6
 struct Ids {
     u64 padding;
     const u64* last;  // [num_tables], the last legal id of each table, or null
-    const u8* drops;  // [num_tables], whether ids beyond it are padding, and no mistake
+    const u8* drops;  // [num_tables], whether ids beyond it are padding, and no mistake; or null
     u64* dropped;     // [num_tables], counts them
     u32 has_padding, num_tables;
 
@@ -34,7 +34,7 @@ struct Ids {
             return NONE;
         }
         if (!last || key <= last[table]) return static_cast<u32>(table);
-        if (drops[table])
+        if (drops && drops[table])
             atomicAdd(&dropped[table], u64{1});
         else
             atomicOr(faults, BAD_ID);

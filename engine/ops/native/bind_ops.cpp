@@ -75,9 +75,12 @@ void bind_batch(nb::module_& m) {
                 for (nb::handle item : segments) views.push_back(segment_from(nb::cast<nb::tuple>(item), kept));
                 require(num_tables > 0, "num_tables must be positive");
                 LegalIds legal;
-                if (last_ids) legal = {{last_ids->data(), last_ids->data() + last_ids->size()}, std::move(drops)};
-                require(!last_ids || (legal.last.size() == num_tables && legal.drops.size() == num_tables),
-                        "last_ids and drops must be [num_tables]");
+                if (last_ids) {
+                    if (drops.empty()) drops.resize(num_tables);
+                    legal = {{last_ids->data(), last_ids->data() + last_ids->size()}, std::move(drops)};
+                    require(legal.last.size() == num_tables && legal.drops.size() == num_tables,
+                            "last_ids and drops must be [num_tables]");
+                }
                 nb::gil_scoped_release unlocked;
                 new (self) Batch(std::make_shared<const Deduplicated>(views, num_tables, padding, legal));
             },
