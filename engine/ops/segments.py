@@ -68,8 +68,8 @@ def illegal_id(spec: TableSpec, table: int, key: int) -> InputError:
     id_ = key - 2**64 if key >= 2**63 and spec.key_type != torch.uint64 else key
     return InputError(
         f"ids of embedding {spec.name!r}: {id_} is no id of table {spec.labels[table]}, whose ids are 0 to {last}; "
-        "correct the ids, or make the table with a larger ids, ids=None for any id, or bad_ids='drop' to leave such "
-        "ids out"
+        "correct the ids, or make the table with more of them (ids, or num_embeddings in a config; None takes any id), "
+        "or with bad_ids='drop', which leaves such ids out"
     )
 
 

@@ -17,7 +17,7 @@ from ..tensors.keyed_jagged import KeyedJagged
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor
 from ..tensors.keyed_tensor import KeyedTensor
 from ..tensors.variable_batch import VariableBatchKeyedJaggedTensor
-from .configs import EmbeddingBagConfig
+from .configs import EmbeddingBagConfig, EmbeddingConfig
 from .tables import Tables, numbers_of, output_names, refuse_device
 
 
@@ -86,6 +86,10 @@ class EmbeddingBagCollection(Tables):
         else:
             rows = [self._looked_up(part, batch, weights) for part in self._parts]
         return KeyedTensor(self._keys, self._lengths, self._together(rows))
+
+    def embedding_bag_configs(self) -> list[EmbeddingConfig]:
+        """The config of each table, as models of TorchRec ask for them."""
+        return list(self.configs)
 
     def prefetch(self, features: Any) -> None:
         """Announce the batch of a coming step of a plain loop, as `MultiTableEmbedding.prefetch`.

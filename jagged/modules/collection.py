@@ -52,6 +52,8 @@ class EmbeddingCollection(Tables):
         device: None = None,
     ) -> None:
         refuse_device(device)
+        if padded is not None and not isinstance(padded, Mapping):
+            raise OptionError(f"padded={padded!r}: give {{feature: places}}")
         self._padded = dict(padded or {})
         padding = (2**64 - 1 if key_type == torch.uint64 else PADDING_ID) if self._padded else None
         super().__init__(tables, EmbeddingConfig, store_options, name, key_type, seed, output_dtype, share, padding)
@@ -81,6 +83,10 @@ class EmbeddingCollection(Tables):
             else:
                 result[name] = JaggedTensor(rows, given.ids if self.need_indices else None, offsets=given.offsets)
         return result
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The config of each table, as models of TorchRec ask for them."""
+        return list(self.configs)
 
     def prefetch(self, features: Any) -> None:
         """Announce the batch of a coming step of a plain loop, as `MultiTableEmbedding.prefetch`.
@@ -138,8 +144,9 @@ class EmbeddingCollection(Tables):
         for config in self.configs:
             if padding is not None and self.embedding_of(config.name).spec.padding_idx != padding:
                 raise OptionError(
-                    f"padded={self._padded}: the shared table {config.name!r} takes {padding} for an id; make the "
-                    "collection that has it an EmbeddingCollection with padded as well"
+                    f"padded={self._padded}: the shared table {config.name!r} does not take {padding} for padding, "
+                    "which its embedding is made with; make this collection first, with store_options, and give it to "
+                    "the other one as share"
                 )
 
 

@@ -102,6 +102,11 @@ class Tables(nn.Module):
         """Ids as `key_type`. InputError for what is no integer."""
         if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
             raise InputError(f"values of {self.name!r}: {values.dtype}; give ids of an integer dtype")
+        if values.dtype.itemsize > self.key_type.itemsize:
+            raise InputError(
+                f"values of {self.name!r}: {values.dtype}, and key_type is {self.key_type}, which not every id fits; "
+                "make the collection with key_type=torch.int64, or give values.to(torch.int32)"
+            )
         return values if values.dtype == self.key_type else values.to(self.key_type)
 
     def close(self) -> None:

@@ -54,6 +54,14 @@ class Jagged(Carrier, registered=False):
         """Where each bag begins, and at last where they end: int64 [bags + 1]."""
         return self._offsets
 
+    def lengths_or_none(self) -> Tensor:
+        """TorchRec's name for `lengths`, which are always known here."""
+        return self.lengths()
+
+    def offsets_or_none(self) -> Tensor:
+        """TorchRec's name for `offsets`, which are always known here."""
+        return self.offsets()
+
     def validate(self) -> None:
         """Read the offsets: InputError unless they ascend from 0 to the number of values."""
         refuse_trace("validate", "call it on what the graph is given")

@@ -79,6 +79,9 @@ class KeyedJaggedTensor(KeyedJagged):
     @classmethod
     def from_nested(cls, values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> Self:
         """Of torch's nested tensors of layout torch.jagged, one for each key, and of weights. InputError."""
+        for name, given in (("values", values), ("weights", weights or {})):
+            if not isinstance(given, Mapping):
+                raise InputError(f"{name}: got a {type(given).__name__}; give a dict of one nested tensor for each key")
         if weights is not None and weights.keys() != values.keys():
             raise InputError(f"weights have keys {[*weights]} and values {[*values]}; give weights for each key")
         given = weights or {}

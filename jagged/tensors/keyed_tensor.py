@@ -73,6 +73,10 @@ class KeyedTensor(Carrier):
         """How many columns each key has."""
         return list(self._lengths)
 
+    def key_dim(self) -> int:
+        """TorchRec's name for the dimension that features lie along: the second."""
+        return 1
+
     def offset_per_key(self) -> list[int]:
         """The first column of each key, and at last how many there are."""
         return [*accumulate(self._lengths, initial=0)]

@@ -152,3 +152,11 @@ def test_sizes_of_batches_mean_nothing_to_rows_that_are_not_pooled() -> None:
         pytest.raises(InputError, match=r"batch_size_per_feature_per_rank: PoolingMode\.NONE"),
     ):
         tbe(THREE, torch.tensor([0, 1, 3]), batch_size_per_feature_per_rank=[[2]])
+
+
+def test_what_is_no_mapping_is_told() -> None:
+    with pytest.raises(OptionError, match=r"padded=3: give \{feature: places\}"):
+        EmbeddingCollection([EmbeddingConfig(9, 4, "t")], STORE, padded=3)  # type: ignore[arg-type]
+    nested = torch.nested.nested_tensor([[1, 2], [3]], layout=torch.jagged)
+    with pytest.raises(InputError, match="values: got a list; give a dict of one nested tensor for each key"):
+        KeyedJaggedTensor.from_nested([nested])  # type: ignore[arg-type]

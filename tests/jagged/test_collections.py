@@ -195,7 +195,7 @@ def test_a_shared_table_is_one_table() -> None:
             EmbeddingCollection(tables[:1], STORE, share=first)
         with pytest.raises(OptionError, match=r"table 't1': num_embeddings=41, and 40 where it is shared from, 'ebc'"):
             EmbeddingCollection([EmbeddingConfig(41, 4, "t1")], share=first)
-        with pytest.raises(OptionError, match=r"takes -1 for an id"):
+        with pytest.raises(OptionError, match=r"make this collection first"):
             EmbeddingCollection(tables[:1], share=first, padded={"w": 3})
         EmbeddingCollection(tables[:1], share=first).close()
 
@@ -204,7 +204,9 @@ def test_a_shared_table_is_one_table() -> None:
 def test_a_padded_feature_has_rows_then_zeros(key_type: torch.dtype) -> None:
     tables = [EmbeddingConfig(None, 3, "t", feature_names=["a", "b"])]
     with EmbeddingCollection(tables, STORE, padded={"b": 2}, key_type=key_type) as made:
-        features = KeyedJaggedTensor(["b", "a"], torch.tensor([5, 6, 7, 8, 9]), lengths=torch.tensor([3, 0, 1, 1]))
+        features = KeyedJaggedTensor(
+            ["b", "a"], torch.tensor([5, 6, 7, 8, 9]).to(key_type), lengths=torch.tensor([3, 0, 1, 1])
+        )
         out = made(features)
         assert isinstance(out["b"], Padded)
         assert out["b"].mask.tolist() == [[True, True], [False, False]]
@@ -212,9 +214,7 @@ def test_a_padded_feature_has_rows_then_zeros(key_type: torch.dtype) -> None:
         assert (out["b"].values[1] == 0).all()
         assert isinstance(out["a"], JaggedTensor)
         assert torch.equal(made(features.to_dict())["b"].values, out["b"].values)
-        empty = KeyedJaggedTensor(
-            ["b", "a"], torch.empty(0, dtype=torch.int64), lengths=torch.zeros(4, dtype=torch.int64)
-        )
+        empty = KeyedJaggedTensor(["b", "a"], torch.empty(0, dtype=key_type), lengths=torch.zeros(4, dtype=torch.int64))
         assert (made(empty)["b"].values == 0).all()
 
 
@@ -368,6 +368,15 @@ def test_wrong_arguments_of_a_collection_are_told() -> None:
         pytest.raises(InputError, match="is_weighted=True, and the batch has no weights"),
     ):
         made(KeyedJaggedTensor(["t"], torch.tensor([1]), lengths=torch.tensor([1])))
+
+
+def test_ids_that_key_type_may_not_hold_are_refused() -> None:
+    with bags(key_type=torch.int32) as made:
+        narrow = batch(0)
+        fits = KeyedJaggedTensor(narrow.keys(), narrow.values().to(torch.int16), offsets=narrow.offsets())
+        assert made(fits).values().shape == (5, 14)
+        with pytest.raises(InputError, match=r"torch\.int64, and key_type is torch\.int32.*key_type=torch\.int64"):
+            made(narrow)
 
 
 def test_ids_of_another_integer_dtype_are_converted() -> None:

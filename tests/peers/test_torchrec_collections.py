@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec import EmbeddingBagCollection as TheirBags
 from torchrec import EmbeddingCollection as TheirRows
+from torchrec.models.dlrm import DLRM
 from torchrec.modules import embedding_configs as theirs
+from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as TheirKeyed
 
 import tierbed
@@ -251,3 +253,16 @@ def test_rows_of_variable_batch_sizes_are_torchrecs() -> None:
             assert isinstance(one, JaggedTensor)
             close(one.values(), expected[name].values())
             assert one.lengths().tolist() == expected[name].lengths().tolist()
+
+
+def test_models_of_torchrec_take_a_collection() -> None:
+    tables = [EmbeddingBagConfig(9, 8, name) for name in ("a", "b")]
+    with EmbeddingBagCollection(tables, STORE) as bags:
+        model = DLRM(bags, 3, [16, 8], [4, 1])
+        batch = KeyedJaggedTensor(["b", "a"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+        optimizer = EagerOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        model(torch.rand(2, 3), batch).sum().backward()
+        optimizer.step()
+        assert bags.embedding_of("a").size() == 4
+        groups = KTRegroupAsDict([["a"], ["b"]], ["one", "two"])([bags(batch)])
+        assert torch.equal(groups["two"], bags(batch)["b"])
