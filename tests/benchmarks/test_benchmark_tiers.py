@@ -28,6 +28,7 @@ def points(svg: str, line: str) -> int:
     return len(re.findall("[ML]", found[1]))
 
 
+@pytest.mark.slow
 def test_every_section_has_figures_for_stores_that_agree_and_a_curve_that_is_drawn(tmp_path: Path) -> None:
     check_quick_run(tiers, tmp_path)
     pytest.importorskip("matplotlib")

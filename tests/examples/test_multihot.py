@@ -71,7 +71,7 @@ def test_stores_and_loops_give_the_same_bits(store: str, loop: bool, on_device: 
 @pytest.mark.parametrize(
     ("store", "loop"),
     [
-        pytest.param(store, loop, marks=[pytest.mark.slow] * ((store, loop) != ("ssd", False)))
+        pytest.param(store, loop, marks=[pytest.mark.slow] * ((store, loop) != ("device", False)))
         for store in ("device", "cached_host", "ssd")
         for loop in (False, True)
     ],
@@ -81,6 +81,7 @@ def test_a_gpu_gives_the_same_bits(store: str, loop: bool, device: Device, on_de
         check(train(store, tmp_path, loop, place), on_device, store)
 
 
+@pytest.mark.slow
 def test_the_script_learns() -> None:
     arguments = [
         "--store",

@@ -86,7 +86,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("how", ["called", "run", "profile"])
+@pytest.mark.parametrize("how", ["called", "run", pytest.param("profile", marks=pytest.mark.slow)])
 @pytest.mark.rotated("accumulated")
 def test_a_step_for_many_sizes_that_fails_trains_once_and_keeps_nothing_meanwhile(
     how: str, accumulated: int, caplog: pytest.LogCaptureFixture

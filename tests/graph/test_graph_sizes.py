@@ -118,6 +118,7 @@ def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_s
     assert "pad inputs to few sizes" in warning
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_steps_of_their_own")
 def test_lengths_of_sequences_that_torch_unrolls_keep_a_step_for_each_and_are_told_of(
     caplog: pytest.LogCaptureFixture,
