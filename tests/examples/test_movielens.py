@@ -146,6 +146,7 @@ def run_script(*arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_script_trains_on_ssd_and_a_fresh_process_agrees() -> None:
     lines = run_script("--store", "ssd", "--cache-mb", str(CACHE_MB), "--epochs", "1")
     assert ("synthetic" in lines[0]) == (DATA is None)

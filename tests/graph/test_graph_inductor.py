@@ -27,6 +27,7 @@ def graph_over(rows: MultiTableEmbedding, layers: nn.Module) -> Graph:
     return graph_of(build, optimizer, rows=rows, layers=layers)
 
 
+@pytest.mark.slow
 def test_a_compiled_dense_part_trains_as_the_plain_one() -> None:
     layers = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
     rows = [embedding(), embedding()]

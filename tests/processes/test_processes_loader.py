@@ -16,6 +16,7 @@ def test_forked_workers_leave_the_store_alone(tmp_path: Path, store: str) -> Non
     assert done == {"codes": [0] * 10, "untouched": True, "same": True, "again": True}
 
 
+@pytest.mark.slow
 def test_spawned_workers_leave_the_store_alone(tmp_path: Path) -> None:
     done = in_process(load_beside_training, tmp_path, "ssd_host", "spawn", 1)
     assert done == {"codes": [0] * 2, "untouched": True, "same": True, "again": True}

@@ -60,6 +60,7 @@ def test_steps_add_no_thread_beside_those_that_spin(of_torch: tuple[str, str]) -
     assert of_torch[0] == "0"
 
 
+@pytest.mark.slow
 def test_steps_have_a_thread_of_their_own_where_those_of_torch_sleep(of_torch: tuple[str, str]) -> None:
     assert run("PASSIVE", STEPS) == ("1", of_torch[1])
 
