@@ -5,6 +5,7 @@ from . import optim as optim
 from .errors import CapacityError as CapacityError
 from .errors import ClosedError as ClosedError
 from .errors import GraphError as GraphError
+from .errors import GroupError as GroupError
 from .errors import InputError as InputError
 from .errors import OptimizerError as OptimizerError
 from .errors import OptionError as OptionError

@@ -7,6 +7,7 @@ namespace nb = nanobind;
 namespace tierbed {
 
 void bind_ops(nb::module_& m);
+void bind_owners(nb::module_& m);
 void bind_stores(nb::module_& m);
 void bind_cache(nb::module_& m);
 void bind_rocksdb(nb::module_& m);
@@ -20,6 +21,7 @@ NB_MODULE(_core, m) {
     // what a forked child holds is its parent's, and left as it is: no leak to report at its end
     pthread_atfork(nullptr, nullptr, [] { nb::set_leak_warnings(false); });
     tierbed::bind_ops(m);
+    tierbed::bind_owners(m);  // after bind_ops, which binds batches
     tierbed::bind_stores(m);
     tierbed::bind_cache(m);
     tierbed::bind_rocksdb(m);  // after bind_stores, which binds its base

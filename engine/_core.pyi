@@ -16,6 +16,7 @@ from ._core_batch import Segment as Segment
 from ._core_rows import Crc32c as Crc32c
 from ._core_rows import RowCheck as RowCheck
 from ._core_rows import join_rows as join_rows
+from ._core_rows import merge_parts as merge_parts
 from ._core_rows import merge_rows as merge_rows
 
 U8 = NDArray[np.uint8]
@@ -45,6 +46,16 @@ def scratch(bytes: int) -> U8:
 
 def buckets(tables: U32, keys: U64) -> U8:
     """[n] -> [n], the bucket 0..63 of each row: the top 6 bits of its hash."""
+
+def owners(tables: U32, keys: U64, ranks: int) -> U16:
+    """[n] -> [n], the rank 0..ranks - 1, of at most 1024, that owns each row: an interval of 16 bits of its hash."""
+
+def by_owner(batch: Batch, last: int, keys: I64, tables: I64, places: I64, counts: I64) -> None:
+    """Write the unique rows of a batch by the owners of `counts` [ranks], those of one in the order of the batch.
+
+    keys, tables [unique]: in that order, in which owner `last` is behind the others. places [unique]: of each row of
+    the batch, in that order.
+    """
 
 def normal_quantile(p: float) -> float:
     """The inverse of the standard normal distribution function, 0 < p < 1: Wichura's AS 241 in IEEE operations."""
@@ -80,6 +91,21 @@ def square_gradients(
     dtype: str = "float32",
 ) -> F32:
     """[unique], the sum of the squares of each row's gradient, which is reduced as in `update`."""
+
+def sum_gradients(
+    batch: Batch,
+    layout: Layout,
+    grads: list[F32] | list[U16] | list[F32 | U16],
+    means: Sequence[bool],
+    weights: list[F32 | None],
+    out: F32,
+    places: I64 | None = None,
+    dtype: str = "float32",
+) -> None:
+    """The gradient of row u, reduced as in `update`, to place places[u] of out [*, dim]; without places, to place u."""
+
+def set_lines(batch: Batch, layout: Layout, rows: F32, places: I64) -> None:
+    """Let the line of row u be rows[places[u]], of rows [*, dim], which live as long as the batch. For `gather`."""
 
 def update(
     batch: Batch,

@@ -51,6 +51,11 @@ def make_folder(path: Path) -> None:
     fsync_dir(path.parent)
 
 
+def aside(path: Path) -> Path:
+    """The name of a file or folder while it is being written."""
+    return path.with_name(f"{TEMPORARY}{path.name}")
+
+
 @contextlib.contextmanager
 def made_aside(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder beside `folder`, which gets the name `folder`, durably, when the block ends.
@@ -60,7 +65,7 @@ def made_aside(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     instant, and the old one is removed when that is durable. Raises OSError; NoExchangeError, and the old folder is
     untouched; UnsyncedError, and the new folder is there.
     """
-    temporary = folder.parent / f"{TEMPORARY}{folder.name}"
+    temporary = aside(folder)
     try:
         make_folder(folder.parent)
         remove_aside([temporary])
@@ -164,7 +169,7 @@ def _fsync(path: Path, flags: int) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that at any instant the old file or the new file is there, whole. One writer at a time."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    temporary = aside(path)
     try:
         with uninterrupted(), temporary.open("wb") as file:
             file.write(data)
@@ -199,7 +204,7 @@ def unseal(data: bytes) -> Any:
     payload, checksum = outer
     if zlib.crc32(payload) != checksum:
         raise ValueError("the checksum does not match")
-    return _unpack(payload, max_array_len=1 << 16, max_map_len=1 << 16)
+    return _unpack(payload, max_array_len=1 << 16, max_map_len=1 << 18)
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -3,6 +3,10 @@
 Messages name the argument, the value and the remedy.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class TierbedError(Exception):
     """The root: `except TierbedError` catches all of them."""
@@ -38,3 +42,11 @@ class SnapshotError(TierbedError, RuntimeError):
 
 class GraphError(TierbedError, RuntimeError):
     """`build` does something that a static graph cannot hold."""
+
+
+class GroupError(TierbedError, RuntimeError):
+    """A rank did not answer, or did otherwise than the others; `ranks` are those that did not answer."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)

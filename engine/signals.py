@@ -11,7 +11,9 @@ from types import FrameType
 
 # the signals that users handle: Ctrl-C raises, and a SIGTERM handler may save a checkpoint
 _HELD = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)))
-_holding = False  # whether the main thread is in such a block
+_holding: list[tuple[int, FrameType | None]] | None = (
+    None  # what came in such a block of the main thread, if it is in one
+)
 
 Handler = Callable[[int, FrameType | None], object]
 
@@ -27,7 +29,7 @@ class uninterrupted:  # a class and no generator, which costs more: a step enter
     def __enter__(self) -> None:
         global _holding
         self._handlers: dict[int, Handler] = {}
-        if _holding or threading.current_thread() is not threading.main_thread():
+        if _holding is not None or threading.current_thread() is not threading.main_thread():
             return
         came: list[tuple[int, FrameType | None]] = []
         self._came = came
@@ -45,13 +47,13 @@ class uninterrupted:  # a class and no generator, which costs more: a step enter
             for held, handler in handlers.items():
                 set_handler(held, handler)
             raise
-        self._handlers, _holding = handlers, True
+        self._handlers, _holding = handlers, came
 
     def __exit__(self, *error: object) -> None:
         global _holding
         if not self._handlers:
             return
-        _holding = False
+        _holding = None
         try:
             for held, handler in self._handlers.items():
                 set_handler(held, handler)
@@ -62,3 +64,13 @@ class uninterrupted:  # a class and no generator, which costs more: a step enter
         finally:
             for number, frame in self._came:
                 self._handlers[number](number, frame)
+
+
+def held() -> list[int]:
+    """The signals that wait for the end of the block in which this thread is, in the order in which they came.
+
+    For a block that waits for another process, which may never answer: it fails then, and the handlers run at its end.
+    """
+    if _holding is None or threading.current_thread() is not threading.main_thread():
+        return []
+    return [number for number, _ in _holding]

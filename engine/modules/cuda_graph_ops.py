@@ -20,7 +20,7 @@ from .saved_rows import SavedRows
 
 def pin(embedding: SavedRows, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
     """Launch what `row_ops.pin` launches. `gather` and `weights_grad` of `row_ops` take the batch that it returns."""
-    return record_pin(embedding.opened().table, lookups, embedding.output_dtype, like)
+    return record_pin(embedding.opened().own_table, lookups, embedding.output_dtype, like)
 
 
 def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
@@ -30,13 +30,13 @@ def update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None]
 
 def read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
     """Launch what `row_ops.read` launches."""
-    table = embedding.opened().table
+    table = embedding.opened().own_table
     return table.processor.gather(record_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
 
 
 def read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
     """Launch what `row_ops.read_weights_grad` launches."""
-    table = embedding.opened().table
+    table = embedding.opened().own_table
     return table.processor.weights_grad(record_peek(table, lookup), 0, lookup, grad)
 
 

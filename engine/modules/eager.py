@@ -10,12 +10,18 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import increment_version
 
-from ..errors import GraphError, OptimizerError
+from ..errors import GraphError, OptimizerError, TierbedError
 from ..ops.rows_contract import Rows
+from ..optim.optimizers import RowOptimizer
+from ..persist.held_contract import Ranks
 from ..signals import uninterrupted
 from .one_trainer import training_step
 from .ranks import refuse_eager_ranks
+from .row_gradients import RowGradients
 from .shadow_grad import ShadowGrad, holders
+
+MOST_SHARED = 62  # embeddings over ranks, a bit of a note each
+Reached = tuple[Rows, RowOptimizer, RowGradients | None]
 
 
 class EagerOptimizer(torch.optim.Optimizer):
@@ -35,7 +41,9 @@ class EagerOptimizer(torch.optim.Optimizer):
 
     From here until this object is gone, backward() through a lookup keeps the lookup's gradient for `step()`. Raises
     OptimizerError for what is no torch optimizer, an optimizer that rows cannot follow, an embedding that `optimizer`
-    does not hold or another EagerOptimizer has, and a module that ranks share.
+    does not hold or another EagerOptimizer has, and a module that ranks share with an embedding that they do not.
+    Embeddings that have a world are trained by the mean over its ranks, which all call `step()`; dense parameters are
+    left to a DistributedDataParallel beside them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
@@ -48,8 +56,11 @@ class EagerOptimizer(torch.optim.Optimizer):
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         modules = (m for m in module.modules() if isinstance(m, Rows))
         embeddings = [m for m in modules if m.shadow.requires_grad]
-        if embeddings:
-            refuse_eager_ranks(module)
+        self._world = refuse_eager_ranks(module, embeddings)
+        if self._world is not None and len(embeddings) > MOST_SHARED:
+            raise OptimizerError(
+                f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer {MOST_SHARED} or fewer"
+            )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
                 raise OptimizerError(
@@ -123,21 +134,56 @@ class EagerOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step_rows(self) -> None:
-        reached = [(e, rows, e.shadow.grad.rows) for e, rows in self._rows if isinstance(e.shadow.grad, ShadowGrad)]
-        with training_step([embedding for embedding, *_ in reached], "an EagerOptimizer"):
-            pinned = []
+        reached = [
+            (e, rows, e.shadow.grad.rows if isinstance(e.shadow.grad, ShadowGrad) else None) for e, rows in self._rows
+        ]
+        if self._world is None:
+            stepped = [(e, rows, gradients) for e, rows, gradients in reached if gradients is not None]
+        else:
+            stepped = self._reached_anywhere(self._world, reached)
+        with training_step([embedding for embedding, *_ in stepped], "an EagerOptimizer"):
+            pinned: list[tuple[RowGradients, Any]] = []
             try:
-                for embedding, rows, gradients in reached:
+                for embedding, rows, gradients in stepped:
                     if embedding.row_optimizer is not rows:
                         embedding.use_optimizer(rows)  # a graph trained the embedding since
                     batch = gradients.pin()
+                    if batch is None and self._world is not None:
+                        batch = embedding.pin([])  # for the rows that others looked up
                     if batch is not None:
                         pinned.append((gradients, batch))
+                if self._world is not None:
+                    exchange(pinned)
                 for gradients, batch in pinned:
                     gradients.update(batch)
                     # so that a backward() that needs the rows as they were says so
                     increment_version(gradients.embedding.shadow)
             except BaseException:
-                for embedding, *_ in reached:
+                for embedding, *_ in stepped:
                     embedding.release()
                 raise
+
+    def _reached_anywhere(self, world: Ranks, reached: list[Reached]) -> list[tuple[Rows, RowOptimizer, RowGradients]]:
+        """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
+        error: BaseException | None = None
+        try:
+            for *_, gradients in reached:
+                if gradients is not None:
+                    gradients.check()
+        except TierbedError as wrong:
+            error = wrong
+        note = sum(1 << number for number, (*_, gradients) in enumerate(reached) if gradients is not None)
+        notes = world.meet("step() of an EagerOptimizer", error, note)
+        return [
+            (embedding, rows, gradients or RowGradients(embedding))
+            for number, (embedding, rows, gradients) in enumerate(reached)
+            if any(note >> number & 1 for note in notes)
+        ]
+
+
+def exchange(pinned: list[tuple[RowGradients, Any]]) -> None:
+    """Send all gradients to the ranks that have the rows, then wait for those that come. What fails, fails on all."""
+    for gradients, batch in pinned:
+        batch.send(*gradients.grads())
+    for _, batch in pinned:
+        batch.receive()

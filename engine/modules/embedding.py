@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from ..ops import lookup as ops
-from ..ops.segments import check_legal, segment
+from ..ops.rows_contract import Pinned
+from ..ops.segments import segment
 from ..optim.optimizers import RowOptimizer, row_optimizer
 from ..optim.row_state import RowState
+from ..persist.held_contract import Held, Ranks, TableOfAll
 from ..persist.held_table import HeldTable
 from ..spec.initializers import make_normal_initializer
-from ..spec.inputs import Lookup, check_lookup, check_output_dtype, check_row, check_weights, keys_from, rows_from
+from ..spec.inputs import Lookup, check_lookup, check_output_dtype, check_weights
 from ..spec.option_makers import store_options_from_dict
 from ..spec.table_spec import check_dtype, table_spec
-from ..spec.tables import numbered
-from ..table.pinned import PinnedBatch
-from ..table.report import metrics, settled, where
+from ..table import parts
 from ..table.table import OpenTable
-from .ranks import refuse_lookup
-from .saved_rows import SavedRows
+from .keyed_rows import KeyedRows
+from .ranks import check_world, refuse_lookup
 from .shadow_grad import accumulate, holders, is_reached
 
-_NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
 
-
-class MultiTableMultiColumnEmbedding(SavedRows):
+class MultiTableMultiColumnEmbedding(KeyedRows):
     """Hashed tables that share a row layout: several columns of their own widths, laid side by side in each row.
 
     name: names the folder under `persistent_path`.
@@ -48,6 +44,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
     seed: initial rows are a pure function of (seed, table, key, column). Give each embedding a seed of its own: two
     embeddings that differ in name alone begin with equal rows.
     output_dtype: of a lookup's result and of its gradient: torch.float32, float16 or bfloat16. Rows stay float32.
+    world: a `World` of tierbed.distributed, over whose ranks the rows are spread; None keeps all rows in this process.
 
     A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use, on the
     device of the module, and moves with the module. Raises OptionError.
@@ -65,6 +62,7 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         padding_idx: int | None = None,
         seed: int = 0,
         output_dtype: torch.dtype = torch.float32,
+        world: Ranks | None = None,
     ) -> None:
         super().__init__()
         check_dtype(dtype)
@@ -78,11 +76,12 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         self.spec.layout(RowState())  # reports a table whose columns do not fit at once, not at the first use
         self.output_dtype = check_output_dtype(output_dtype)
         self.store_options = store_options_from_dict(store_options)
+        self.world = check_world(world, name)
         self.row_optimizer: RowOptimizer | None = None
         # held by an optimizer and followed by autograd; the rows themselves are no parameter
         self.shadow = nn.Parameter(torch.zeros(1, dtype=torch.float32))
         self.handle = ops.register(self)
-        self._held: HeldTable | None = None
+        self._held: Held | None = None
         self._opening = Lock()
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
         self._closed = False
@@ -129,13 +128,14 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         Outside a `Graph` a lookup reads, and an `EagerOptimizer` trains what it read. Raises InputError, StoreError.
         """
         ops.refuse_export(self.name)
-        lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
-        check_weights(self.spec, lookup, weights)
-        if (device := self.device) != ids.device:
-            raise InputError(
-                f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {device}; give "
-                f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
-            )
+        with self.told():
+            lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
+            check_weights(self.spec, lookup, weights)
+            if (device := self.device) != ids.device:
+                raise InputError(
+                    f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {device}; give "
+                    f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
+                )
         output: Tensor = ops.lookup(self.shadow, *lookup, weights, self.handle)
         return output
 
@@ -155,111 +155,9 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         plain way. A cache over a slower tier keeps the rows that the announced steps need soonest. On CUDA the thread
         uses a second stream. Raises InputError, OptimizerError, StoreError.
         """
-        lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
+        with self.told():
+            lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
         self.announce([lookup])
-
-    def size(self) -> int:
-        """How many rows there are: rows that an optimizer, `put` or a snapshot wrote and that did not leave since.
-
-        Raises what an earlier step did wrong and the device found late. InputError, CapacityError.
-        """
-        table = self._table()
-        with table.lock:
-            table.check()
-            return table.counts.rows
-
-    def get(self, keys: Any, table_ids: Any = None) -> Tensor:
-        """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
-        return self._table().get(self._lookup(keys, table_ids))
-
-    def put(self, keys: Any, rows: Any, table_ids: Any = None) -> None:
-        """Write rows, shape keys.shape + (dim,), inserting new ones; of a repeated key the last stands.
-
-        Optimizer state stays as it is.
-        """
-        wanted = self._lookup(keys, table_ids)
-        values = rows_from(self.spec, rows, wanted.ids.shape)
-        if self.spec.padding_idx is not None and (wanted.ids == self.spec.padding_idx).any():
-            raise InputError(
-                f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row"
-            )
-        check_legal(self.spec, wanted)
-        self._table().put(wanted, values)
-
-    def delete(self, ids: Any, table_ids: Any = None) -> int:
-        """Forget rows, optimizer state included, in every tier; ids as in `get`. Returns how many had been written.
-
-        A deleted id is like one that was never seen: it has its initial row, and begins anew when it is trained or put.
-        """
-        return self._table().delete(self._lookup(ids, table_ids))
-
-    def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Every written row, in chunks ordered by bucket, table and key.
-
-        A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
-        """
-        for _, rows in settled(self._table()):
-            keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
-            values = rows["values"][:, : self.dim].copy()
-            tables = torch.from_numpy(rows["table"].astype(np.int64))
-            yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)
-
-    def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Every written row as (table id, key, row [dim]), in the order of `chunks`."""
-        for tables, keys, rows in self.chunks():
-            yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
-
-    def load_snapshot(
-        self,
-        snapshot_name: str,
-        tables: Collection[int | str] | None = None,
-        where: Where | None = None,
-        strict: bool = True,
-        weights_only: bool = False,
-    ) -> LoadReport:
-        """Replace all rows by the rows of a snapshot, or by a selection of them. Returns what was loaded.
-
-        tables: the table ids, or names, to take. where: a function of arrays (table_ids [n], keys [n]) that gives bool
-        [n], the rows to take. weights_only: whether to leave out the optimizer's state; then the optimizer may be
-        another, and begins anew.
-        strict: whether all of the snapshot must fit. If not, tables that the embedding lacks or has under another name,
-        and another optimizer's state, are left out, as the report's `remarks` say.
-
-        The snapshot is checked first, and rows stay where this raises: SnapshotError where the snapshot is missing,
-        damaged or of another table; StoreError where its tables have other names; OptimizerError where its state is
-        another optimizer's; InputError for a selection that cannot be.
-        """
-        for argument, value in (("strict", strict), ("weights_only", weights_only)):
-            if not isinstance(value, bool):
-                raise InputError(f"{argument}={value!r}: give True or False")
-        selection = Selection(tables, where, not weights_only)
-        return self.opened().load_snapshot(snapshot_name, selection, strict)
-
-    def compact(self) -> None:
-        """Merge RocksDB's files, so that replaced and deleted rows take no disk. StoreError for other stores."""
-        table = self._table()
-        if self.store_options.store != "cached_ssd":
-            raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
-        table.compact()
-
-    def metrics(self) -> dict[str, dict[str, Any]]:
-        """Numbers of the whole (`table`), of each tier from the top, of each table: docs/metrics.md explains them."""
-        return metrics(self._table())
-
-    def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
-        """Where one row is now, for people. Changes nothing. `table` may be left out where there is one table.
-
-        `stored`: whether the row was written. If not, the row has its initial value, and no tier need have it. `why`:
-        why it is not stored, as far as is known, or None. `updates`: how often the row was written. `last_step`: the
-        last step that wrote it. `tiers`: the tiers that have the row, the top first, each with the row's place. In a
-        cache they say whether the row is `dirty` (the tier below has an older row) and `pinned` (a step or a prefetch
-        holds it). Raises InputError.
-        """
-        key, at = check_row(self.spec, key, table)
-        tiers, why = where(self._table(), self._lookup([key], at))
-        row = {**numbered(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
-        newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
-        return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
 
     @property
     def is_closed(self) -> bool:
@@ -328,9 +226,19 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         """Keep the gradient of a lookup for the step of the EagerOptimizer."""
         accumulate(self, lookup, grad, weights, order)
 
-    def pin(self, lookups: list[Lookup], like: PinnedBatch | None = None) -> PinnedBatch:
+    def pin(self, lookups: list[Lookup], like: Pinned | None = None, dtype: torch.dtype | None = None) -> Pinned:
         """Pin the rows of all lookups of a training step, as `Rows.pin`."""
-        return self._trained().pin(lookups, self.output_dtype, like)
+        return self._trained().pin(lookups, dtype or self.output_dtype, like)
+
+    def unique_rows(self, lookups: list[Lookup]) -> Lookup:
+        """The rows of one call's lookups, as `Rows.unique_rows`."""
+        return parts.unique_rows(self._own_table(), lookups)
+
+    def sum_gradients(
+        self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]
+    ) -> tuple[Lookup, Tensor]:
+        """The rows of one call's lookups and their gradients, as `Rows.sum_gradients`."""
+        return parts.sum_gradients(self._own_table(), lookups, grads, weights, self.output_dtype)
 
     def announce(self, lookups: list[Lookup]) -> None:
         """Announce a step of several checked lookups, in the order in which the step pins them.
@@ -353,26 +261,23 @@ class MultiTableMultiColumnEmbedding(SavedRows):
         if self._held is not None:
             self._held.release()
 
-    def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
-        ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
-        lookup = check_lookup(self.spec, ids, table_ids)
-        device = self.device
-        here = None if lookup.table_ids is None else lookup.table_ids.to(device)
-        return Lookup(lookup.ids.to(device), here)
-
-    def _trained(self) -> OpenTable:
+    def _trained(self) -> TableOfAll:
         table = self._table()
         if table.optimizer is None and self._refused is not None:
             raise self._refused
         return table
 
-    def _table(self) -> OpenTable:
+    def _table(self) -> TableOfAll:
         handle = self.opened()
         if self._awaited is not None:
             self._compare_awaited()
         return handle.table
 
-    def opened(self) -> HeldTable:
+    def _own_table(self) -> OpenTable:
+        self._table()
+        return self.opened().own_table
+
+    def opened(self) -> Held:
         """The hold on the open table, opened where it is not yet, for checkpoints and recorded steps of a graph."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
@@ -385,11 +290,16 @@ class MultiTableMultiColumnEmbedding(SavedRows):
                 if self._closed:
                     raise ClosedError(f"embedding {self.name!r} was closed; create it again")
                 try:
-                    self._held = HeldTable(self.spec, self.store_options, self.row_optimizer, device)
+                    self._held = self._hold(self.row_optimizer, device)
                 except OptimizerError as error:
                     self._refused = error  # the rows can still be read
-                    self._held = HeldTable(self.spec, self.store_options, None, device)
+                    self._held = self._hold(None, device)
                 weakref.finalize(self, self._held.finish)
             elif self._held.device != device:
                 self._held.move(device)
             return self._held
+
+    def _hold(self, optimizer: RowOptimizer | None, device: torch.device) -> Held:
+        if self.world is None:
+            return HeldTable(self.spec, self.store_options, optimizer, device)
+        return self.world.hold(self.spec, self.store_options, optimizer, device)

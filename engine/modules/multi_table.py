@@ -9,6 +9,7 @@ import torch
 
 from ..errors import OptionError
 from ..numeric import whole
+from ..persist.held_contract import Ranks
 from .embedding import MultiTableMultiColumnEmbedding
 
 
@@ -27,6 +28,7 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         padding_idx: int | None = None,
         seed: int = 0,
         output_dtype: torch.dtype = torch.float32,
+        world: Ranks | None = None,
     ) -> None:
         if whole(embedding_dim) is None:
             raise OptionError(
@@ -43,4 +45,5 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
             padding_idx,
             seed,
             output_dtype,
+            world,
         )

@@ -79,15 +79,20 @@ class RowGradients:
 
         Raises what `embedding.pin` raises, and InputError; then nothing is pinned.
         """
-        kept, embedding = self._in_order(), self.embedding
-        for one in kept:
+        self.check()
+        kept = self._in_order()
+        return self.embedding.pin([one.lookup for one in kept]) if kept else None
+
+    def check(self) -> None:
+        """InputError for a gradient that can no longer be taken."""
+        embedding = self.embedding
+        for one in self._in_order():
             one.unchanged(embedding.name)
             if one.lookup.ids.device != embedding.device:
                 raise InputError(
                     f"gradients of embedding {embedding.name!r} are on {one.lookup.ids.device} and the embedding on "
                     f"{embedding.device}; call zero_grad() after moving a module"
                 )
-        return embedding.pin([one.lookup for one in kept]) if kept else None
 
     def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """The gradients and the weights of the lookups of `pin`, in their order."""

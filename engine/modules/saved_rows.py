@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
+from ...snapshots.store.selection import LoadReport, Selection, Where
+from ..errors import InputError, OptionError
 from ..ops.rows_contract import Rows
-from ..persist.saves import SavedAs
-from ..table.background_save import BackgroundSave
+from ..persist.saved_as import SavedAs
+from ..table.background_save import Saving
 
 if TYPE_CHECKING:
-    from ..persist.held_table import HeldTable
+    from ..persist.held_contract import Held
 
 log = logging.getLogger("tierbed")
 
@@ -27,7 +29,7 @@ class SavedRows(Rows):
 
     _version = 2  # of the state_dict; version 1 had no extra state
     _closed: bool
-    _held: HeldTable | None
+    _held: Held | None
     _awaited: SavedAs | None = None  # names rows in a loaded state_dict, to be compared once there are rows
 
     @property
@@ -35,13 +37,13 @@ class SavedRows(Rows):
         """Whether the embedding's store is open, from the first use to `close`."""
         return self._held is not None and not self._closed
 
-    def opened(self) -> HeldTable:
+    def opened(self) -> Held:
         """The table, opened where it is not yet."""
         raise NotImplementedError
 
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
-    ) -> BackgroundSave | None:
+    ) -> Saving | None:
         """Save all rows with optimizer state in the store folder. The snapshot is durable on return.
 
         kind: "full"; "incremental", what changed since the snapshot that was saved or loaded last; or "checkpoint" of
@@ -57,6 +59,32 @@ class SavedRows(Rows):
             return self.opened().save_in_background(snapshot_name, kind, overwrite)
         self.opened().save_snapshot(snapshot_name, kind, overwrite)
         return None
+
+    def load_snapshot(
+        self,
+        snapshot_name: str,
+        tables: Collection[int | str] | None = None,
+        where: Where | None = None,
+        strict: bool = True,
+        weights_only: bool = False,
+    ) -> LoadReport:
+        """Replace all rows by the rows of a snapshot, or by a selection of them. Returns what was loaded.
+
+        tables: the table ids, or names, to take. where: a function of arrays (table_ids [n], keys [n]) that gives bool
+        [n], the rows to take. weights_only: whether to leave out the optimizer's state; then the optimizer may be
+        another, and begins anew.
+        strict: whether all of the snapshot must fit. If not, tables that the embedding lacks or has under another name,
+        and another optimizer's state, are left out, as the report's `remarks` say.
+
+        The snapshot is checked first, and rows stay where this raises: SnapshotError where the snapshot is missing,
+        damaged or of another table; StoreError where its tables have other names; OptimizerError where its state is
+        another optimizer's; InputError for a selection that cannot be.
+        """
+        for argument, value in (("strict", strict), ("weights_only", weights_only)):
+            if not isinstance(value, bool):
+                raise InputError(f"{argument}={value!r}: give True or False")
+        selection = Selection(tables, where, not weights_only)
+        return self.opened().load_snapshot(snapshot_name, selection, strict)
 
     def check_save(self, snapshot_name: str, kind: str = "full", *, overwrite: bool = False) -> None:
         """Raise what `save_snapshot` would raise now for these arguments. Call it before the training to be saved.

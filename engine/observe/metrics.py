@@ -43,6 +43,13 @@ METRICS: dict[str, Metric] = {
     "prefetch_hits": Metric("counter", "steps whose batch `prefetch` had announced"),
     "prefetch_misses": Metric("counter", "steps that had another batch than the next announced one"),
     "prefetch_dropped": Metric("counter", "announced batches that were forgotten, as too many waited"),
+    # of an embedding with a world, beside its tiers
+    "ids_sent": Metric("counter", "distinct ids of steps and lookups that other ranks were asked for"),
+    "ids_received": Metric("counter", "distinct ids that other ranks asked for"),
+    "rows_sent": Metric("counter", "rows that went to other ranks"),
+    "rows_received": Metric("counter", "rows that came from other ranks"),
+    "bytes_sent": Metric("counter", "bytes of ids, rows and gradients that went to other ranks"),
+    "bytes_received": Metric("counter", "bytes of ids, rows and gradients that came from other ranks"),
     # of every tier
     "hits": Metric("counter", "rows asked of this tier and found here"),
     "misses": Metric("counter", "rows asked of this tier and not found here"),

@@ -18,9 +18,11 @@ from ..host_memory import free_host_memory
 from ..numeric import budget_option, real, whole, whole_option
 from ..spec.initial_values import MASK64
 from ..spec.options import CachedSsdOptions
+from .rank_plan import RankPlan
 from .stack_distance import Model, Sample
 
 RECORD_BYTES = 8  # of a row's two counters, in its line
+MOST_RANKS = 1024
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # the sizes that a plan prints, as shares of the rows seen
 
 
@@ -39,11 +41,21 @@ class Plan:
     of its optimizer state. `line_bytes`: bytes of a row's line, with the record; a cache takes `BESIDE_BYTES` more for
     each. `batches`: those of the trace after the warmup. `seen`: the distinct rows of the trace by table. `uses`: how
     often the batches needed these rows. Both are exact at `rate` 1, else estimated from that share of the rows.
-    `memory_mb`: MiB that `division` divides; None where the system does not tell what is free.
+    `memory_mb`: MiB that `division` divides; None where the system does not tell what is free. `ranks`: what ranks send
+    each other, or None without `world_size`.
     """
 
-    def __init__(self, sample: Sample, dim: int, state: int, tables: int, warmup: int, memory_mb: float | None) -> None:
-        self.dim, self.state, self.memory_mb = dim, state, memory_mb
+    def __init__(
+        self,
+        sample: Sample,
+        dim: int,
+        state: int,
+        tables: int,
+        warmup: int,
+        memory_mb: float | None,
+        ranks: RankPlan | None = None,
+    ) -> None:
+        self.dim, self.state, self.memory_mb, self.ranks = dim, state, memory_mb, ranks
         self.line_bytes = -(-((dim + state) * 4 + RECORD_BYTES) // 16) * 16
         self.rate = sample.rate
         self.batches = max(len(sample.batch_rows) - warmup, 0)
@@ -137,6 +149,8 @@ class Plan:
             f"{self.batches} batches need {int(self.uses.sum())} rows, {seen} different ones in all{sampled}",
             f"{self.bytes(1)} bytes a cached row: {self.dim} floats and {self.state} of optimizer state",
         ]
+        if self.ranks is not None:
+            lines.append(repr(self.ranks))
         if seen < LEAST:
             return "\n".join([*lines, f"caches of fewer than {LEAST} rows are not predicted: one of {LEAST} holds all"])
         lines.append(f"{'cache_budget_mb':>16}{'rows':>12}{'of all':>8}{'hit rate':>10}")
@@ -172,8 +186,9 @@ def plan(
     warmup: int = 0,
     samples: int = 1 << 18,
     memory_mb: float | None = None,
+    world_size: int | None = None,
 ) -> Plan:
-    """Predict the hit rates of caches of each size, for batches like those of `trace`.
+    """Predict the hit rates of caches of each size, for batches like those of `trace`, and what ranks exchange.
 
     trace: a batch for each training step: ids, or (ids, table_ids), tensors or arrays of integers as lookups take
     them: table_ids broadcast to ids; without them and with several tables, the last dimension of ids is the tables.
@@ -183,6 +198,8 @@ def plan(
     samples: the most uses of rows that are kept; of a trace with more, a share of the rows is followed, so memory stays
     bounded.
     memory_mb: MiB to divide as `cache_budget_mb="auto"` does; None: what is free here, by the machine and its cgroups.
+    world_size: ranks to divide the rows over, and each batch, in equal consecutive parts; `Plan.ranks` has what they
+    send each other. A cache size is then that of all ranks' caches together.
 
     Raises OptionError for bad arguments and InputError for bad batches.
     """
@@ -196,11 +213,18 @@ def plan(
     padding = None
     if padding_idx is not None:
         padding = whole_option("padding_idx", padding_idx, "a whole number, or None") & MASK64
+    ranks = None
+    if world_size is not None:
+        size = whole_option("world_size", world_size, f"a number of ranks from 1 to {MOST_RANKS}", 1, MOST_RANKS)
+        ranks = RankPlan(size, dim, tables, padding)
     sample = Sample(samples)
     for number, item in enumerate(trace):
-        keys, table_ids = _ids(item, tables, f"batch {number} of trace")
-        sample.add(_core.Batch([(keys, table_ids, None)], tables, padding))
-    return Plan(sample, dim, state, tables, warmup, memory_mb)
+        keys, table_ids, length = _ids(item, tables, f"batch {number} of trace")
+        batch = _core.Batch([(keys, table_ids, None)], tables, padding)
+        sample.add(batch)
+        if ranks is not None and number >= warmup:
+            ranks.add(batch, keys, table_ids, length)
+    return Plan(sample, dim, state, tables, warmup, memory_mb, ranks)
 
 
 def _count(name: str, value: Any, least: int) -> int:
@@ -211,17 +235,18 @@ def _estimates(tables: NDArray[np.int64], count: int, rate: float) -> NDArray[np
     return np.asarray(np.round(np.bincount(tables, minlength=count) / rate), np.int64)
 
 
-def _ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArray[np.uint32] | None]:
-    """Keys [n], and table ids [n] where the batch has any."""
+def _ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int]:
+    """Keys [n], table ids [n] where the batch has any, and the length of the first dimension of ids."""
     ids, table_ids = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
     keys = _integers(ids, f"{where}: ids")
+    length = len(keys) if keys.ndim else 1
     if table_ids is None:
         if tables > 1 and (keys.ndim < 2 or keys.shape[-1] != tables):
             raise InputError(
                 f"{where}: ids of shape {keys.shape} are not (..., {tables}), a column for each table; give that, or "
                 "(ids, table_ids)"
             )
-        return _keys(keys), None
+        return _keys(keys), None, length
     of = _integers(table_ids, f"{where}: table_ids")
     try:
         of = np.broadcast_to(of, keys.shape)
@@ -231,7 +256,7 @@ def _ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArra
         ) from None
     if of.size and (of.min() < 0 or of.max() >= tables):
         raise InputError(f"{where}: table ids from {of.min()} to {of.max()}; they run from 0 to {tables - 1}")
-    return _keys(keys), np.ascontiguousarray(of.reshape(-1), np.uint32)
+    return _keys(keys), np.ascontiguousarray(of.reshape(-1), np.uint32), length
 
 
 def _integers(values: Any, where: str) -> NDArray[Any]:

@@ -46,6 +46,11 @@ def bucket(table: int, key: int) -> int:
     return hash_row(table, key) >> 58
 
 
+def owner(table: int, key: int, ranks: int) -> int:
+    """0 .. ranks - 1, the rank that owns a row: an interval of bits 34 to 49 of the hash."""
+    return (hash_row(table, key) >> 34 & 0xFFFF) * ranks >> 16
+
+
 @dataclass(frozen=True)
 class Unique:
     """The unique rows of `size` positions: by bucket, then by first occurrence."""

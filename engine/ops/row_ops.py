@@ -1,6 +1,7 @@
 """What a compiled step calls, in the order of a step: pin, gather, (the dense part), weights_grad, update.
 
-Evaluation calls read and read_weights_grad. Results are of the embedding's output dtype.
+Where ranks share the rows, `send` follows the gradients. Evaluation calls read and read_weights_grad. Results are of
+the embedding's output dtype.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ..spec.inputs import Lookup
-    from .rows_contract import Pinned, Rows
+    from .rows_contract import Pinned, Rows, SharedPinned
 
 
 def pin(embedding: Rows, lookups: list[Lookup], like: Pinned | None = None) -> Pinned:
@@ -33,6 +34,11 @@ def gather(batch: Pinned, index: int, weights: Tensor | None = None) -> Tensor:
 def weights_grad(batch: Pinned, index: int, grad: Tensor) -> Tensor:
     """The gradient of the weights of lookup number `index`, of their shape; grad is the gradient of its `gather`."""
     return batch.weights_grad(index, grad)
+
+
+def send(batch: SharedPinned, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+    """Start to send the gradients that `update` will take to the ranks that have the rows."""
+    batch.send(grads, weights)
 
 
 def update(batch: Pinned, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:

@@ -50,6 +50,15 @@ class Pinned(Protocol):
         """End the pin; the rows stay as they are."""
 
 
+class SharedPinned(Pinned, Protocol):
+    """A `Pinned` of rows that ranks share."""
+
+    unsent: BaseException | None  # why the gradients were not sent
+
+    def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+        """Start to send the gradients, as `update` takes them, to the ranks that have the rows."""
+
+
 class Rows(nn.Module):
     """A module whose rows a step reads and trains."""
 
@@ -59,6 +68,7 @@ class Rows(nn.Module):
     handle: int  # the number by which the ops find the module
     shadow: nn.Parameter  # [1] float32, by which optimizers and autograd know the module
     row_optimizer: RowOptimizer | None  # the optimizer of the next update
+    world: Any = None  # the ranks that share the rows
 
     @property
     def name(self) -> str:
@@ -82,11 +92,24 @@ class Rows(nn.Module):
         """The gradient of a lookup's weights for the gradient of its result, with the rows as they are."""
         raise NotImplementedError
 
-    def pin(self, lookups: list[Lookup], like: Any = None) -> Pinned:
+    def pin(self, lookups: list[Lookup], like: Any = None, dtype: torch.dtype | None = None) -> Pinned:
         """The rows of all lookups of a training step, pinned until they are updated.
 
-        like: another embedding's batch of the same lookups, already deduplicated. OptimizerError,
-        StoreError, CapacityError, InputError.
+        like: another embedding's batch of the same lookups, already deduplicated. dtype: of results and gradients;
+        left out, `output_dtype`. OptimizerError, StoreError, CapacityError, InputError.
+        """
+        raise NotImplementedError
+
+    def unique_rows(self, lookups: list[Lookup]) -> Lookup:
+        """A lookup of each row that these look up, once: the part of a coming step that one call makes. InputError."""
+        raise NotImplementedError
+
+    def sum_gradients(
+        self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]
+    ) -> tuple[Lookup, Tensor]:
+        """The part of a step that one call makes: its unique rows [n], and the gradient [n, dim] float32 of each.
+
+        grads and weights are as in `Pinned.update`, which sums as well. InputError.
         """
         raise NotImplementedError
 

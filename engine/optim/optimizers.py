@@ -62,6 +62,10 @@ class RowOptimizer:
             value = min(clip_value, value or clip_value)
         return [*(float(values[name]) for name in self._names), value, norm]
 
+    def numbers(self, step: int) -> dict[str, float]:
+        """The numbers of `hyper` by name, as `lr`."""
+        return dict(zip((*self._names, *CLIPS), self.hyper(step), strict=True))
+
     def _check(self, group: Group, settings: dict[str, Any]) -> None:
         rule = _rule_of(self._optimizer, group)
         if rule.kernel.name != self.rule:

@@ -26,7 +26,10 @@ from ..spec.table_spec import TableSpec
 from ..table.background_save import BackgroundSave
 from ..table.table import OpenTable
 from .open_and_close import TablePersistence
-from .saves import SavedAs, TableSnapshots
+from .opening import Decide
+from .saved_as import SavedAs, compare
+from .saves import TableSnapshots
+from .share import Share
 
 log = logging.getLogger("tierbed")
 
@@ -36,11 +39,18 @@ _by_folder: weakref.WeakValueDictionary[str, HeldTable] = weakref.WeakValueDicti
 class HeldTable:
     """Opens a table and holds it. A process has one handle of a folder: a second, as in notebooks, closes the first.
 
-    Raises StoreError, OptionError, OptimizerError.
+    share: what this process has of the rows; None for all of them. decide: chooses the rows to open with, by default
+    as `own_decision`. Raises StoreError, OptionError, OptimizerError, and what `decide` raises.
     """
 
     def __init__(
-        self, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None, device: torch.device
+        self,
+        spec: TableSpec,
+        options: StoreOptions,
+        optimizer: RowOptimizer | None,
+        device: torch.device,
+        share: Share | None = None,
+        decide: Decide | None = None,
     ) -> None:
         self._name = spec.name
         self.device = device
@@ -50,14 +60,15 @@ class HeldTable:
         self._server: StoreServer | None = None
         folder = None
         if options.persistent_path is not None:
-            folder = os.path.realpath(os.path.join(options.persistent_path, spec.name))
+            place = Path(options.persistent_path) / spec.name
+            folder = os.path.realpath(place if share is None else share.folder(place))
             older = _by_folder.get(folder)
             if older is not None:
                 older.close()
-        self._persistence = TablePersistence(spec, options, device)
+        self._persistence = TablePersistence(spec, options, device, share)
         self._snapshots = TableSnapshots(self._persistence)
         try:
-            self._table = self._persistence.open(optimizer)
+            self._table = self._persistence.open(optimizer, decide)
         except BaseException:
             self._persistence.release()
             raise
@@ -78,6 +89,28 @@ class HeldTable:
                 "threads; use it there"
             )
         return self._table
+
+    @property
+    def own_table(self) -> OpenTable:
+        """The open table, which has all rows of the embedding."""
+        return self.table
+
+    @property
+    def exchanged(self) -> dict[str, dict[str, int]]:
+        """Metrics of what went between ranks: none, for rows of one process."""
+        return {}
+
+    def size(self) -> int:
+        """How many rows the table has. Raises what an earlier step did wrong and the device found late."""
+        table = self.table
+        with table.lock:
+            table.check()
+            return table.counts.rows
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the table is open, as it stays where a close fails."""
+        return self._table is not None
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """Train the rows by `optimizer` from here on. Opens the table again where lines need room for its state.
@@ -107,6 +140,23 @@ class HeldTable:
         self._replace(table, lambda: self._persistence.move(table, device))
         self.device = device
 
+    def begin_write(self) -> None:
+        """Take the mark off a share's live rows for an operation of all ranks, before it is certain. StoreError."""
+        table = self.table
+        with table.lock:
+            table.before_write(table.step)
+
+    def count_write(self) -> None:
+        """Count an operation of all ranks that is about to write, whether or not a row of this share is in it."""
+        assert self._persistence.life is not None
+        self._persistence.life.writes += 1
+
+    @property
+    def writes(self) -> int:
+        """How many operations of all ranks `count_write` has counted."""
+        assert self._persistence.life is not None
+        return self._persistence.life.writes
+
     def forget_announced(self) -> None:
         """Forget what was announced, and end the thread that makes it ready, if the table is open."""
         if self._table is not None:
@@ -127,16 +177,29 @@ class HeldTable:
         return self._snapshots.save_in_background(self.table, name, kind, overwrite)
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
+        return self._loaded(lambda before: self._snapshots.load(before, name, selection, strict))
+
+    def load_from(
+        self, snapshot: Snapshot, selection: Selection, strict: bool, verified: Callable[[], None]
+    ) -> LoadReport:
+        """Load a snapshot from anywhere. verified: called before anything changes, as of `TablePersistence.load`."""
+        return self._loaded(lambda before: self._snapshots.load_from(before, snapshot, selection, strict, verified))
+
+    def _loaded(self, load: Callable[[OpenTable], tuple[OpenTable, LoadReport]]) -> LoadReport:
         before = self.table
         reports: list[LoadReport] = []
 
-        def load() -> OpenTable:
-            table, report = self._snapshots.load(before, name, selection, strict)
+        def build() -> OpenTable:
+            table, report = load(before)
             reports.append(report)
             return table
 
-        self._replace(before, load)
+        self._replace(before, build)
         return reports[0]
+
+    def check_fit(self, snapshot: Snapshot, state: bool) -> None:
+        """Raises SnapshotError, OptimizerError where rows of a snapshot cannot be those of this table."""
+        self._snapshots.check_fit(self.table, snapshot, state)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
         return self._snapshots.prune(self.table, keep_last, keep_every)
@@ -174,22 +237,7 @@ class HeldTable:
 
     def compare(self, awaited: SavedAs) -> None:
         """Log a warning where the rows are not those that a state_dict names."""
-        mine = self.named()
-        if mine.may_be(awaited):
-            return
-        remedy = "save a snapshot before each state_dict that is kept, or use graph.save and graph.load"
-        held = self._snapshots.read(awaited.snapshot) if awaited.snapshot else None
-        if held is not None and held.may_be(awaited):
-            remedy = f"load_snapshot({awaited.snapshot!r}) brings back its rows"
-        log.warning(
-            "embedding %r has rows of step %d%s, and the state is of step %d%s; a state_dict holds no rows: %s",
-            self._name,
-            mine.step,
-            f", snapshot {mine.snapshot!r}" if mine.snapshot else "",
-            awaited.step,
-            f", snapshot {awaited.snapshot!r}" if awaited.snapshot else "",
-            remedy,
-        )
+        compare(self._name, self.named(), awaited, self._snapshots.read)
 
     def save_between_steps(
         self,
@@ -273,8 +321,8 @@ class HeldTable:
             raise
 
     def _serve(self) -> None:
-        """Answer other processes that ask for snapshots, while the folder is held."""
-        if self._persistence.folder is not None:
+        """Answer other processes that ask for snapshots, while the folder is held. A share cannot save one alone."""
+        if self._persistence.folder is not None and self._persistence.life is None:
             with uninterrupted():
                 self._server = start_server(self._persistence.folder.path, self)
 

@@ -7,8 +7,8 @@ close. Rows that are found without a mark are never served; the rows of the last
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,49 +35,86 @@ from ..spec.table_spec import TableSpec
 from ..store.contract import Table
 from ..store.folder import StoreFolder
 from ..store.rocksdb import RocksDB
+from ..store.shares import SHARE
+from ..store.snapshot_place import place_of
 from ..store.table_counts import FIELD, counted_chunks, counts_in
 from ..table.auto_budgets import AutoBudgets
 from ..table.scanned import checked_rows, load_rows
 from ..table.stack import build_stack
 from ..table.table import OpenTable
 from .compatible import check_stored
+from .opening import Base, Decide, Found, Opening, found_in, lacks_space, lost, no_space_to_open
+from .other_ranks import decide_alone, forget_ranks
+from .share import Life, Share
 
 log = logging.getLogger("tierbed")
 
 
 class TablePersistence:
-    """The store folder of an embedding, held while this object lives, or nothing where the options name no path."""
+    """The store folder of an embedding, held while this object lives, or nothing where the options name no path.
 
-    def __init__(self, spec: TableSpec, options: StoreOptions, device: torch.device) -> None:
+    share: what this process has of the rows; None for all of them.
+    """
+
+    def __init__(
+        self, spec: TableSpec, options: StoreOptions, device: torch.device, share: Share | None = None
+    ) -> None:
         self.spec = spec
-        self.options = options
+        self.options = options = options if share is None else share.options(options)
+        self.life = None if share is None else Life(share)
         self._processor = processor_of(device, options)
         self._budgets = AutoBudgets(spec.name, options)
-        path = options.persistent_path
-        self.folder = None if path is None else StoreFolder(Path(path) / spec.name, f"embedding {spec.name!r}")
+        self.folder: StoreFolder | None = None
+        if options.persistent_path is not None:
+            path, user = Path(options.persistent_path) / spec.name, f"embedding {spec.name!r}"
+            if share is None:
+                self.folder = StoreFolder(path, user, place_of(options.snapshot_path, spec.name))
+            else:
+                self.folder = StoreFolder(share.folder(path), user)
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._fresh = options.open == "fresh"
         self._scratch = False  # whether the live rows in the folder differ from the table's
         self._unmarked = False  # whether it is known that the live rows carry no mark
 
-    def open(self, optimizer: RowOptimizer | None) -> OpenTable:
-        """Open the table with the folder's last consistent rows. Raises StoreError, OptionError, OptimizerError."""
+    def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None) -> OpenTable:
+        """Open the table with the rows that `decide` chooses, by default the folder's last consistent ones.
+
+        Raises what `decide` raises, StoreError, OptionError, OptimizerError.
+        """
         if self.folder is None:
             return self._build(optimizer, None, None)
         try:
-            return self._open(optimizer, self.folder)
+            table = self._open_with(optimizer, (decide or self._own_decision)(found_in(self.folder)), self.folder)
+            if self.life is None:
+                forget_ranks(self.folder)
+            return table
         except TierbedError as error:
-            if not _lacks_space(error):
+            if not lacks_space(error):
                 raise
-            raise StoreError(_no_space_to_open(self.folder, error)) from error
+            raise StoreError(no_space_to_open(self.folder, error)) from error
 
-    def _open(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
-        mark = None if self._fresh else folder.read_mark()
-        if mark is not None:
-            return self._resume(optimizer, mark, folder)
-        if folder.begun and not self._fresh:
-            return self._recover(optimizer, folder)
-        return self._start_empty(optimizer, folder)
+    def _own_decision(self, found: Found) -> Opening:
+        assert self.folder is not None
+        opening = decide_alone(self.folder, found, self._fresh, self.options.open == "error")
+        if self.life is None or opening.mark is None:
+            return opening
+        return opening._replace(run=self.life.run, writes=self.life.writes)
+
+    def _open_with(self, optimizer: RowOptimizer | None, opening: Opening, folder: StoreFolder) -> OpenTable:
+        if self.life is not None:
+            self.life.run, self.life.writes = opening.run, opening.writes
+        if opening.mark is not None:
+            return self._resume(optimizer, opening.mark, folder)
+        if opening.snapshot is None:
+            table = self._start_empty(optimizer, folder)
+        else:
+            what = f"store folder {str(folder.path)!r}"
+            check_stored(self.spec, opening.snapshot.description, optimizer, StoreError, what)
+            folder.discard_live()  # this makes room: no run uses these rows again
+            table, _ = self.load(optimizer, opening.snapshot, None)
+        if opening.said is not None:
+            log.log(opening.said[0], "embedding %r: %s", self.spec.name, opening.said[1])
+        return table
 
     def close(self, table: OpenTable) -> None:
         """Bring written rows down and mark the folder clean, so that the next run resumes from them.
@@ -120,14 +157,16 @@ class TablePersistence:
         """What the next run would find if this run ended now, for the log."""
         if self.folder is None or not self._scratch:
             return "no stored row is lost by it"
+        if self.life is not None:
+            return "all ranks go back to the last snapshot in the next run"
         try:
             snapshot = base_of(self.folder)
         except TierbedError as error:
             return f"the last snapshot, which the next run needs, cannot be read: {error}"
         if snapshot is None:
             return "the next run starts empty: it has no snapshot of its own"
-        kept = snapshot.description["step"]
-        return f"the next run restores its last snapshot {snapshot.name!r}, of step {kept}; {_lost(kept, table.step)}"
+        base = Base(snapshot.name, snapshot.description["step"], snapshot.manifest.rows)
+        return f"the next run restores its last snapshot {base.name!r}, of step {base.step}; {lost(base, table.step)}"
 
     def release(self) -> None:
         """Let the folder go as it is, and the memory that was promised."""
@@ -196,46 +235,22 @@ class TablePersistence:
                 '`tierbed snapshot load`, or start over with open="fresh"'
             ) from error
 
-    def _recover(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
-        """The table after a run that did not close, whose live rows are of different steps."""
-        was_open = folder.was_open
-        if self.options.open == "error" and was_open:
-            raise StoreError(
-                f"store folder {str(folder.path)!r} was not closed by its last run, so its live rows cannot be used; "
-                'open="resume" restores the last snapshot or starts empty'
-            )
-        snapshot, reached = base_of(folder), folder.noted_step
-        if snapshot is None:
-            found = "started empty: it has no snapshot of its own"
-            table = self._start_empty(optimizer, folder)
-        else:
-            found = f"restored its last snapshot {snapshot.name!r}, of step {snapshot.description['step']}"
-            check_stored(self.spec, snapshot.description, optimizer, StoreError, f"store folder {str(folder.path)!r}")
-            folder.discard_live()  # this makes room: no run uses these rows again
-            table, _ = self.load(optimizer, snapshot, None)
-        if not was_open:
-            log.info("embedding %r: store folder %s is new; %s", self.spec.name, folder.path, found)
-            return table
-        log.warning(
-            "embedding %r: store folder %s was not closed by its last run; %s; %s",
-            self.spec.name,
-            folder.path,
-            found,
-            _lost(table.step, reached),
-        )
-        return table
-
     def load(
-        self, optimizer: RowOptimizer | None, snapshot: Snapshot, running: OpenTable | None, selection: Selection = ALL
+        self,
+        optimizer: RowOptimizer | None,
+        snapshot: Snapshot,
+        running: OpenTable | None,
+        selection: Selection = ALL,
+        verified: Callable[[], None] | None = None,
     ) -> tuple[OpenTable, LoadReport]:
         """The table with a snapshot's rows, or a selection of them; closes `running` when they are verified.
 
         After a kill the rows go back to this snapshot. Not so after a load of a selection: only the next save or close
-        makes that durable.
+        makes that durable. verified: called when the rows are; where it raises, nothing has changed.
         """
         report = LoadReport()
         described = {**snapshot.description, "rows": snapshot.manifest.rows}
-        if selection.has_every_row:
+        if selection.has_every_row and snapshot.part is None:
             report.rows = snapshot.manifest.rows
         else:
             for _ in selection.chunks(snapshot.chunks(), described, report):  # counted first, for `capacity`
@@ -243,8 +258,8 @@ class TablePersistence:
         stored = {**selection.description(described), "rows": report.rows}
         selected = selection.rows_of(snapshot, LoadReport())
         with contextlib.nullcontext() if running is None else running.lock:
-            base = snapshot.name if selection.is_whole else None
-            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, base)
+            base = snapshot.name if selection.is_whole and self.life is None else None
+            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, base, verified=verified)
             if self.folder is not None and self._scratch:
                 self.folder.note_step(table.step)
         return table, report
@@ -257,6 +272,7 @@ class TablePersistence:
         running: OpenTable | None = None,
         base: str | None = None,
         same_rows: bool = False,
+        verified: Callable[[], None] | None = None,
     ) -> OpenTable:
         """A table with the rows of `source`, built beside the live rows; closes `running` when all are read.
 
@@ -275,6 +291,8 @@ class TablePersistence:
                 raise StoreError(f"embedding {self.spec.name!r}: {count} rows were found, not {stored['rows']}")
             if self._on_disk:
                 table.flush()
+            if verified is not None:
+                verified()
         except BaseException:
             _drop(table, place)
             raise
@@ -359,7 +377,8 @@ class TablePersistence:
         live = {"live": "rocksdb", "shards": bottom.shards} if isinstance(bottom, RocksDB) else {"live": "rows"}
         counts = table.counts.known_by_table
         known = {} if counts is None else {FIELD: counts.tolist()}
-        return {**table.describe(), **live, "rows": table.counts.rows, **known}
+        share = {} if self.life is None else {SHARE: self.life.described()}
+        return {**table.describe(), **live, "rows": table.counts.rows, **known, **share}
 
 
 def _drop(table: OpenTable, place: Path | None) -> None:
@@ -368,27 +387,3 @@ def _drop(table: OpenTable, place: Path | None) -> None:
     if place is not None:
         with contextlib.suppress(OSError):  # the first error is the one to raise, and the next open removes the folder
             remove_folder(place)
-
-
-def _lacks_space(error: TierbedError) -> bool:
-    cause = cause_of(error)
-    return cause is not None and cause.errno == errno.ENOSPC
-
-
-def _no_space_to_open(folder: StoreFolder, error: TierbedError) -> str:
-    cause = str(error).partition("; free space")[0]  # without RocksDB's advice, which is for a store that is open
-    base = folder.base
-    spared = f" but {base!r}, the one to go back to" if base else ""
-    return (
-        f"{cause}. Free space on the disk and open the embedding again; snapshots in {str(folder.snapshots)!r} that "
-        f"are no longer needed may be deleted{spared}"
-    )
-
-
-def _lost(kept: int, reached: int | None) -> str:
-    """What an unclean end lost, for the log: the steps after `kept`, up to `reached` where that is known."""
-    if reached is None or reached < kept:
-        return "what was written since is lost"
-    if reached == kept:
-        return "no later step; rows put or deleted since are lost"
-    return f"what was written since, steps {kept + 1} to {reached}, is lost"

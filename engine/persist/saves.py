@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from ...snapshots.files.format import Manifest, check_name
-from ...snapshots.files.may_replace import going_over
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import clear_leftovers, write_snapshot
 from ...snapshots.store.linked import check_linked, link_snapshot, linked
-from ...snapshots.store.retention import prune, remove_snapshot
+from ...snapshots.store.retention import drop_unneeded, prune, remove_snapshot
 from ...snapshots.store.saving import Held, begin_save, check_save, save_held
 from ...snapshots.store.selection import LoadReport, Selection
 from ..errors import OptionError, SnapshotError
 from ..row_format import Chunks
 from ..store.folder import StoreFolder
-from ..store.folder_state import snapshot_id
 from ..store.rocksdb import RocksDB
 from ..table.background_save import BackgroundSave
 from ..table.table import OpenTable
 from .compatible import check_stored, fitting
 from .open_and_close import TablePersistence
-
-
-class SavedAs(NamedTuple):
-    """How a state_dict names the rows of an embedding: by their step, and by a snapshot of that step, if there is one.
-
-    `digest` is of the snapshot's rows. It is None without a snapshot, and in state_dicts of early versions.
-    """
-
-    step: int
-    snapshot: str | None
-    digest: str | None
-
-    def may_be(self, other: SavedAs) -> bool:
-        """Whether both can name the same rows."""
-        if self.step != other.step or not (self.snapshot and other.snapshot):
-            return self.step == other.step
-        if self.digest and other.digest:
-            return self.digest == other.digest
-        return self.snapshot == other.snapshot
+from .saved_as import SavedAs, of_step, saved_as
 
 
 class TableSnapshots:
@@ -64,30 +41,17 @@ class TableSnapshots:
             check_save(self._folder_of(name), name, kind, self._held(table), overwrite)
 
     def of_step(self, step: int) -> SavedAs:
-        """The name of the rows of a step. It has the snapshot `base` where that is of the same step."""
-        base = self.base
-        held = None if base is None else self.read(base)
-        if held is None or held.step != step:
-            return SavedAs(step, None, None)
-        return held
+        """The name of the rows of a step."""
+        return of_step(step, self._place, self.base)
 
     def read(self, name: str) -> SavedAs | None:
         """The name of the rows of a snapshot in the store folder; None where no such snapshot can be read."""
-        held = self._read(name)
-        if held is None:
-            return None
-        # two snapshots of the same rows have the same files, whatever their names
-        files = [[file, entry.rows, entry.bytes, entry.crc32] for file, entry in sorted(held.manifest.files.items())]
-        said = json.dumps(files) if held.kind == "full" else held.manifest.id
-        return SavedAs(int(held.description["step"]), name, hashlib.sha256(said.encode()).hexdigest()[:32])
+        return saved_as(self._place, name)
 
-    def _read(self, name: str) -> Snapshot | None:
+    @property
+    def _place(self) -> Path | None:
         folder = self._persistence.folder
-        try:
-            check_name(name)
-            return None if folder is None else Snapshot.open(folder.snapshots / name)
-        except SnapshotError:
-            return None
+        return None if folder is None else folder.snapshots
 
     def save(
         self,
@@ -132,12 +96,22 @@ class TableSnapshots:
 
     def load(self, table: OpenTable, name: str, selection: Selection, strict: bool) -> tuple[OpenTable, LoadReport]:
         """A table with the rows of a snapshot. Until the rows are verified, `table` and its rows stay as they were."""
-        snapshot = Snapshot.open(self._folder_of(name).snapshots / name)
-        what = f"snapshot {name!r}"
+        return self.load_from(table, Snapshot.open(self._folder_of(name).snapshots / name), selection, strict)
+
+    def load_from(
+        self,
+        table: OpenTable,
+        snapshot: Snapshot,
+        selection: Selection,
+        strict: bool,
+        verified: Callable[[], None] | None = None,
+    ) -> tuple[OpenTable, LoadReport]:
+        """As `load`, from a snapshot anywhere. verified: as of `TablePersistence.load`."""
+        what = f"snapshot {snapshot.name!r}"
         selection, remarks = fitting(
             self._persistence.spec, snapshot.description, table.optimizer, selection, strict, what
         )
-        loaded, report = self._persistence.load(table.optimizer, snapshot, table, selection)
+        loaded, report = self._persistence.load(table.optimizer, snapshot, table, selection, verified)
         report.remarks += remarks
         return loaded, report
 
@@ -177,12 +151,16 @@ class TableSnapshots:
     def check_rows(self, table: OpenTable, place: Path, state: bool = True) -> None:
         """Read and check all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError."""
         snapshot = Snapshot.open(place)
-        what = f"snapshot {place.name!r}"
-        described = Selection(state=state).description(snapshot.description)
-        check_stored(self._persistence.spec, described, table.optimizer, SnapshotError, what)
+        self.check_fit(table, snapshot, state)
         snapshot.verify()
         if self._persistence.folder is not None and state:
             check_linked(snapshot, self._folder_of(place.name).snapshots / place.name)
+
+    def check_fit(self, table: OpenTable, snapshot: Snapshot, state: bool) -> None:
+        """Raises SnapshotError, OptimizerError where rows of a snapshot cannot be the table's."""
+        described = Selection(state=state).description(snapshot.description)
+        what = f"snapshot {snapshot.name!r}"
+        check_stored(self._persistence.spec, described, table.optimizer, SnapshotError, what)
 
     def drop_rows(self, table: OpenTable, saved: Snapshot) -> None:
         """Remove the snapshot that `save_rows` made for a replaced checkpoint, unless others or the live rows need it.
@@ -190,12 +168,9 @@ class TableSnapshots:
         Raises SnapshotError where this is unknown, or the snapshot cannot be removed.
         """
         folder = self._persistence.folder
-        if folder is None:
-            return
-        with table.lock:
-            place = folder.snapshots / saved.name
-            if snapshot_id(place) == saved.manifest.id and folder.base != saved.name and not going_over(place):
-                remove_snapshot(place)
+        if folder is not None:
+            with table.lock:
+                drop_unneeded(folder, saved)
 
     def discard_rows(self, name: str) -> None:
         """Remove the snapshot that `save_rows` put into the store folder. After a kill the one before it counts."""

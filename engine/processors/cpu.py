@@ -19,6 +19,7 @@ from ..spec.options import CachedHostMemOptions, mib
 from ..store.contract import Tier
 from ..store.full import CpuFullStore
 from ..store.table_counts import Counts
+from .processor import ByOwner
 
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
@@ -89,11 +90,17 @@ class CpuProcessor:
         return _core.count_written(batch, self.layout).astype(np.int64)
 
     def gather(
-        self, batch: _core.Batch, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype
+        self,
+        batch: _core.Batch,
+        index: int,
+        lookup: Lookup,
+        weights: Tensor | None,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
         if self._spec.drops and index == 0:  # for all lookups of the batch
             self._dropped += batch.dropped
-        out = empty((*lookup.shape, self.layout.dim), dtype)
+        out = empty((*lookup.shape, self.layout.dim), dtype) if out is None else out
         mean, scales = lookup.pooling == "mean", None if weights is None else flat(weights)
         _core.gather(batch, self.layout, index, array_of(out), mean, scales, OUTPUT_DTYPES[dtype])
         return out
@@ -113,9 +120,34 @@ class CpuProcessor:
         hyper, step, scale = self._hyper, self._step, self._scale
         _core.update(batch, self.layout, *given, rule, hyper, step, dtype, scale, self._written)
 
-    def square_gradients(self, batch: _core.Batch, gradients: Gradients, rule: str) -> Tensor:
+    def square_gradients(self, batch: _core.Batch, gradients: Gradients) -> Tensor:
         given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
         return torch.from_numpy(_core.square_gradients(batch, self.layout, *given, dtype))
+
+    def sum_gradients(
+        self,
+        batch: _core.Batch,
+        gradients: Gradients,
+        places: NDArray[np.int64] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = empty((batch.unique, self.layout.dim), torch.float32) if out is None else out
+        given, dtype = _arrays(gradients), OUTPUT_DTYPES[gradients.dtype]
+        _core.sum_gradients(batch, self.layout, *given, array_of(out), places, dtype)
+        return out
+
+    def unique_rows(self, batch: _core.Batch) -> Lookup:
+        tables = torch.from_numpy(batch.tables.astype(np.int64)) if self._spec.num_tables > 1 else None
+        return Lookup(torch.from_numpy(batch.keys.astype(np.int64)), tables)
+
+    def by_owner(self, batch: _core.Batch, ranks: int, last: int) -> ByOwner:
+        keys, tables = (torch.empty(batch.unique, dtype=torch.int64) for _ in range(2))
+        places, counts = np.empty(batch.unique, np.int64), np.empty(ranks, np.int64)
+        _core.by_owner(batch, last, keys.numpy(), tables.numpy(), places, counts)
+        return ByOwner(keys, tables, places, counts.tolist())
+
+    def set_lines(self, batch: _core.Batch, rows: Tensor, places: NDArray[np.int64]) -> None:
+        _core.set_lines(batch, self.layout, array_of(rows), places)
 
     def assign(self, batch: _core.Batch, values: NDArray[np.float32], step: int) -> None:
         _core.assign(batch, self.layout, values, step, self._written)

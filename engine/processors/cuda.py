@@ -28,7 +28,7 @@ from ..spec.options import CachedHostMemOptions, StoreOptions, mib
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullStore
 from ..store.table_counts import Counts
-from .processor import DeferredError, Factory, Recorder
+from .processor import ByOwner, DeferredError, Factory, Recorder
 
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
@@ -143,10 +143,19 @@ class CudaProcessor:
         counts: Counts = kernels.count_written(self._layout, batch).cpu().numpy()
         return counts
 
-    def gather(self, batch: Batch, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def gather(
+        self,
+        batch: Batch,
+        index: int,
+        lookup: Lookup,
+        weights: Tensor | None,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
         if batch.dropped is not None and index == 0:  # for all lookups of the batch
             self._dropped += batch.dropped
-        out = torch.empty((*lookup.shape, self._layout.dim), dtype=dtype, device=self.device)
+        if out is None:
+            out = torch.empty((*lookup.shape, self._layout.dim), dtype=dtype, device=self.device)
         kernels.gather(batch, self._layout, index, out, lookup.pooling == "mean", _contiguous(weights))
         return out
 
@@ -164,8 +173,39 @@ class CudaProcessor:
         self._rule(rule).update(batch, *tensors, self._numbers, self._written, self._faults.word)
         self._taken += self._faults.word == 0
 
-    def square_gradients(self, batch: Batch, gradients: Gradients, rule: str) -> Tensor:
-        return self._rule(rule).square(batch, *self._tensors(gradients))
+    def square_gradients(self, batch: Batch, gradients: Gradients) -> Tensor:
+        return kernels.square_rows(self._layout, batch, self._tensors(gradients))
+
+    def sum_gradients(
+        self, batch: Batch, gradients: Gradients, places: NDArray[np.int64] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        if out is None:
+            out = torch.empty((batch.unique, self._layout.dim), dtype=torch.float32, device=self.device)
+        there = None if places is None else torch.from_numpy(places).to(self.device)
+        kernels.sum_rows(self._layout, batch, self._tensors(gradients), there, out)
+        return out
+
+    def unique_rows(self, batch: Batch) -> Lookup:
+        keys = batch.keys
+        tables = batch.tables[: len(keys)].to(torch.int64) if self._spec.num_tables > 1 else None
+        return Lookup(keys, tables)
+
+    def by_owner(self, batch: Batch, ranks: int, last: int) -> ByOwner:
+        """As `Processor.by_owner`. Rows are grouped on the host."""
+        keys = batch.keys.cpu()
+        tables = batch.tables[: len(keys)].cpu()
+        owners = _core.owners(tables.numpy().view(np.uint32), keys.numpy().view(np.uint64), ranks).astype(np.int64)
+        turns = np.where(owners == last, ranks - 1, owners - (owners > last))
+        order = np.argsort(turns, kind="stable")
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        chosen = torch.from_numpy(order)
+        counts = np.bincount(owners, minlength=ranks).tolist()
+        return ByOwner(keys[chosen], tables[chosen].to(torch.int64), places, counts)
+
+    def set_lines(self, batch: Batch, rows: Tensor, places: NDArray[np.int64]) -> None:
+        addresses = batch.own(rows.contiguous()) + 4 * self._layout.dim * places
+        batch.lines[: len(places)] = torch.from_numpy(addresses).to(self.device)
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
         """(gradients, whether bags are means, weights) in the form that kernels take."""

@@ -40,6 +40,15 @@ class DeferredError(NamedTuple):
     taken: int  # how many of the requested updates took place
 
 
+class ByOwner(NamedTuple):
+    """The unique rows of a batch by the ranks that own them, in host memory; those of a rank in the batch's order."""
+
+    keys: Tensor  # [unique] int64
+    tables: Tensor  # [unique] int64
+    places: NDArray[np.int64]  # [unique] of each row of the batch, in that order
+    counts: list[int]  # [ranks]
+
+
 class Processor(Protocol[B]):
     """Runs the operations of one table on one kind of device. Rows and outputs have the same bits on all of them.
 
@@ -99,8 +108,19 @@ class Processor(Protocol[B]):
     def count_written(self, batch: B) -> Counts:
         """How many rows of each table in a batch were ever written; its lines are set. May wait for the device."""
 
-    def gather(self, batch: B, index: int, lookup: Lookup, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`."""
+    def gather(
+        self,
+        batch: B,
+        index: int,
+        lookup: Lookup,
+        weights: Tensor | None,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
+
+        out: a contiguous tensor of these elements, to be written and returned.
+        """
 
     def weights_grad(self, batch: B, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
         """The gradient of a lookup's weights, float32 of its ids' shape, 0 for padding; grad is like its `gather`."""
@@ -118,11 +138,29 @@ class Processor(Protocol[B]):
         Raises TypeError or ValueError for wrong gradients, and nothing is written.
         """
 
-    def square_gradients(self, batch: B, gradients: Gradients, rule: str) -> Tensor:
-        """[at least the unique rows] float32, the sum of the squares of each row's gradient, 0 beyond the rows.
+    def square_gradients(self, batch: B, gradients: Gradients) -> Tensor:
+        """[at least the unique rows] float32, the sum of the squares of each row's gradient, 0 beyond the rows."""
 
-        rule: the rule of the update that follows. A device may compile this kernel together with the rule's kernels.
+    def sum_gradients(
+        self, batch: B, gradients: Gradients, places: NDArray[np.int64] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """[unique, dim] float32, the gradient of each row of the batch, reduced as by `update`.
+
+        out, places: a contiguous [*, dim] to write instead, where row u goes to place places[u]. May wait for the
+        device.
         """
+
+    def unique_rows(self, batch: B) -> Lookup:
+        """A lookup of the unique rows of the batch, each once, in its order. May wait for the device."""
+
+    def by_owner(self, batch: B, ranks: int, last: int) -> ByOwner:
+        """The unique rows of the batch by the ranks that own them, those of rank `last` behind all others.
+
+        May wait for the device.
+        """
+
+    def set_lines(self, batch: B, rows: Tensor, places: NDArray[np.int64]) -> None:
+        """Let `gather` and `weights_grad` take row u of the batch from rows[places[u]], of rows [*, dim] float32."""
 
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:
         """Write values [positions, dim] to the rows of a lookup without bags. The last occurrence of a row stands."""

@@ -26,6 +26,7 @@ class StoreOptions(PlainDict):
     """The options that every store has.
 
     persistent_path: the folder that holds a folder for each embedding, by name; None keeps nothing on disk.
+    snapshot_path: the folder that holds a folder for the snapshots of each embedding, by name; None is persistent_path.
     capacity: the most rows that may have been written, over all tables; None is no limit.
     size_factor, storage_dim: row size in multiples of the dim, or in floats, optimizer state included. The engine knows
     the row size; a given one is checked.
@@ -46,6 +47,7 @@ class StoreOptions(PlainDict):
     storage_dim: int | None = None
     physical_block_size: int = 4096
     open: str = "resume"
+    snapshot_path: str | os.PathLike[str] | None = field(default=None, kw_only=True)
     eviction: str = field(default="none", kw_only=True)
     admission: float | None = field(default=None, kw_only=True)
     ttl_steps: int | None = field(default=None, kw_only=True)
@@ -56,12 +58,16 @@ class StoreOptions(PlainDict):
         return BESIDE
 
     def __post_init__(self) -> None:
-        if self.persistent_path is not None:
-            if not isinstance(self.persistent_path, (str, os.PathLike)) or not os.fspath(self.persistent_path):
-                raise OptionError(
-                    f"persistent_path={self.persistent_path!r}: give one folder as a str or Path, or None"
-                )
-            self._set("persistent_path", os.fspath(self.persistent_path))
+        for name in ("persistent_path", "snapshot_path"):
+            path = getattr(self, name)
+            if path is not None:
+                if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+                    raise OptionError(f"{name}={path!r}: give one folder as a str or Path, or None")
+                self._set(name, os.fspath(path))
+        if self.snapshot_path is not None and self.persistent_path is None:
+            raise OptionError(
+                f"snapshot_path={self.snapshot_path!r}: snapshots are of a store on disk; give persistent_path too"
+            )
         if whole(self.storage_dim) == -1:  # OneFlow's word for "not given"
             self._set("storage_dim", None)
         for name in ("capacity", "size_factor", "storage_dim", "ttl_steps"):

@@ -13,7 +13,8 @@ from typing import Any
 from ..durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, write_atomically
 from ..errors import StoreError
 from ..signals import uninterrupted
-from .folder_state import OWN, PLACES, FolderState, snapshot_id
+from .folder_state import LOCK, OWN, PLACES, FolderState, RanksRecord, snapshot_id
+from .snapshot_place import lead_to
 
 _held: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 
@@ -39,16 +40,20 @@ class StoreFolder(FolderState):
     - `STEP`: the step that the live rows came to, while they carry no mark;
     - `live` or `live-2`, as the mark says: the rows of the running table, scratch without the mark;
     - `incoming`: live rows being prepared; what a killed process left there is removed here;
-    - `snapshots`: a folder for each snapshot; what killed saves left there is removed here.
+    - `snapshots`: a folder for each snapshot, or a link to where these are; what killed saves left there is removed
+      here.
 
-    `user`: who in this process holds the folder; error messages name it. Raises StoreError if the path or a parent is a
-    file, cannot be written, or has another holder.
+    `user`: who in this process holds the folder; error messages name it. `snapshots`: the folder that snapshots are to
+    be in, `<snapshot_path>/<embedding name>/snapshots`; it becomes a store folder's as well, held like this one. None
+    leaves them where they are. Raises StoreError if the path or a parent is a file, cannot be written, or has another
+    holder.
     """
 
     remedy = "persistent_path must be a folder that this user can write, with room on its device"
 
-    def __init__(self, path: Path, user: str = "a StoreFolder") -> None:
+    def __init__(self, path: Path, user: str = "a StoreFolder", snapshots: Path | None = None) -> None:
         self.user = user
+        self.shared: StoreFolder | None = None  # the holder of the snapshots, where they are elsewhere
         self._lock: int | None = None
         self._step_file: int | None = None
         super().__init__(Path(path).absolute())  # since the working directory may change
@@ -59,6 +64,7 @@ class StoreFolder(FolderState):
         _held.add(self)
         try:
             self.check()
+            self._share(snapshots)
             self.clear_incoming()
             with contextlib.suppress(OSError):  # the next save tries again, and says why it cannot
                 remove_leftovers(self.snapshots)
@@ -67,8 +73,22 @@ class StoreFolder(FolderState):
             self.release()
             raise
 
+    def _share(self, snapshots: Path | None) -> None:
+        """Hold the store folder that the snapshots are in, where it is another one."""
+        place = FolderState(self.path).keeper.path if snapshots is None else snapshots.parent
+        if os.path.realpath(place) == os.path.realpath(self.path):
+            return
+        self.shared = StoreFolder(place, self.user)
+        if snapshots is not None:
+            with self._errors("lead to other snapshots from"), uninterrupted():
+                lead_to(self.snapshots, snapshots)
+
+    @property
+    def keeper(self) -> StoreFolder:
+        return self if self.shared is None else self.shared
+
     def _acquire(self) -> int:
-        descriptor = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _note_holder(descriptor, b"%d" % os.getpid())
@@ -91,6 +111,8 @@ class StoreFolder(FolderState):
 
     def release(self) -> None:
         """Let the folder go. The files stay as they are. May be called again."""
+        if self.shared is not None:
+            self.shared.release()
         if self._lock is not None:
             _note_holder(self._lock, b"")
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that is just being forked may have a copy
@@ -101,7 +123,7 @@ class StoreFolder(FolderState):
         assert self._lock is not None
         with self._errors("find"):
             try:
-                there = os.stat(self.path / "LOCK")
+                there = os.stat(self.path / LOCK)
             except (FileNotFoundError, NotADirectoryError):
                 there = None
         if there is None or not os.path.samestat(there, os.fstat(self._lock)):
@@ -169,6 +191,22 @@ class StoreFolder(FolderState):
         current, place = self.base, self.snapshots / name
         expected = [name, snapshot_id(place)] if os.path.lexists(place) else name
         self._write({**self._read(), "base": [expected] if current is None else [expected, current]})
+
+    def begin_ranks(self, ranks: int, run: str, base: str) -> None:
+        """Let the live rows be those of ranks, from snapshot `base` or from none for "", to go back to. StoreError."""
+        self._write({"base": [base], "ranks": RanksRecord(ranks, run, 0, base)})
+
+    def note_saved(self, writes: int) -> None:
+        """The snapshot to go back to has the rows of ranks after so many writes. Raises StoreError."""
+        content = self._read()
+        if (record := self.of_ranks) is not None:
+            self._write({**content, "ranks": record._replace(saved=writes, snapshot=self.base or "")})
+
+    def end_ranks(self) -> None:
+        """Let the live rows be those of one process from here on. Raises StoreError."""
+        content = self._read()
+        if content.pop("ranks", None) is not None:
+            self._write(content)
 
     def _settle_base(self) -> None:
         """Forget the snapshot that a killed save did not write: rows never go back to a later one of its name."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..durable import read_record, remedy_for, unseal
 from ..errors import StoreError
+from .snapshot_place import SNAPSHOTS, has_snapshots
 
 PLACES = ("live", "live-2")
+LOCK = "LOCK"
 OWN = ("base", "place")  # fields of the mark that the folder itself keeps
 MANIFEST = "manifest.msgpack"  # the manifest of a snapshot
 
@@ -33,6 +36,19 @@ def snapshot_id(folder: Path) -> str:
         return ""
 
 
+class RanksRecord(NamedTuple):
+    """Whose the live rows are, where ranks share them.
+
+    `run`: the id of the run in which they began, empty or from a snapshot. `saved`: how many operations of all ranks
+    had written since, when `snapshot`, the one to go back to, was saved or loaded; "" is for none.
+    """
+
+    ranks: int
+    run: str
+    saved: int
+    snapshot: str
+
+
 class FolderState:
     """The folder of a store, which another process may hold. `StoreFolder` says what is in it."""
 
@@ -40,7 +56,7 @@ class FolderState:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.snapshots = path / "snapshots"
+        self.snapshots = path / SNAPSHOTS
         self._mark = path / "MARK"
 
     @property
@@ -53,6 +69,27 @@ class FolderState:
         """What `set_mark` stored; None where live rows are scratch or absent, or the mark is damaged. StoreError."""
         content = self._read()
         return {field: value for field, value in content.items() if field not in OWN} if "live" in content else None
+
+    @property
+    def of_ranks(self) -> RanksRecord | None:
+        """Whose the live rows are, where ranks share them; None for rows of one process. StoreError."""
+        match self._read().get("ranks"):
+            case [int(ranks), str(run), int(saved), str(snapshot)] if 0 < ranks <= 1024:
+                return RanksRecord(ranks, run, saved, snapshot)
+        return None
+
+    @property
+    def keeper(self) -> FolderState:
+        """The store folder that the snapshots are in: this one, or that which `snapshots` leads to."""
+        there = Path(os.path.realpath(self.snapshots)).parent
+        elsewhere = self.snapshots.is_symlink() and (there / LOCK).is_file()
+        return FolderState(there) if elsewhere else self
+
+    @property
+    def noting(self) -> FolderState:
+        """The folder whose mark names the snapshot to go back to: of rows that ranks share, that of the snapshots."""
+        keeper = self.keeper
+        return keeper if self.read_mark() is None and keeper.of_ranks is not None else self
 
     @property
     def noted_step(self) -> int | None:
@@ -91,7 +128,8 @@ class FolderState:
     @property
     def begun(self) -> bool:
         """Whether a run has ever written rows in the folder. If none has, a folder without a mark is new."""
-        return self._mark.exists() or self.live.exists() or self.snapshots.exists()
+        with self._errors("list the snapshots of"):
+            return self._mark.exists() or self.live.exists() or has_snapshots(self.snapshots)
 
     @property
     def was_open(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from threading import Condition, Event, current_thread, get_native_id, main_thread
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from .. import _core
 from ..errors import StoreError
@@ -20,6 +20,17 @@ NICER = 10  # the niceness above that of the threads that train
 REST = 5.0  # seconds of rest for each second of work: memory and disk are shared, whatever the priority
 
 log = logging.getLogger("tierbed")
+
+
+class Saving(Protocol):
+    """A snapshot that is saved in the background. `what` names it in messages."""
+
+    what: str
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
 
 
 class BackgroundSave:

@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ..exact_sum import partial, total
 from ..processors.processor import Processor
 from ..spec.inputs import Gradients, Lookup, checked_gradients
 from ..spec.table_spec import TableSpec
@@ -44,14 +46,15 @@ class PinnedBatch:
         self.dtype = dtype
         self.table = table
 
-    def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
+    def gather(self, index: int, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
 
-        weights: float32 of the shape of its ids, or None.
+        weights: float32 of the shape of its ids, or None. out: a contiguous tensor of the result's elements, to be
+        written and returned.
         """
         with self.table.lock:
             self.table.check_pinned(self)
-            return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype)
+            return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype, out)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
         """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is as its result."""
@@ -61,11 +64,14 @@ class PinnedBatch:
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """The sum of the squares of the gradients of the rows, each summed over its occurrences, as `update` does."""
+        return total([self.partial_squares(grads, weights)])
+
+    def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
+        """The same as a partial sum of engine/exact_sum.py, to be added to those of other ranks."""
         gradients = self.gradients(grads, weights)
         with self.table.lock:
             self.table.check_pinned(self)
-            squares = self.table.processor.square_gradients(self.core, gradients, self.table.rule)
-            return float(squares.cpu().numpy().sum(dtype=np.float64))  # NumPy's order depends on no threads
+            return partial(self.table.processor.square_gradients(self.core, gradients).cpu().numpy())
 
     def update(
         self,

@@ -35,7 +35,7 @@ class _Coming:
     """An announced batch: copies of its lookups, since the caller may fill its tensors anew."""
 
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
-        self.lookups = [_copy(lookup) for lookup in lookups]
+        self.lookups = [copied(lookup) for lookup in lookups]
         self.copied = processor.record_event()
         # where comparing ids would wait for a device, the same memory counts as equal; `hand_over` checks it late
         self._given = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
@@ -49,10 +49,11 @@ class _Coming:
     def is_of(self, lookups: Sequence[Lookup]) -> bool:
         if self._given is not None and self._given == [_memory(lookup) for lookup in lookups]:
             return True
-        return len(self.lookups) == len(lookups) and all(map(_same, self.lookups, lookups))
+        return same_lookups(self.lookups, lookups)
 
 
-def _copy(lookup: Lookup) -> Lookup:
+def copied(lookup: Lookup) -> Lookup:
+    """A lookup of copies of its tensors."""
     ids, table_ids, offsets = (None if part is None else part.detach().clone() for part in lookup.tensors)
     assert ids is not None
     return lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)
@@ -69,6 +70,11 @@ def _memory(lookup: Lookup) -> tuple[Any, ...]:
 
 def _version(part: Tensor) -> Any:
     return object() if part.is_inference() else part._version  # tensors of inference mode count no writes
+
+
+def same_lookups(some: Sequence[Lookup], others: Sequence[Lookup]) -> bool:
+    """Whether both have the same ids, tables and bags. May wait for a device."""
+    return len(some) == len(others) and all(map(_same, some, others))
 
 
 def _same(one: Lookup, other: Lookup) -> bool:

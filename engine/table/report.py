@@ -45,6 +45,12 @@ def where(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str |
         return tiers, None if tiers[0]["updates"] else "brought up for a step that has not written it"
 
 
+def new_rows(table: OpenTable, lookup: Lookup) -> int:
+    """How many rows of ids without bags were never written."""
+    tables, _ = rows_of(table.spec, lookup)
+    return len(tables) - int(table.count_written(lookup).sum())
+
+
 def settled(table: OpenTable) -> Chunks:
     """Scan every written row as it is after the last step: steps that its rule leaves due are taken in a copy."""
     for bucket, rows in table.scan():

@@ -102,12 +102,6 @@ class OpenTable:
         with self.lock, uninterrupted():
             self.use().flush()
 
-    def compact(self) -> None:
-        with self.lock, uninterrupted():
-            self.use()
-            assert self.stack is not None
-            self.stack.compact()
-
     @property
     def has_thread(self) -> bool:
         """Whether a thread makes announced batches ready."""
@@ -283,11 +277,17 @@ class OpenTable:
         with self.lock, uninterrupted():
             self.release()
             with self.announced(None):
-                there = self.processor.count_written(self._peek(lookup))
-                self.check()
+                there = self.count_written(lookup)
                 if there.any():
                     self._erase(*rows_of(self.spec, lookup), "deleted", there)
                 return int(there.sum())
+
+    def count_written(self, lookup: Lookup) -> Counts:
+        """How many rows of ids were ever written, by table."""
+        with self.lock:
+            there = self.processor.count_written(self._peek(lookup))
+            self.check()
+            return there
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""

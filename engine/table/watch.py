@@ -115,10 +115,7 @@ class Watch:
     def check_not_saving(self) -> None:
         """Raises StoreError while a snapshot is being saved in the background."""
         if self.saving is not None and not self.saving.done:
-            raise StoreError(
-                f"{self.saving.what} is still being saved in the background, and there is one save at a time: call "
-                "wait() of what save_snapshot returned, then try again"
-            )
+            raise StoreError(still_saving(self.saving.what))
 
     def finish_saving(self) -> BaseException | None:
         """Wait for the snapshot that is being saved in the background. Returns its error, if nobody was told yet."""
@@ -161,6 +158,14 @@ class Watch:
     def _is_unread(self) -> bool:
         """Whether the thread that was to read the image is no more."""
         return self.saving is not None and self.saving.image is self._image and self.saving.done
+
+
+def still_saving(what: str) -> str:
+    """The error for a save that another one of the background is in the way of."""
+    return (
+        f"{what} is still being saved in the background, and there is one save at a time: call wait() of what "
+        "save_snapshot returned, then try again"
+    )
 
 
 def _nothing() -> None:

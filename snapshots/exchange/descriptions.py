@@ -64,8 +64,9 @@ def _stored(store: StoreFolder) -> dict[str, Any] | None:
     mark = store.read_mark()
     if mark is not None:
         return described(mark)
-    if store.base:
-        return Snapshot.open(store.snapshots / store.base).description
+    base = store.noting.base
+    if base:
+        return Snapshot.open(store.snapshots / base).description
     snapshots = list_snapshots(store.snapshots).snapshots
     return snapshots[-1].description if snapshots else None
 

@@ -57,15 +57,20 @@ def _array(pa: Any, array: NDArray[Any], kind: Any) -> Any:
 
 
 def _grouped(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
+    """The rows in groups of a size that does not follow the chunks: equal rows make equal files."""
     waiting: list[NDArray[np.void]] = []
     count = 0
     for rows in chunks:
-        waiting.append(rows.copy())  # the memory of `rows` may be used again
-        count += len(rows)
-        if count >= min(_GROUP_ROWS, _GROUP_BYTES // rows.itemsize):
+        most = max(1, min(_GROUP_ROWS, _GROUP_BYTES // rows.itemsize))
+        rest = rows.copy()  # the memory of `rows` may be used again
+        while count + len(rest) >= most:
+            waiting.append(rest[: most - count])
+            rest, count = rest[most - count :], 0
             yield np.concatenate(waiting)
-            waiting, count = [], 0
-    if waiting:
+            waiting = []
+        waiting.append(rest)
+        count += len(rest)
+    if count:
         yield np.concatenate(waiting)
 
 

@@ -1,4 +1,4 @@
-"""Snapshot format 2: names, the manifest, and the header of a row file. `docs/snapshots.md` describes it in prose."""
+"""The manifest of a snapshot of format 2 or 3. `docs/snapshots.md` describes it in prose."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ import re
 from types import NoneType
 from typing import Any, Literal
 
-import numpy as np
-
-from ...engine import _core
 from ...engine.durable import seal, unseal
 from ...engine.errors import SnapshotError
 from ...engine.optim.kernel import CLIPS, kernels
-from ...engine.row_format import BUCKETS, KEY, LAST_STEP, row_dtype
+from ...engine.row_format import BUCKETS, LAST_STEP
 from ...engine.spec.names import is_folder_name
 from ...engine.spec.tables import FIELD, are_names
 from ...engine.store.folder_state import MANIFEST as MANIFEST
 from ...engine.store.folder_state import OWN
+from ...engine.store.shares import SHARE
 from ...engine.store.table_counts import FIELD as TABLE_ROWS
+from .row_files import MOST_PARTS, RowFile, decode_file, is_deleted
 
-FORMAT = 2
+FORMAT = 3  # of a snapshot in parts; one without parts is of format 2
 ROCKSDB = "rocksdb"  # the folder of a checkpoint's files
-HEADER_BYTES = 256
 
 Kind = Literal["full", "incremental", "checkpoint"]
 KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
@@ -35,20 +33,10 @@ LAST_SEQUENCE = (1 << 48) - 1
 _MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
 _MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or a mark has room for its other fields
-OF_THE_MARK = ("live", "rows", "shards", TABLE_ROWS)  # fields of a mark beside the description of a snapshot
+OF_THE_MARK = ("live", "rows", "shards", TABLE_ROWS, SHARE)  # fields of a mark beside the description of a snapshot
 _MAX_SHARDS = BUCKETS
-_ROW_FILE = re.compile(r"(bucket|deleted)-([0-9]{2})\.npy")
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _ID = re.compile(r"[0-9a-f]{32}")
-
-
-@dataclasses.dataclass(frozen=True)
-class RowFile:
-    """A file of rows, or of keys of deleted rows: how many, its bytes with the header, the crc32 behind the header."""
-
-    rows: int
-    bytes: int
-    crc32: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +61,8 @@ class Manifest:
 
     `rows`: how many rows the whole table has when the snapshot is loaded. `deleted`: how many keys of deleted rows the
     snapshot's own files have. `files` is ordered by name. `created` is in ns since 1970, UTC. The latest snapshot has
-    the largest `sequence`. `id`: 32 hex digits, unique to the snapshot.
+    the largest `sequence`. `id`: 32 hex digits, unique to the snapshot. `parts`: how many parts all rows fall into,
+    each with files of its own; None in format 2.
     """
 
     kind: Kind
@@ -86,6 +75,7 @@ class Manifest:
     rocksdb: RocksDBFiles | None
     created: int
     sequence: int
+    parts: int | None = None
 
     def __repr__(self) -> str:
         held = {} if self.rocksdb is None else self.rocksdb.files
@@ -111,7 +101,10 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The manifest file. Raises ValueError if `decode` would refuse it."""
-        data = seal({"format": FORMAT, **dataclasses.asdict(self)})
+        fields = dataclasses.asdict(self)
+        if self.parts is None:
+            del fields["parts"]
+        data = seal({"format": FORMAT if "parts" in fields else FORMAT - 1, **fields})
         Manifest.decode(data)
         return data
 
@@ -120,12 +113,21 @@ class Manifest:
         """Read a manifest file, trusting nothing in it. Raises ValueError saying what is wrong."""
         value = unseal(data)
         _require(type(value) is dict and _is_count(value.get("format")), "it is not a manifest")
+        format = value["format"]
         _require(
-            value["format"] == FORMAT,
-            f"its format is {value['format']}, and this tierbed reads {FORMAT}: use the version that wrote it",
+            format in (FORMAT - 1, FORMAT),
+            f"its format is {format}, and this tierbed reads {FORMAT - 1} and {FORMAT}: use the version that wrote it",
         )
         fields = {field.name for field in dataclasses.fields(Manifest)}
-        _require(value.keys() == fields | {"format"}, "fields are missing or foreign")
+        _require(
+            value.keys() == (fields if format == FORMAT else fields - {"parts"}) | {"format"},
+            "fields are missing or foreign",
+        )
+        parts = value.get("parts")
+        _require(
+            format < FORMAT or (_is_count(parts) and 0 < parts <= MOST_PARTS),
+            f"its parts are {parts!r}, and a snapshot has 1 to {MOST_PARTS}",
+        )
         kind = value["kind"]
         _require(kind in KINDS, f"its kind is {kind!r}, and there are {', '.join(KINDS)}")
         _require(_is_id(value["id"]), "id is not 32 hex digits")
@@ -142,14 +144,14 @@ class Manifest:
         files = value["files"]
         _require(type(files) is dict and all(type(name) is str for name in files), "files is not a map of names")
         width = value["description"]["width"]
-        files = {name: _decode_file(name, entry, width) for name, entry in sorted(files.items())}
+        files = {name: decode_file(name, entry, width, parts) for name, entry in sorted(files.items())}
         rows, deleted = (sum(file.rows for name, file in files.items() if is_deleted(name) == of) for of in (0, 1))
         _require(deleted == value["deleted"], "deleted is not the sum over the files")
         _require(kind == "incremental" or deleted == 0, "only an incremental snapshot deletes rows")
         if kind == "full":
             _require(rows == value["rows"], "rows is not the sum over the files")
         else:
-            _require(kind == "incremental" or not files, "a checkpoint has no files of rows")
+            _require(kind == "incremental" or not (files or parts), "a checkpoint has no files of rows, and no parts")
         return Manifest(
             kind,
             value["id"],
@@ -161,18 +163,8 @@ class Manifest:
             rocksdb,
             value["created"],
             value["sequence"],
+            parts,
         )
-
-
-def _decode_file(name: str, entry: Any, width: int) -> RowFile:
-    match = _ROW_FILE.fullmatch(name)
-    _require(match is not None and int(match[2]) < BUCKETS, f"it names a foreign file {name!r}")
-    _require(type(entry) is dict and entry.keys() == {"rows", "bytes", "crc32"}, f"the entry of {name} is not one")
-    _require(all(_is_count(number) for number in entry.values()), f"the entry of {name} is not made of counts")
-    file = RowFile(**entry)
-    size = HEADER_BYTES + file.rows * dtype_of(name, width).itemsize
-    _require(file.rows > 0 and file.bytes == size, f"rows and bytes of {name} disagree")
-    return file
 
 
 def _decode_parent(value: Any) -> Parent | None:
@@ -285,47 +277,10 @@ def _require(condition: bool, problem: str) -> None:
         raise ValueError(problem)
 
 
-def bucket_file(bucket: int) -> str:
-    """The name of the file of a bucket's rows."""
-    return f"bucket-{bucket:02d}.npy"
-
-
-def deleted_file(bucket: int) -> str:
-    """The name of the file of the keys of a bucket's deleted rows."""
-    return f"deleted-{bucket:02d}.npy"
-
-
-def is_deleted(name: str) -> bool:
-    """Whether a file that a manifest names holds keys of deleted rows, not rows."""
-    return name.startswith("deleted")
-
-
-def bucket_of(name: str) -> int:
-    """The bucket of a file that a manifest names."""
-    return int(name[-6:-4])
-
-
 def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
     """Whether rows of a table described by `older` are rows of the table described by `newer`."""
     same = all(older[field] == newer[field] for field in ("width", "key_type", "columns"))
     return same and len(older["tables"]) <= len(newer["tables"])
-
-
-def row_check(description: dict[str, Any], bucket: int) -> _core.RowCheck:
-    """The check that finds rows of a bucket, or keys of deleted rows, which no table of a description can have."""
-    return _core.RowCheck(bucket, len(description["tables"]), description["key_type"] == "int32")
-
-
-def dtype_of(name: str, width: int) -> np.dtype[np.void]:
-    """The dtype of the array in a file that a manifest names."""
-    return KEY if is_deleted(name) else row_dtype(width)
-
-
-def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
-    """The header of a row file, HEADER_BYTES long whatever the count, the same for every NumPy version."""
-    text = f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({rows},), }}"
-    magic = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
-    return magic + text.encode().ljust(HEADER_BYTES - len(magic) - 1) + b"\n"
 
 
 def check_name(name: str) -> None:

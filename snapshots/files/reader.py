@@ -3,53 +3,42 @@
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ...engine.durable import open_regular, read_record
+from ...engine.durable import read_record
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks
 from ...engine.store.folder_state import snapshot_id
 from .chain import table_of, verify_chain
-from .format import (
-    HEADER_BYTES,
-    MANIFEST,
-    ROCKSDB,
-    Kind,
-    Manifest,
-    RowFile,
-    bucket_file,
-    bucket_of,
-    deleted_file,
-    dtype_of,
-    fits,
-    is_deleted,
-    npy_header,
-    row_check,
-)
-from .threads import ahead
+from .format import MANIFEST, ROCKSDB, Kind, Manifest, fits
+from .row_files import Part, RowFile, bucket_file, deleted_file, is_deleted, row_check
+from .row_reader import RowReader
 from .unread import UnreadError, damaged, remedy_of, unread
 
 LONGEST_CHAIN = 100  # the most snapshots of one table; each is read by files and threads of its own
 
-_CHUNK_BYTES = 1 << 25
-
-Part = tuple[str, NDArray[np.void]]  # file, rows
-
 
 class Snapshot:
-    """A finished snapshot. Opening reads its manifest; rows are read, and checked, by `chunks` and `verify`."""
+    """A finished snapshot. Opening reads its manifest; rows are read, and checked, by `chunks` and `verify`.
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    part: the part of all rows that is read, None for every row. Of a part no manifest tells the number of rows; `found`
+    has them, by the name of each snapshot in the chain, when `chunks` came to its end.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, part: Part | None = None, found: dict[str, int] | None = None
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.part = part
+        self.found = {} if found is None else found
+        self._rows = RowReader(folder, manifest, part)
 
     @classmethod
     def open(cls, folder: Path) -> Snapshot:
@@ -87,6 +76,10 @@ class Snapshot:
         """The table that the rows belong to, as the engine described it."""
         return self.manifest.description
 
+    def of_part(self, part: Part) -> Snapshot:
+        """The same snapshot, of whose rows, and of those that it goes over, one part is read."""
+        return Snapshot(self.folder, self.manifest, part)
+
     @property
     def parent(self) -> Snapshot | None:
         """The snapshot that an incremental one goes over. Raises SnapshotError where it is not there."""
@@ -107,7 +100,7 @@ class Snapshot:
             )
         if parent.manifest.sequence >= self.manifest.sequence or not fits(parent.description, self.description):
             raise SnapshotError(f"snapshot {self.name!r} does not fit {wanted.name!r}, which it goes over; {remedy}")
-        return parent
+        return Snapshot(parent.folder, parent.manifest, self.part, self.found)
 
     @property
     def chain(self) -> list[Snapshot]:
@@ -148,36 +141,30 @@ class Snapshot:
             from .rocksdb_files import checkpoint_chunks  # only where RocksDB wrote it
 
             chunks = checkpoint_chunks(self.folder, self.manifest, max_rows)
-            return self._unless_replaced(self._checked(chunks)), iter(())
-        rows = {name: file for name, file in self.manifest.files.items() if not is_deleted(name)}
-        keys = {name: file for name, file in self.manifest.files.items() if is_deleted(name)}
+            return self._unless_replaced(self._rows.in_part(self._checked(chunks))), iter(())
+        files = self._rows.files
+        rows = {name: file for name, file in files.items() if not is_deleted(name)}
+        keys = {name: file for name, file in files.items() if is_deleted(name)}
         return self.read_files(rows, max_rows), self.read_files(keys, max_rows)
+
+    def counted(self, rows: int) -> None:
+        """Take the rows that a chain up to this snapshot turned out to have. SnapshotError where they are not as many.
+
+        Those of a part alone are noted in `found`.
+        """
+        if self.part is not None:
+            self.found[self.name] = rows
+        else:
+            self.check_count(rows)
+
+    def check_count(self, rows: int) -> None:
+        """Raises SnapshotError where the table of this snapshot should have another number of rows."""
+        if rows != self.manifest.rows:
+            raise self.damaged(None, f"it has {rows} rows instead of {self.manifest.rows}")
 
     def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
         """The rows in some of the manifest's files, as `chunks` has them. Raises SnapshotError naming the file."""
-        return self._unless_replaced(self._read_files(files, max_rows))
-
-    def _read_files(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
-        for name, entry in files.items():
-            with self._open(name, entry):
-                pass
-        with ahead(self._read(files, max_rows)) as parts, ahead(self._sums(parts)) as chunks:
-            yield from chunks
-
-    def _sums(self, parts: Iterator[Part]) -> Generator[tuple[int, NDArray[np.void]], None, None]:
-        """The rows of files as (bucket, rows). A file's checksum is compared before its last chunk is passed on."""
-        for name, group in groupby(parts, key=itemgetter(0)):
-            entry, count, checksum = self.manifest.files[name], 0, 0
-            check = row_check(self.description, bucket_of(name))
-            for _, rows in group:
-                data = rows.view(np.uint8)
-                checksum = zlib.crc32(data.data, checksum)
-                count += len(rows)
-                if count == entry.rows and checksum != entry.crc32:
-                    raise self.damaged(name, "its checksum does not match")
-                if problem := check.problem(data, rows.dtype.itemsize):
-                    raise self.damaged(name, problem)
-                yield bucket_of(name), rows
+        return self._unless_replaced(self._rows.read(files, max_rows))
 
     def _checked(self, chunks: Chunks) -> Chunks:
         """The rows of a checkpoint as they are."""
@@ -203,40 +190,10 @@ class Snapshot:
 
     def named_twice(self, bucket: int) -> SnapshotError:
         """The error for a bucket with a key of both a written row and a deleted row."""
-        return self.damaged(deleted_file(bucket), f"it has keys of rows that {bucket_file(bucket)} has")
-
-    def _read(self, files: dict[str, RowFile], max_rows: int) -> Generator[Part, None, None]:
-        # read, not mapped: a failing disk raises here, where a mapping would kill the process
-        for name, entry in files.items():
-            dtype = dtype_of(name, self.manifest.width)
-            limit = max(1, min(max_rows, _CHUNK_BYTES // dtype.itemsize))
-            with self._open(name, entry) as file:
-                for begin in range(0, entry.rows, limit):
-                    rows = np.empty(min(limit, entry.rows - begin), dtype)
-                    data = rows.view(np.uint8).data
-                    try:
-                        got = file.readinto(data)  # type: ignore[attr-defined]
-                    except OSError as error:
-                        raise unread(self.folder / name, error, self.folder) from error
-                    if got != data.nbytes:
-                        raise self.damaged(name, "it was truncated while being read")
-                    yield name, rows
-
-    def _open(self, name: str, entry: RowFile) -> BinaryIO:
-        """The open file, after its header, which was checked."""
-        try:
-            file = open_regular(self.folder / name)
-        except OSError as error:
-            raise unread(self.folder / name, error, self.folder) from error
-        size = os.fstat(file.fileno()).st_size
-        if size != entry.bytes:
-            problem = f"it has {size} bytes instead of {entry.bytes}"
-        elif file.read(HEADER_BYTES) != npy_header(dtype_of(name, self.manifest.width), entry.rows):
-            problem = "its header is not that of these rows"
-        else:
-            return file
-        file.close()
-        raise self.damaged(name, problem)
+        rows, keys = bucket_file(bucket), deleted_file(bucket)
+        if self.manifest.parts is None:
+            return self.damaged(keys, f"it has keys of rows that {rows} has")
+        return self.damaged(None, f"parts of {keys} have keys of rows that parts of {rows} have")
 
     def damaged(self, name: str | None, problem: str) -> SnapshotError:
         """The error for damage to the file `name`, or with None to the whole snapshot, with the remedy."""

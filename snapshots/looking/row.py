@@ -15,8 +15,8 @@ from ...engine.row_format import Chunks, row_dtype
 from ...engine.spec.tables import choices, names_in, numbered, table_number
 from ...engine.store.folder import StoreFolder
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
-from ..files.format import bucket_file, deleted_file
 from ..files.reader import Snapshot
+from ..files.row_files import bucket_file, deleted_file
 from ..store.closed_store import marked
 
 Row = NDArray[np.void]  # [1] of `row_dtype`
@@ -75,14 +75,17 @@ def plain_floats(values: NDArray[np.float32]) -> list[float | str]:
 
 def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
     """The row in the file of the key's bucket, of the latest snapshot in the chain that has the key."""
-    bucket = int(_core.buckets(np.array([table], np.uint32), np.array([key], np.uint64))[0])
+    name = np.array([table], np.uint32), np.array([key], np.uint64)
+    bucket = int(_core.buckets(*name)[0])
     for link in reversed(snapshot.chain):
         if link.manifest.rocksdb is not None:
             return _among(link.parts()[0], table, key)
-        found = _among(_file(link, bucket_file(bucket)), table, key)
+        parts = link.manifest.parts
+        part = None if parts is None else int(_core.owners(*name, parts)[0])
+        found = _among(_file(link, bucket_file(bucket, part)), table, key)
         if found is not None:
             return found
-        if _among(_file(link, deleted_file(bucket)), table, key) is not None:
+        if _among(_file(link, deleted_file(bucket, part)), table, key) is not None:
             return None
     return None
 

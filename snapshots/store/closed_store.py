@@ -10,6 +10,7 @@ from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import Chunks
 from ...engine.store.folder import StoreFolder
+from ...engine.store.shares import RANKS, share_folder
 from ..files.format import OF_THE_MARK, Manifest, check_name
 from ..files.reader import Snapshot
 from ..files.writer import Progress, write_snapshot
@@ -26,6 +27,7 @@ def save_live(
     from .saving import Held, save_held
 
     check_name(name)
+    _check_whole(store)
     mark = marked(store)
     description = described(mark)
     if kind == "checkpoint" and mark["live"] == "rocksdb":
@@ -63,6 +65,7 @@ def load_live(
         manifest = write_snapshot(store.incoming, description, chosen)
         base = snapshot.name if selection.is_whole else None
         store.replace_live(store.incoming, {**description, "live": "rows", "rows": manifest.rows}, base)
+        store.keeper.end_ranks()
     finally:
         remove_folder(store.incoming)  # not there where the rows were replaced
     return manifest, report
@@ -103,6 +106,15 @@ def live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
         raise StoreError(f"the mark of {str(store.path)!r} has an unknown live={mark.get('live')!r}: upgrade tierbed")
 
 
+def _check_whole(store: StoreFolder) -> None:
+    """Raises StoreError for the folder of a rank's share, which has not all rows."""
+    if store.path.parent.name == RANKS:
+        raise StoreError(
+            f"{str(store.path)!r} has the share of one rank alone: give the store folder, "
+            f"{str(store.path.parent.parent)!r}"
+        )
+
+
 def described(mark: dict[str, Any]) -> dict[str, Any]:
     """The description of the rows in a mark, as a snapshot has it."""
     return {field: value for field, value in mark.items() if field not in OF_THE_MARK}
@@ -111,6 +123,11 @@ def described(mark: dict[str, Any]) -> dict[str, Any]:
 def marked(store: StoreFolder) -> dict[str, Any]:
     """The mark of a store. Raises StoreError where the live rows carry none."""
     mark = store.read_mark()
+    if mark is None and (record := store.keeper.of_ranks) is not None:
+        raise StoreError(
+            f"the live rows of {str(store.path)!r} are in shares of {record.ranks} ranks, each in a store folder of "
+            f"its own: give {str(share_folder(store.path, 0, record.ranks))!r} or another, or a snapshot"
+        )
     if mark is None:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are not consistent: the last process did not close the embedding. "

@@ -10,6 +10,8 @@ from ...engine.durable import TEMPORARY, fsync_dir, remove_folder
 from ...engine.errors import SnapshotError
 from ...engine.numeric import whole_option
 from ...engine.store.folder import StoreFolder
+from ...engine.store.folder_state import snapshot_id
+from ..files.may_replace import going_over
 from ..files.reader import Snapshot, list_snapshots
 
 
@@ -62,10 +64,21 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
     snapshot has all that it goes over. Raises SnapshotError, and removes nothing, where a manifest is damaged: what
     that snapshot goes over is unknown then.
     """
-    plan = plan_prune(all_in(store.snapshots), keep_last, keep_every, store.base, store.replaced)
+    noting = store.noting
+    plan = plan_prune(all_in(store.snapshots), keep_last, keep_every, noting.base, noting.replaced)
     for snapshot in reversed(plan.removed):
         remove_snapshot(snapshot.folder)
     return plan
+
+
+def drop_unneeded(store: StoreFolder, saved: Snapshot) -> None:
+    """Remove a snapshot that nobody asked to keep, unless live rows or other snapshots go back to it. SnapshotError.
+
+    Another one that has its name by now stays.
+    """
+    place = store.snapshots / saved.name
+    if snapshot_id(place) == saved.manifest.id and store.base != saved.name and not going_over(place):
+        remove_snapshot(place)
 
 
 def remove_snapshot(folder: Path) -> None:

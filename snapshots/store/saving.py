@@ -69,15 +69,8 @@ def save_held(
 
     Where an incremental snapshot would make a chain that is too long to read, a full one is written, and logged.
     """
-    parent = parent_of(store) if kind == "incremental" else None
-    if parent is not None and len(parent.chain) == LONGEST_CHAIN:
-        log.warning(
-            "snapshot %r is full, not incremental: %r goes over %d others, and no more are read as one table",
-            name,
-            parent.name,
-            LONGEST_CHAIN - 1,
-        )
-        parent, kind = None, "full"
+    parent = parent_for(store, name) if kind == "incremental" else None
+    kind = "full" if kind == "incremental" and parent is None else kind
     place = begin_save(store, name, kind, held, overwrite)
     if parent is not None:
         changed = held.changes(parent.manifest.id)
@@ -104,6 +97,23 @@ def base_of(store: StoreFolder) -> Snapshot | None:
     if base:
         return Snapshot.open(store.snapshots / base)
     return None if base == "" else latest_snapshot(store.snapshots)
+
+
+def parent_for(store: StoreFolder, name: str) -> Snapshot | None:
+    """The snapshot that the incremental one `name` is to go over. None, logged, where the chain would be too long.
+
+    Raises as `parent_of`.
+    """
+    parent = parent_of(store)
+    if len(parent.chain) < LONGEST_CHAIN:
+        return parent
+    log.warning(
+        "snapshot %r is full, not incremental: %r goes over %d others, and no more are read as one table",
+        name,
+        parent.name,
+        LONGEST_CHAIN - 1,
+    )
+    return None
 
 
 def parent_of(store: StoreFolder) -> Snapshot:

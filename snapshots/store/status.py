@@ -12,8 +12,10 @@ from typing import Any, Literal
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.spec.tables import labels_of, names_in
 from ...engine.store.folder_state import FolderState
+from ...engine.store.shares import RANKS, share_folder
 from ...engine.store.table_counts import counts_in
 from ..files.reader import Snapshot, list_snapshots
+from .closed_ranks import mark_of_ranks
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,11 @@ class StoreStatus:
     """A store folder at one instant.
 
     `holder`: the id of the process that has it open, 0 where that is not known, None for no process. `mark`: describes
-    the live rows, None while they are of different steps or absent. `live`: "rows", "rocksdb" or None. `rows`: how many
-    live rows, None without a mark. `step`: of the live rows, None where it is not known. `base`: the snapshot that they
-    go back to, if any. `bytes`: of the live rows, the snapshots and the rest; a file that two parts share counts in the
-    first. `restart`: what a run that starts now would do; with a holder, a run that starts after its kill.
+    the live rows, None while they are of different steps or absent; it is one mark for the shares of ranks. `live`:
+    "rows", "rocksdb", "ranks" or None. `ranks`: how many ranks share the live rows, None for one process. `rows`: how
+    many live rows, None without a mark. `step`: of the live rows, None where it is not known. `base`: the snapshot that
+    they go back to, if any. `bytes`: of the live rows, the snapshots and the rest; a file that two parts share counts
+    in the first. `restart`: what a run that starts now would do; with a holder, a run that starts after its kill.
     """
 
     path: Path
@@ -51,6 +54,7 @@ class StoreStatus:
     base: str | None
     bytes: dict[str, int]
     restart: Restart
+    ranks: int | None = None
 
     @property
     def rows_by_table(self) -> dict[str, int] | None:
@@ -75,12 +79,26 @@ def store_status(path: Path) -> StoreStatus:
     path = existing_store(Path(path))
     view = _AtOneInstant(path)
     mark, base, noted = view.read_mark(), view.base, view.noted_step
+    if mark is None and (record := view.keeper.of_ranks) is not None:
+        return _of_ranks(view, record.ranks)
     live = _kind_of(view.live) if mark is None else mark["live"]
     restart = _after_kill(path, base, noted) if mark is None else Restart("live", mark["step"])
     if not view.was_open:
         restart = replace(restart, lost_steps=0)  # no step was lost: its snapshots came from elsewhere
     rows, step = (None, noted) if mark is None else (mark.get("rows"), mark["step"])
     return StoreStatus(path, holder(path), mark, live, rows, step, base or None, _sizes(path, view.live), restart)
+
+
+def _of_ranks(view: FolderState, ranks: int) -> StoreStatus:
+    """The status of a store whose live rows are shares of ranks."""
+    path, base, mark = view.path, view.keeper.base, mark_of_ranks(view)
+    shares = [FolderState(share_folder(path, rank, ranks)) for rank in range(ranks)]
+    noted = max((share.noted_step for share in shares if share.noted_step is not None), default=None)
+    rows, step = (None, noted) if mark is None else (mark.get("rows"), mark["step"])
+    restart = _after_kill(path, base, noted) if mark is None else Restart("live", mark["step"])
+    return StoreStatus(
+        path, holder(path), mark, "ranks", rows, step, base or None, _sizes(path, path / RANKS), restart, ranks
+    )
 
 
 class _AtOneInstant(FolderState):

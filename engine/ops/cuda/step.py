@@ -15,7 +15,9 @@ from .layout import Layout
 from .program import Program
 
 LINES = "ops/cuda/lines.cu"
-WARP, SUM_BLOCK, MOST_PARTS, MOST_HYPERS = 32, 256, 8, 24  # as in update.cu
+WARP, SUM_BLOCK, MOST_PARTS, MOST_HYPERS = 32, 256, 8, 24  # as in update.cu and sources.h
+# of each lookup: the gradient [rows of the lookup, dim], of one dtype, whether bags are means, the weights that pooled
+Given = tuple[Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]]
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 
@@ -97,52 +99,12 @@ class RuleKernels:
         grads: for each lookup, [rows of the lookup, dim], all of one dtype. `written` [tables] int64 grows by the rows
         that are written for the first time. After a fault nothing is written.
         """
-        program, sources, sums, _kept = self._sum_blocks(batch, grads, means, weights)
+        program, layout = self._program(_dtype(grads)), self._layout
+        sources, sums, _kept = _sum_blocks(program, layout, batch, (grads, means, weights))
         launch(
-            self._layout.device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.tables,
-            batch.count, numbers, sums, self._whole(batch), written, faults,
+            layout.device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.tables, batch.count,
+            numbers, sums, _whole(layout, batch), written, faults,
         )  # fmt: skip
-
-    def square(
-        self, batch: Batch, grads: Sequence[Tensor], means: Sequence[bool], weights: Sequence[Tensor | None]
-    ) -> Tensor:
-        """[size] float32, the sum of the squares of each row's gradient, 0 beyond the unique rows.
-
-        grads, means, weights: as in `update`.
-        """
-        program, sources, sums, _kept = self._sum_blocks(batch, grads, means, weights)
-        squares = torch.zeros(batch.size, dtype=torch.float32, device=batch.lines.device)
-        launch(
-            self._layout.device, program, "square_rows", batch.size, WARP, sources, batch.count, sums,
-            self._whole(batch), squares,
-        )  # fmt: skip
-        return squares
-
-    def _sum_blocks(
-        self, batch: Batch, grads: Sequence[Tensor], means: Sequence[bool], weights: Sequence[Tensor | None]
-    ) -> tuple[Program, np.ndarray, Tensor, list[Any]]:
-        """The kernels, their sources, the sums of rows with many occurrences, and what keeps the sources' memory."""
-        groups, layout = batch.groups, self._layout
-        scales = _scales(batch, layout, means, weights)
-        if len(grads) > MOST_PARTS:
-            grads = [torch.cat(list(grads))]
-        sources = np.zeros((), _SOURCES)
-        for index, (grad, lookup) in enumerate(zip(grads, batch.lookups, strict=False)):
-            sources["parts"][index] = (grad.data_ptr(), lookup.source)
-        sources["count"], sources["n"] = len(grads), batch.size
-        memory = {"rows": groups.rows, "offsets": groups.offsets, "sources": groups.sources, "scales": scales}
-        for name, tensor in memory.items():
-            sources[name] = 0 if tensor is None else tensor.data_ptr()
-        program = self._program(grads[0].dtype if grads else torch.float32)
-        slots = batch.size // SUM_BLOCK + 1
-        sums = torch.empty(slots * layout.dim, dtype=torch.float32, device=batch.lines.device)
-        launch(layout.device, program, "sum_blocks", slots if batch.size > SUM_BLOCK else 0, WARP, sources, sums)
-        return program, sources, sums, [grads, memory]
-
-    def _whole(self, batch: Batch) -> Tensor:
-        """Memory for one row of each warp."""
-        warps = min(-(-batch.size * WARP // THREADS), self._layout.device.blocks) * THREADS // WARP
-        return torch.empty(warps * self._layout.dim, dtype=torch.float32, device=batch.lines.device)
 
     def settle(self, batch: Batch, numbers: Tensor) -> None:
         """Let lookups see rows at the beginning of the step, for a rule that catches up."""
@@ -162,6 +124,18 @@ class RuleKernels:
     def _program(self, dtype: torch.dtype) -> Program:
         macros = {"TIERBED_RULE": struct_name(self._rule), "TIERBED_GRADIENTS": _TYPES[dtype]}
         return self._layout.program("ops/cuda/update.cu", **macros)
+
+
+def sum_rows(layout: Layout, batch: Batch, given: Given, places: Tensor | None, out: Tensor) -> None:
+    """The gradient of row u of the batch to place places[u] of out [*, dim]; without places, to place u."""
+    _reduce("sum_rows", layout, batch, given, places, out)
+
+
+def square_rows(layout: Layout, batch: Batch, given: Given) -> Tensor:
+    """[size] float32, the sum of the squares of each row's gradient, 0 beyond the unique rows."""
+    squares = torch.zeros(batch.size, dtype=torch.float32, device=batch.lines.device)
+    _reduce("square_rows", layout, batch, given, _whole(layout, batch), squares)
+    return squares
 
 
 def new_numbers(device: torch.device) -> Tensor:
@@ -253,6 +227,41 @@ def _pooled(batch: Batch, lookup: LookupSpan, mean: bool, weights: Tensor | None
         batch_size = lookup.bags // columns
     ids["bags"] = (offsets, lookup.length, features, columns, batch_size)
     return ids
+
+
+def _dtype(grads: Sequence[Tensor]) -> torch.dtype:
+    return grads[0].dtype if grads else torch.float32
+
+
+def _reduce(kernel: str, layout: Layout, batch: Batch, given: Given, *arguments: Argument) -> None:
+    program = layout.program("ops/cuda/sums.cu", TIERBED_GRADIENTS=_TYPES[_dtype(given[0])])
+    sources, sums, _kept = _sum_blocks(program, layout, batch, given)
+    launch(layout.device, program, kernel, batch.size, WARP, sources, batch.count, sums, *arguments)
+
+
+def _sum_blocks(program: Program, layout: Layout, batch: Batch, given: Given) -> tuple[np.ndarray, Tensor, list[Any]]:
+    """The sources of kernels, the sums of rows with many occurrences, and what keeps the sources' memory."""
+    groups, (grads, means, weights) = batch.groups, given
+    scales = _scales(batch, layout, means, weights)
+    if len(grads) > MOST_PARTS:
+        grads = [torch.cat(list(grads))]
+    sources = np.zeros((), _SOURCES)
+    for index, (grad, lookup) in enumerate(zip(grads, batch.lookups, strict=False)):
+        sources["parts"][index] = (grad.data_ptr(), lookup.source)
+    sources["count"], sources["n"] = len(grads), batch.size
+    memory = {"rows": groups.rows, "offsets": groups.offsets, "sources": groups.sources, "scales": scales}
+    for name, tensor in memory.items():
+        sources[name] = 0 if tensor is None else tensor.data_ptr()
+    slots = batch.size // SUM_BLOCK + 1
+    sums = torch.empty(slots * layout.dim, dtype=torch.float32, device=batch.lines.device)
+    launch(layout.device, program, "sum_blocks", slots if batch.size > SUM_BLOCK else 0, WARP, sources, sums)
+    return sources, sums, [grads, memory]
+
+
+def _whole(layout: Layout, batch: Batch) -> Tensor:
+    """Memory for one row of each warp."""
+    warps = min(-(-batch.size * WARP // THREADS), layout.device.blocks) * THREADS // WARP
+    return torch.empty(warps * layout.dim, dtype=torch.float32, device=batch.lines.device)
 
 
 def _scales(batch: Batch, layout: Layout, means: Sequence[bool], weights: Sequence[Tensor | None]) -> Tensor | None:

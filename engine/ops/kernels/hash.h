@@ -1,4 +1,5 @@
-// The hash of a row's identity. Its top 6 bits are the bucket, its low bits place the row within the bucket.
+// The hash of a row's identity. Its top 6 bits are the bucket, its low bits place the row within the bucket, and bits
+// that do neither choose its owner among ranks.
 //
 // For one table the hash is a bijection of the key: (table, hash) names a row as (table, key) does, so nothing is
 // hashed twice and a table's index needs no keys.
@@ -8,6 +9,7 @@
 namespace tierbed {
 
 constexpr u32 BUCKETS = 64;
+constexpr u32 MOST_RANKS = 1024;
 
 TIERBED_FN u64 table_offset(u32 table) { return (static_cast<u64>(table) + 1) * 0x9E3779B97F4A7C15ull; }
 
@@ -34,5 +36,8 @@ TIERBED_FN u64 key_of(u32 table, u64 hash) {
 }
 
 TIERBED_FN u32 bucket_of(u64 hash) { return static_cast<u32>(hash >> 58); }
+
+// The rank, of `ranks` <= MOST_RANKS, that owns a row: each owns an interval of 16 bits of the hash.
+TIERBED_FN u32 owner_of(u64 hash, u32 ranks) { return static_cast<u32>((hash >> 34 & 0xFFFF) * ranks >> 16); }
 
 }  // namespace tierbed

@@ -192,6 +192,13 @@ struct Upstreams {
     }
 };
 
+// One place for each row of the batch, of `rows` that there are; without places, the rows in order.
+void require_places(const Batch& batch, const std::optional<InVector<i64>>& places, std::size_t rows) {
+    require(places ? places->size() == batch.unique : rows == batch.unique, "a place for each unique row is needed");
+    for (std::size_t row = 0; places && row < batch.unique; ++row)
+        require(static_cast<u64>(places->data()[row]) < rows, "a place is out of range");
+}
+
 void bind_step(nb::module_& m) {
     m.def("initialise",
           [](const Layout& layout, InVector<u32> tables, InVector<u64> keys, Out<float, nb::ndim<2>> out) {
@@ -273,6 +280,27 @@ void bind_step(nb::module_& m) {
         },
         nb::arg("batch"), nb::arg("layout"), nb::arg("grads"), nb::arg("means"), nb::arg("weights"),
         nb::arg("dtype") = "float32");
+    m.def(
+        "sum_gradients",
+        [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
+           Out<float, nb::ndim<2>> out, std::optional<InVector<i64>> places, const std::string& dtype) {
+            const Upstreams given(batch, layout, grads, means, weights, dtype);
+            require(out.shape(1) == layout.shape.dim, "out must be [*, dim]");
+            require_places(batch, places, out.shape(0));
+            nb::gil_scoped_release unlocked;
+            sum_gradients(batch, layout.shape.dim, given.upstream, places ? places->data() : nullptr, out.data());
+        },
+        nb::arg("batch"), nb::arg("layout"), nb::arg("grads"), nb::arg("means"), nb::arg("weights"), nb::arg("out"),
+        nb::arg("places").none() = nb::none(), nb::arg("dtype") = "float32");
+    m.def(
+        "set_lines",
+        [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> places) {
+            require(rows.shape(1) == layout.shape.dim, "rows must be [*, dim]");
+            require_places(batch, places, rows.shape(0));
+            for (std::size_t row = 0; row < batch.unique; ++row)
+                batch.lines[row] = reinterpret_cast<u64>(rows.data() + places.data()[row] * rows.shape(1));
+        },
+        nb::keep_alive<1, 3>());
     m.def("settle",
           [](Batch& batch, const Layout& layout, const std::string& rule, std::vector<double> hyper, u32 step) {
               const BoundRule bound(layout, rule, std::move(hyper));

@@ -106,6 +106,17 @@ void square(const UpdateJob& job, std::size_t begin, std::size_t end, float* mem
     }
 }
 
+template <class Type>
+void sum(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, const i64* places, float* out) {
+    const u32* const last = job.sources + job.offsets[end];
+    for (std::size_t row = begin; row < end; ++row) {
+        const u32 first = job.offsets[row], count = job.offsets[row + 1] - first;
+        const Occurrences occurrences{job.sources + first, job.scales ? job.scales + first : nullptr, count, last};
+        const std::size_t place = places ? static_cast<std::size_t>(places[row]) : row;
+        sum_whole_row<Type>(out + place * job.gradients.dim, memory, job.gradients, occurrences);
+    }
+}
+
 template <class Rule>
 void catch_up_lines(const CatchUpJob& job, std::size_t begin, std::size_t end) {
     const Rule rule(job.hyper);
@@ -141,6 +152,7 @@ const Loops TIERBED_LOOPS{TIERBED_ISA,
                           {gather<Float32>, gather<Float16>, gather<BFloat16>},
                           {weights_grad<Float32>, weights_grad<Float16>, weights_grad<BFloat16>},
                           {square<Float32>, square<Float16>, square<BFloat16>},
+                          {sum<Float32>, sum<Float16>, sum<BFloat16>},
                           table_of(AllRules{}),
                           AllRules::COUNT};
 

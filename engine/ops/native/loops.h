@@ -68,6 +68,9 @@ struct Loops {
     void (*weights_grad[FLOAT_TYPES])(const WeightsGradJob&, std::size_t begin, std::size_t end);
     // out [unique]: the sum of the squares of each row's gradient. Of the job it reads what is about gradients.
     void (*square[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, float* out);
+    // out [*, dim]: the gradient of row u goes to place places[u], null for u. memory [dim]: of the caller.
+    void (*sum[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, const i64* places,
+                             float* out);
     const RuleLoops* rules;
     u32 rule_count;
 };

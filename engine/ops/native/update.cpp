@@ -99,6 +99,15 @@ void square_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& 
     });
 }
 
+void sum_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, const i64* places, float* out) {
+    const Given given(batch, dim, grads);
+    const auto sum = loops().sum[static_cast<u32>(given.job.type)];
+    parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
+        Buffer<float> memory(dim);
+        sum(given.job, begin, end, memory.data(), places, out);
+    });
+}
+
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step) {
     if (!rule.loops.catch_up) return;
     const CatchUpJob job{lines, layout.shape, rule.hyper.data(), step};

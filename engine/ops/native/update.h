@@ -27,6 +27,8 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstrea
                    u32 step, float scale, u64* by_table);
 // out [unique]: the sum of the squares of the gradient of each row of the batch.
 void square_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, float* out);
+// The gradient of row u of the batch to row places[u] of out [*, dim]; null places for row u.
+void sum_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, const i64* places, float* out);
 // Brings embedding and state of `lines` to the beginning of `step`, where the rule catches up.
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step);
 // Lets lookups of the batch see its rows at the beginning of `step`; those that are behind are caught up in copies.

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <optional>
+#include <queue>
 #include <utility>
 #include <vector>
 
@@ -39,7 +41,8 @@ struct Packed {
 
 class RowCheck {
 public:
-    RowCheck(u32 bucket, u32 tables, bool int32) : bucket_(bucket), tables_(tables), int32_(int32) {}
+    RowCheck(u32 bucket, u32 tables, bool int32, u32 part, u32 parts)
+        : bucket_(bucket), tables_(tables), part_(part), parts_(parts), int32_(int32) {}
 
     const char* problem(const Packed& rows) {
         const bool has_record = rows.row_bytes >= packed_bytes_of(0);
@@ -49,7 +52,9 @@ public:
             last_ = name;
             const auto [table, key] = name;
             if (table >= tables_) return "it has rows of tables that there are not";
-            if (bucket_of(hash_row(table, key)) != bucket_) return "it has rows of another bucket";
+            const u64 hash = hash_row(table, key);
+            if (bucket_of(hash) != bucket_) return "it has rows of another bucket";
+            if (owner_of(hash, parts_) != part_) return "it has rows of another part";
             if (int32_ && static_cast<u64>(static_cast<i64>(static_cast<i32>(key))) != key)
                 return "it has keys that are no int32";
             if (has_record) {
@@ -62,7 +67,7 @@ public:
     }
 
 private:
-    const u32 bucket_, tables_;
+    const u32 bucket_, tables_, part_, parts_;
     const bool int32_;
     std::optional<Name> last_;
 };
@@ -124,11 +129,43 @@ nb::tuple merge_rows(InVector<u8> before, InVector<u8> after, InVector<u8> gone,
     return nb::make_tuple(own(std::move(rows)), i, j, k, both);
 }
 
+nb::tuple merge_parts(const std::vector<InVector<u8>>& parts, const std::vector<bool>& more, std::size_t row_bytes) {
+    using Next = std::pair<Name, std::size_t>;  // the next row of a part, and the part
+    require(more.size() == parts.size(), "one of `more` for each part");
+    std::vector<Packed> sides;
+    for (const InVector<u8>& part : parts) sides.emplace_back(part, row_bytes);
+    std::vector<std::size_t> taken(sides.size());
+    std::vector<u8> rows;
+    {
+        nb::gil_scoped_release unlocked;
+        std::priority_queue<Next, std::vector<Next>, std::greater<>> nexts;
+        std::size_t bytes = 0;
+        for (std::size_t i = 0; i < sides.size(); ++i) {
+            if (sides[i].count) nexts.emplace(sides[i].name(0), i);
+            bytes += parts[i].size();
+        }
+        rows.reserve(bytes);
+        while (!nexts.empty()) {
+            const std::size_t i = nexts.top().second;
+            nexts.pop();
+            const u8* row = sides[i].row(taken[i]++);
+            rows.insert(rows.end(), row, row + row_bytes);
+            if (taken[i] < sides[i].count) {
+                nexts.emplace(sides[i].name(taken[i]), i);
+            } else if (more[i]) {
+                break;  // what comes after it is not known
+            }
+        }
+    }
+    return nb::make_tuple(own(std::move(rows)), nb::cast(taken));
+}
+
 }  // namespace
 
 void bind_rows(nb::module_& m) {
     nb::class_<RowCheck>(m, "RowCheck")
-        .def(nb::init<u32, u32, bool>(), nb::arg("bucket"), nb::arg("tables"), nb::arg("int32"))
+        .def(nb::init<u32, u32, bool, u32, u32>(), nb::arg("bucket"), nb::arg("tables"), nb::arg("int32"),
+             nb::arg("part"), nb::arg("parts"))
         .def(
             "problem",
             [](RowCheck& check, InVector<u8> rows, std::size_t row_bytes) {
@@ -138,6 +175,7 @@ void bind_rows(nb::module_& m) {
             },
             nb::arg("rows"), nb::arg("row_bytes"));
     m.def("join_rows", &join_rows, nb::arg("before"), nb::arg("after"), nb::arg("row_bytes"));
+    m.def("merge_parts", &merge_parts, nb::arg("parts"), nb::arg("more"), nb::arg("row_bytes"));
     m.def("merge_rows", &merge_rows, nb::arg("before"), nb::arg("after"), nb::arg("gone"), nb::arg("row_bytes"));
 }
 

@@ -1,0 +1,119 @@
+"""What an embedding needs of its rows, whether one process has them all or ranks share them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...snapshots.files.reader import Snapshot
+from ...snapshots.store.selection import LoadReport, Selection
+from ..errors import TierbedError
+from ..ops.rows_contract import Pinned
+from ..optim.optimizers import RowOptimizer
+from ..spec.inputs import Lookup
+from ..spec.options import StoreOptions
+from ..spec.table_spec import TableSpec
+from ..table.background_save import Saving
+from ..table.table import OpenTable
+from .saved_as import SavedAs
+
+
+class TableOfAll(Protocol):
+    """All rows of an embedding, for lookups and steps. The methods are those of `OpenTable`."""
+
+    @property
+    def optimizer(self) -> RowOptimizer | None: ...
+
+    def read(self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor: ...
+
+    def get(self, lookup: Lookup) -> Tensor: ...
+
+    def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor: ...
+
+    def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, like: Any = None) -> Pinned: ...
+
+    def announce(self, lookups: list[Lookup]) -> None: ...
+
+    def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None: ...
+
+    def delete(self, lookup: Lookup) -> int: ...
+
+
+class Held(Protocol):
+    """An embedding's hold on its rows. The methods are those of `HeldTable`."""
+
+    device: torch.device
+
+    @property
+    def table(self) -> TableOfAll: ...
+
+    @property
+    def own_table(self) -> OpenTable:
+        """The table of the rows that this process has."""
+
+    @property
+    def base(self) -> str | None: ...
+
+    @property
+    def exchanged(self) -> dict[str, dict[str, int]]: ...
+
+    def size(self) -> int: ...
+
+    def use_optimizer(self, optimizer: RowOptimizer) -> None: ...
+
+    def move(self, device: torch.device) -> None: ...
+
+    def forget_announced(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def check_save(self, name: str, kind: str, overwrite: bool) -> None: ...
+
+    def save_snapshot(self, name: str, kind: str, overwrite: bool) -> Any: ...
+
+    def save_in_background(self, name: str, kind: str, overwrite: bool) -> Saving: ...
+
+    def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport: ...
+
+    def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]: ...
+
+    def save_rows(self, place: Path) -> None: ...
+
+    def check_rows(self, place: Path, state: bool = True) -> None: ...
+
+    def discard_rows(self, name: str) -> None: ...
+
+    def load_rows(self, place: Path, state: bool = True) -> None: ...
+
+    def drop_rows(self, saved: Snapshot) -> None: ...
+
+    def named(self) -> SavedAs: ...
+
+    def compare(self, awaited: SavedAs) -> None: ...
+
+    def close(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Ranks(Protocol):
+    """The processes that share the rows of an embedding: `tierbed.distributed.World`."""
+
+    failure: TierbedError | None  # why they can no longer meet
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+
+    def meet(self, op: str, error: BaseException | None = None, note: int = 0) -> list[int]:
+        """The notes of all ranks, in their order. Where a rank gives an error, raises on every rank."""
+
+    def hold(
+        self, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None, device: torch.device
+    ) -> Held:
+        """Open the rows over all ranks."""
