@@ -1,0 +1,5 @@
+"""One embedding over many processes: the group of ranks that share its rows."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,195 @@
+"""How ranks agree, before an operation moves anything, that each of them wants it and can do it.
+
+Every operation over ranks begins with one all-to-all of headers. All headers of all operations have one size, so ranks
+that meet in different operations learn of it; a transfer of unequal sizes would end the process.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import msgpack  # type: ignore[import-untyped]
+import torch
+
+from ..engine import errors
+from ..engine.errors import GroupError, TierbedError
+
+if TYPE_CHECKING:
+    from .group import Exchange, Group
+
+FIELDS = 6  # of a header: whether it refuses, the checksums of op and numbers, the count for the receiver, a note, asks
+
+
+class Answer(NamedTuple):
+    """What the headers of all ranks say, by rank."""
+
+    counts: list[int]  # what each rank sends to this one
+    notes: list[int]
+    asked: bool  # whether a rank asks for more
+
+
+class Agreement:
+    """One exchange of headers, on its way from here until `settle`.
+
+    op: what every rank must be about to do. same: numbers that must be equal on all ranks, by name. counts: by rank,
+    how much this one sends. note: a number for all ranks. asks: whether the ranks are to do more after this.
+    error: why this rank cannot take part.
+    """
+
+    def __init__(
+        self,
+        world: Group,
+        op: str,
+        error: BaseException | None = None,
+        same: Mapping[str, Any] | None = None,
+        counts: Sequence[int] | None = None,
+        note: int = 0,
+        asks: bool = False,
+    ) -> None:
+        world.check_thread()
+        self._world, self._op, self._error, self._same = world, op, error, dict(same or {})
+        if world.pending is not None:
+            world.pending.settle()  # in the place of its headers a rank may have sent others: all are told before these
+        self._answer: Answer | None = None
+        self._refused: BaseException | None = None
+        given = torch.empty((world.size, FIELDS), dtype=torch.int64)
+        given[:] = torch.tensor([error is not None, _checksum(op), _checksum(self._same), 0, note, asks])
+        if counts is not None:
+            given[:, 3] = torch.tensor(counts)
+        self._given = given.view(-1)
+        sizes = [FIELDS] * world.size
+        self._exchange: Exchange = world.start(op, torch.empty_like(self._given), self._given, sizes, sizes)
+        world.pending = self
+
+    def settle(self) -> Answer:
+        """Wait for all headers. Where a rank refuses, or ranks differ, raises on every rank, and nothing has moved.
+
+        Raises the class of the lowest refusing rank's error where that is a TierbedError, else GroupError.
+        """
+        if self._refused is not None:
+            raise self._refused
+        if self._answer is not None:
+            return self._answer
+        self._world.pending = None
+        headers = self._exchange.wait().view(self._world.size, FIELDS)
+        first = headers[0, :3]
+        if bool(headers[:, 0].any()) or not bool((headers[:, :3] == first).all()):
+            try:
+                self._refuse()
+            except BaseException as error:
+                self._refused = error
+                raise
+        self._answer = Answer(headers[:, 3].tolist(), headers[:, 4].tolist(), bool(headers[:, 5].any()))
+        return self._answer
+
+    def _refuse(self) -> NoReturn:
+        said = {"op": self._op, "same": self._same, "error": _told(self._error)}
+        every = [msgpack.unpackb(data) for data in raw_bytes(self._world, self._op, msgpack.packb(said))]
+        raise_first([one["error"] for one in every], self._error, self._world)
+        self._world.told = GroupError(_difference(every))
+        raise self._world.told
+
+
+def agree(
+    world: Group,
+    op: str,
+    error: BaseException | None = None,
+    same: Mapping[str, Any] | None = None,
+    counts: Sequence[int] | None = None,
+    note: int = 0,
+    asks: bool = False,
+) -> Answer:
+    """Exchange headers and wait for them, as `Agreement`."""
+    with world.whole(op):
+        return Agreement(world, op, error, same, counts, note, asks).settle()
+
+
+def everywhere(world: Group, op: str, call: Callable[[], Any]) -> Any:
+    """The result of a call that every rank makes for itself. What it raises on one rank is raised on all."""
+    result, error = attempt(call)
+    agree(world, op, error)
+    return result
+
+
+def told(world: Group, op: str, call: Callable[[], Any]) -> list[Any]:
+    """What `call` returned on each rank, as msgpack carries it. What it raises on one rank is raised on all."""
+    value, error = attempt(call)
+    with world.whole(op):
+        agree(world, op, error)
+        every = raw_bytes(world, op, msgpack.packb(value))
+    return [msgpack.unpackb(data, strict_map_key=False) for data in every]
+
+
+def attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """(the result of `call`, None), or (None, what it raised), to be told to the other ranks."""
+    try:
+        return call(), None
+    except BaseException as error:
+        return None, error
+
+
+def raise_first(told: Sequence[Mapping[str, str] | None], error: BaseException | None, world: Group) -> None:
+    """Raise the first error that ranks told, if there is one. error: that of this rank."""
+    if error is not None and not isinstance(error, Exception):
+        world.told = error
+        raise error  # Ctrl-C stays what it is where it was pressed
+    failed = {rank: one for rank, one in enumerate(told) if one is not None}
+    if not failed:
+        return
+    rank, one = next(iter(failed.items()))
+    kind: Any = getattr(errors, one["kind"], None)
+    known = isinstance(kind, type) and issubclass(kind, TierbedError)
+    more = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+    message = one["message"] if known else f"{one['kind']}: {one['message']}"
+    world.told = (kind if known else GroupError)(f"rank {rank}: {message}{more}")
+    raise world.told from (error if rank == world.rank else None)
+
+
+def raw_bytes(world: Group, op: str, data: bytes) -> list[bytes]:
+    """The bytes of each rank, in rank order, where all ranks are known to be in this very call."""
+    sizes = torch.empty(world.size, dtype=torch.int64)
+    ones = [1] * world.size
+    world.start(op, sizes, torch.full((world.size,), len(data)), ones, ones).wait()
+    given = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    out = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+    world.start(op, out, given.repeat(world.size), sizes.tolist(), [len(data)] * world.size).wait()
+    return [bytes(part.numpy()) for part in out.split(sizes.tolist())]
+
+
+def _checksum(value: Any) -> int:
+    data = value.encode() if isinstance(value, str) else msgpack.packb(value)
+    return zlib.crc32(data)
+
+
+def _told(error: BaseException | None) -> dict[str, str] | None:
+    return None if error is None else {"kind": type(error).__name__, "message": str(error)}
+
+
+def _difference(every: Sequence[Mapping[str, Any]]) -> str:
+    """Which ranks are about to do what, or which number differs."""
+    if any(one["op"] != every[0]["op"] for one in every):
+        calls = "; ".join(f"rank {rank}: {one['op']}" for rank, one in enumerate(every))
+        return (
+            f"ranks are in different calls, {calls}; lookups, steps and saves of embeddings of a World are made by all "
+            "ranks in the same order"
+        )
+    said = [_flat(one["same"]) for one in every]
+    names = [name for name in dict.fromkeys(name for one in said for name in one) if _differs(name, said)]
+    values = "; ".join(
+        f"rank {rank}: " + ", ".join(f"{name}={one.get(name)}" for name in names) for rank, one in enumerate(said)
+    )
+    return f"{every[0]['op']}: ranks differ, {values}; give all ranks the same"
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by name, those of a map by its name and theirs."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= {f"{name}: {key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+def _differs(name: str, said: Sequence[Mapping[str, Any]]) -> bool:
+    return any(one.get(name) != said[0].get(name) for one in said)

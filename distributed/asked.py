@@ -1,0 +1,77 @@
+"""What ranks ask of each other: the unique rows of each rank's lookups, by the rank that has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..engine.ops.segments import empty
+from ..engine.processors.processor import Processor
+from ..engine.spec.inputs import Lookup
+from ..engine.spec.table_spec import TableSpec
+from .blocks import Traffic
+
+if TYPE_CHECKING:
+    from ..engine.processors.processor import ByOwner
+    from .group import Exchange, Group
+
+
+class Local:
+    """The unique rows of this rank's lookups, ordered by the ranks that have them."""
+
+    def __init__(
+        self, processor: Processor[Any], spec: TableSpec, lookups: list[Lookup], group: Group, like: Local | None = None
+    ) -> None:
+        """like: of an embedding with the same lookups, whose unique rows are taken. Raises InputError."""
+        self.processor, self.spec, self.lookups = processor, spec, lookups
+        self.batch: Any = processor.batch(lookups, None if like is None else like.batch)
+        self.by_owner: ByOwner = (
+            processor.by_owner(self.batch, group.size, group.rank) if like is None else like.by_owner
+        )
+        self.rows: Tensor | None = None  # kept while lines of the batch point into it
+        if processor.defers_errors and (late := processor.deferred_error(True)) is not None:
+            raise late.error
+
+    @property
+    def counts(self) -> list[int]:
+        return self.by_owner.counts
+
+
+class IdsOnTheirWay:
+    """The exchange of ids that follows the headers: `wait` gives the rows that each rank asks of this one."""
+
+    def __init__(self, world: Group, op: str, local: Local, counts: list[int], traffic: Traffic) -> None:
+        """counts: how many ids come from each rank, this one included."""
+        ids = local.by_owner.keys.view(-1, 1)
+        if local.spec.num_tables > 1:
+            ids = torch.stack((local.by_owner.keys, local.by_owner.tables), 1)
+        me, words = world.rank, ids.shape[1]
+        self._rank, self._device = me, local.processor.device
+        given, self._own = ids.split([len(ids) - counts[me], counts[me]])  # those of this rank are the last
+        self._takes, gives = (_but(part, me) for part in (counts, local.counts))
+        taken = empty((sum(self._takes), words), torch.int64)
+        traffic.ids_sent += sum(gives)
+        traffic.ids_received += sum(self._takes)
+        traffic.bytes_sent += 8 * words * sum(gives)
+        traffic.bytes_received += 8 * words * sum(self._takes)
+        sizes = ([words * count for count in part] for part in (self._takes, gives))
+        self._exchange: Exchange = world.start(op, taken.view(-1), given.reshape(-1), *sizes)
+
+    def wait(self) -> list[Lookup]:
+        """One lookup for each rank, of rows that this rank has."""
+        parts = list(self._exchange.wait().view(-1, self._own.shape[1]).split(self._takes))
+        parts[self._rank] = self._own
+        return [Lookup(*(column.contiguous().to(self._device) for column in part.unbind(1))) for part in parts]
+
+
+def _but(counts: list[int], rank: int) -> list[int]:
+    """The counts, with 0 for one rank."""
+    return [*counts[:rank], 0, *counts[rank + 1 :]]
+
+
+def all_of(lookups: list[Lookup]) -> Lookup:
+    """The lookups of all ranks as one."""
+    tables = [lookup.table_ids for lookup in lookups if lookup.table_ids is not None]
+    return Lookup(torch.cat([lookup.ids for lookup in lookups]), torch.cat(tables) if tables else None)

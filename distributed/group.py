@@ -1,0 +1,292 @@
+"""The ranks that share rows, and what moves bytes between them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from time import monotonic
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..engine.errors import GroupError, OptionError
+from ..engine.numeric import real
+from ..engine.signals import held, uninterrupted
+from .connections import ADDRESS, connect
+from .roll_call import Left, RollCall
+
+LOOK = timedelta(seconds=0.1)  # a wait looks for signals, and for ranks that ended the group, so often
+PATIENCE = 1.0  # seconds that a wait goes on after a signal, so that a step whose ranks all answer is made whole
+ENDING = (signal.SIGINT, signal.SIGTERM)
+MEETING = 60.0  # seconds for all ranks to connect to each other
+LONGEST = 10**7  # seconds of a timeout
+WIRE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Settles(Protocol):
+    """Headers on their way."""
+
+    def settle(self) -> object: ...
+
+
+_left: set[tuple[int, ...]] = set()  # the ranks of groups that this process has left
+
+
+class Group:
+    """A process group of its own for the ranks of `group`, and the collectives that it makes, in one thread.
+
+    Where a rank does not answer, or this one is interrupted while it waits, the group is at its end: `failure` says
+    why, and every later call raises it. The end of the process waits for no other rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 600,
+        rows: torch.dtype = torch.float32,
+        grads: torch.dtype = torch.float32,
+    ) -> None:
+        seconds = real(timeout)
+        if seconds is None or not 0 < seconds <= LONGEST:
+            raise OptionError(f"timeout={timeout!r}: give seconds, above 0 and at most {LONGEST}")
+        for name, dtype in (("rows", rows), ("grads", grads)):
+            if dtype not in WIRE:
+                raise OptionError(f"{name}={dtype}: give one of {', '.join(map(str, WIRE))}")
+        self.rank, self.size = _place(group)
+        self.timeout, self.rows, self.grads = timeout, rows, grads
+        self.passed = 0  # exchanges of steps that began
+        self.script = 0  # a checksum of the step under way, which all ranks must be in
+        self.pending: Settles | None = None  # headers on their way
+        self.told: BaseException | None = None  # what was raised on all ranks last
+        self.failure: GroupError | None = None
+        self._user: tuple[int, int] | None = None  # the process and the thread that make the calls
+        self._calls = self._under_way = 0
+        self._group: dist.ProcessGroup | None = None
+        self._roll_call: RollCall | None = None
+        if self.size > 1:
+            _check_backend(group)
+            self._meet(dist.get_process_group_ranks(group or dist.group.WORLD))
+
+    def close(self) -> None:
+        """Leave the group. This waits for no other rank."""
+        self.failure = self.failure or GroupError("this world is closed")
+        with uninterrupted():
+            if self._roll_call is not None:  # first, so that no rank meets a closed group unsaid
+                self._roll_call.close("it closed its world")
+                self._roll_call = None
+            self._leave_group()
+
+    def check_thread(self) -> None:
+        """The calling thread is the one that issues every collective, which the first call decides."""
+        here = os.getpid(), threading.get_ident()
+        self._user = self._user or here
+        if here != self._user:
+            who = "a forked process" if here[0] != self._user[0] else threading.current_thread().name
+            raise GroupError(
+                f"{who} uses a world that another thread uses: ranks meet in the order of their calls, so one thread "
+                "makes all of them"
+            )
+
+    def check_alive(self) -> None:
+        """Raises GroupError where the group is at its end."""
+        if self.failure is not None:
+            raise GroupError(f"the group of ranks is at its end: {self.failure}", self.failure.ranks)
+
+    def start(
+        self, op: str, out: Tensor, given: Tensor, out_sizes: Sequence[int], given_sizes: Sequence[int]
+    ) -> Exchange:
+        """Begin to send parts of `given` to the ranks, and to receive parts of `out` from them.
+
+        Both are contiguous CPU tensors of one dimension, and the sizes, in elements, are in the order of ranks. Each
+        size is what the other rank knows as well: a wrong one ends the process. `op` tells the user what is exchanged.
+        """
+        self.check_thread()
+        self.check_alive()
+        assert self._group is not None
+        # what all_to_all_single calls, without the half of its time that is Python's
+        work = self._group.alltoall_base(out, given, [*out_sizes], [*given_sizes], dist.AllToAllOptions())
+        self._calls += 1
+        self._under_way += 1
+        if self._roll_call is not None:
+            self._roll_call.at = self._calls
+        return Exchange(self, op, self._calls, work, out)
+
+    @contextmanager
+    def whole(self, op: str) -> Iterator[None]:
+        """A block of exchanges, which other ranks make as well. Handlers of signals wait until it ends.
+
+        Where it raises in the middle what the other ranks do not know of, the group is at its end.
+        """
+        self.check_thread()
+        before = self._calls
+        with uninterrupted():
+            try:
+                yield
+            except BaseException as error:
+                if error is not self.told and self.failure is None and self._calls > before:
+                    self.broken_off(op, f"failed by {type(error).__name__}: {error}")
+                raise
+
+    def arrived(self) -> None:
+        """An exchange is over."""
+        self._under_way -= 1
+
+    def check_others(self, op: str) -> None:
+        """Raises GroupError where another rank has ended the group, of which this one is told while it waits."""
+        if self._roll_call is not None and self._roll_call.left is not None:
+            raise self._ended_by(op, self._roll_call.left)
+
+    def lost(self, op: str, call: int, how: str) -> GroupError:
+        """The group is at its end: what the ranks say that `op`, of this number, failed by. how: as it showed here."""
+        missing: Mapping[int, str] = {}
+        if self._roll_call is not None:
+            try:
+                missing = self._roll_call.missing(call)
+            except Left as left:
+                return self._ended_by(op, left)
+            self._roll_call.leave(self.rank, missing)
+        return self._end(f"{op}: {_said(missing) or how}", missing)
+
+    def broken_off(self, op: str, why: str) -> GroupError:
+        """The group is at its end, by what happened to this rank in the middle of `op`."""
+        if self._roll_call is not None:
+            self._roll_call.leave(self.rank, {self.rank: why})
+        return self._end(f"{op}: {why}", {})
+
+    def _ended_by(self, op: str, left: Left) -> GroupError:
+        if self._roll_call is not None:
+            self._roll_call.leave(left.rank, left.why)
+        return self._end(f"{op}: rank {left.rank} ended the group: {_said(left.why)}", left.why)
+
+    def _end(self, message: str, missing: Mapping[int, str]) -> GroupError:
+        self.failure = GroupError(message, sorted(missing))
+        self._leave_group()
+        return self.failure
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            group, self._group = self._group, None
+            _left.add(tuple(dist.get_process_group_ranks(group)))
+            if self._under_way:  # the end of the object would wait for that
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            dist.destroy_process_group(group)
+
+    def _meet(self, ranks: list[int]) -> None:
+        """Make a process group with the other ranks, and connect to each of them."""
+        if tuple(ranks) in _left:
+            raise OptionError(
+                "a world of these ranks was closed in this process, and torch would meet at its old addresses; make "
+                "one World, and close it at the end"
+            )
+        timeout, self.timeout = self.timeout, max(self.timeout, MEETING)  # processes may be starting yet
+        try:
+            self._group = dist.new_group(
+                ranks, timedelta(seconds=self.timeout), "gloo", use_local_synchronization=True, sort_ranks=False
+            )
+        except RuntimeError as error:
+            raise GroupError(f"the ranks {ranks} did not meet: {error}") from error
+        try:
+            self._roll_call = RollCall(connect(self.rank, self.size, self._addresses, MEETING))
+        except BaseException:
+            self.close()
+            raise
+        self.timeout = timeout
+
+    def _addresses(self, own: bytes) -> list[bytes]:
+        given = torch.frombuffer(bytearray(own.ljust(ADDRESS)), dtype=torch.uint8).repeat(self.size)
+        sizes = [ADDRESS] * self.size
+        found = self.start("addresses of ranks", torch.empty_like(given), given, sizes, sizes).wait()
+        return [part.numpy().tobytes() for part in found.split(ADDRESS)]
+
+
+class Exchange:
+    """Tensors on their way between the ranks."""
+
+    def __init__(self, group: Group, op: str, call: int, work: dist.Work, out: Tensor) -> None:
+        self._group, self._op, self._call, self._work, self._out = group, op, call, work, out
+        self._end = monotonic() + group.timeout
+        self._is_over = False
+
+    def wait(self) -> Tensor:
+        """Wait until all that was sent has gone and all that comes is there. Returns `out`.
+
+        Handlers of signals wait as well, until a surrounding `uninterrupted` block ends. Ctrl-C and SIGTERM end the
+        group where they have waited for a second.
+
+        Raises:
+            GroupError: a rank did not answer, or a signal came. The group is at its end.
+        """
+        if self._is_over:
+            return self._out
+        with uninterrupted():
+            self._group.check_alive()
+            came = None
+            while not self._over():
+                self._group.check_others(self._op)
+                now = monotonic()
+                if now > self._end:
+                    raise self._group.lost(self._op, self._call, f"no answer in {self._group.timeout:g} s")
+                if signals := [number for number in held() if number in ENDING]:
+                    came = came or now
+                    if now > came + PATIENCE:
+                        name = signal.Signals(signals[0]).name
+                        raise self._group.broken_off(self._op, f"interrupted by {name} in a wait for others")
+            self._is_over = True
+            self._group.arrived()
+            return self._out
+
+    def _over(self) -> bool:
+        """Whether it is over, after a wait of LOOK at most."""
+        try:
+            self._work.wait(LOOK)
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise self._group.lost(self._op, self._call, str(error)) from None  # its text is in ours
+        return True
+
+
+def _said(missing: Mapping[int, str]) -> str:
+    """What is known of the ranks that did not answer."""
+    reasons = dict.fromkeys(missing.values())
+    return "; ".join(
+        f"{named([rank for rank in sorted(missing) if missing[rank] == why])} did not answer ({why})" for why in reasons
+    )
+
+
+def named(ranks: Sequence[int]) -> str:
+    """The ranks as a message names them."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """The rank of this process, and how many there are."""
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise OptionError("there is no process group: World.from_env() makes it, as dist.init_process_group does")
+        return 0, 1
+    if (rank := dist.get_rank(group)) < 0:
+        raise OptionError("group: this process is none of its ranks")
+    return rank, dist.get_world_size(group)
+
+
+def _check_backend(group: dist.ProcessGroup | None) -> None:
+    """OptionError for a group that was made without Gloo."""
+    backends = dist.get_backend_config(group)
+    if "gloo" not in backends:
+        raise OptionError(
+            f"group: its backends are {backends}; rows travel between ranks through host memory, those of a GPU as "
+            "well, over Gloo, and NCCL sends none of that: call init_process_group('cpu:gloo,cuda:nccl'), or give "
+            "new_group(backend='gloo')"
+        )

@@ -1,0 +1,253 @@
+"""An embedding's hold on rows that ranks share."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..engine.persist.held_table import HeldTable
+from ..engine.persist.share import Share
+from ..engine.signals import uninterrupted
+from ..engine.store.shares import remove_other_shares
+from ..engine.version import __version__
+from ..snapshots.asking.serving import StoreServer, start_server
+from .agreement import agree, attempt, everywhere
+from .home import Home
+from .live_rows import LiveRows
+from .requests import Requests
+from .saves import RankSnapshots
+from .table import ShardedTable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from ..engine.optim.optimizers import RowOptimizer
+    from ..engine.persist.saved_as import SavedAs
+    from ..engine.spec.options import StoreOptions
+    from ..engine.spec.table_spec import TableSpec
+    from ..engine.table.table import OpenTable
+    from ..snapshots.files.reader import Snapshot
+    from ..snapshots.store.selection import LoadReport, Selection
+    from .group import Group
+    from .part_save import BackgroundPartSave
+
+_by_folder: weakref.WeakValueDictionary[str, ShardedHeld] = weakref.WeakValueDictionary()
+
+
+class ShardedHeld:
+    """A `Held` of rows of all ranks. `own` holds the rows that this rank has, in tiers and a store folder of its own.
+
+    `home` is the store folder of all of them, None where they are not on a disk. As with `HeldTable`, a second hold of
+    a folder closes the first.
+    """
+
+    def __init__(
+        self,
+        world: Group,
+        spec: TableSpec,
+        options: StoreOptions,
+        optimizer: RowOptimizer | None,
+        device: torch.device,
+    ) -> None:
+        """Open the rows on all ranks. Raises what `HeldTable` raises, on every rank, and GroupError."""
+        self._world, self._name = world, spec.name
+        self.home: Home | None = None
+        op = f"opening embedding {spec.name!r}"
+        described, error = attempt(lambda: _described(world, spec, options, optimizer))
+        agree(world, op, error, described)
+        folder = None
+        if options.persistent_path is not None:
+            folder = os.path.realpath(os.path.join(options.persistent_path, spec.name))
+            self.home = everywhere(world, f"{op}: folder", lambda: self._take(str(folder), options))
+        try:
+            self.own = self._open(op, spec, options, optimizer, device)
+        except BaseException:
+            if self.home is not None:
+                self.home.release()
+            raise
+        if folder is not None:
+            _by_folder[folder] = self
+        self.table = ShardedTable(world, self.own, options.capacity if options.eviction == "none" else None)
+        self.saves = RankSnapshots(world, spec.name, self.own, self.home)
+        self.table.between_steps = self.saves.at_step
+        self.table.requests = Requests(world, self.own, self.home, self.saves, spec.name)
+        self._server: StoreServer | None = None
+        self._serve()
+
+    def _open(
+        self,
+        op: str,
+        spec: TableSpec,
+        options: StoreOptions,
+        optimizer: RowOptimizer | None,
+        device: torch.device,
+    ) -> HeldTable:
+        world = self._world
+        share = Share(world.rank, world.size)
+        rows = None if self.home is None else LiveRows(world, op, self.home, options.open)
+        decide = None if rows is None else rows.decide
+        own, error = attempt(lambda: HeldTable(spec, options, optimizer, device, share, decide))
+        if rows is not None and not rows.agreed:
+            if error is not None and rows.asked:
+                raise error  # of the decision, and so on all ranks
+            agree(world, rows.op, error)
+        try:
+            agree(world, f"{op}: done", error)
+            assert own is not None
+            if rows is not None:
+                everywhere(world, f"{op}: begun", lambda: self._begin(rows))
+        except BaseException:
+            if own is not None:
+                own.close()
+            raise
+        return own
+
+    def _take(self, folder: str, options: StoreOptions) -> Home:
+        older = _by_folder.get(folder)
+        if older is not None:
+            older.close()
+        return Home(self._world.rank, self._name, options)
+
+    def _begin(self, rows: LiveRows) -> None:
+        """Note whose the live rows are, once every rank has those that it opens with."""
+        if rows.is_live or self.home is None:
+            return
+        if self.home.folder is not None:
+            self.home.begin(self._world.size, rows.run, rows.base)
+        remove_other_shares(self.home.path, self._world.size)
+
+    @property
+    def device(self) -> torch.device:
+        return self.own.device
+
+    @property
+    def own_table(self) -> OpenTable:
+        """The table of the rows that this rank has."""
+        return self.own.table
+
+    @property
+    def base(self) -> str | None:
+        return self.saves.base
+
+    def check_save(self, name: str, kind: str, overwrite: bool) -> None:
+        self.saves.check(name, kind, overwrite)
+
+    def save_snapshot(self, name: str, kind: str, overwrite: bool) -> None:
+        self.saves.save(name, kind, overwrite)
+
+    def save_in_background(self, name: str, kind: str, overwrite: bool) -> BackgroundPartSave:
+        return self.saves.save_in_background(name, kind, overwrite)
+
+    def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
+        return self.saves.load(name, selection, strict)
+
+    def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
+        return self.saves.prune(keep_last, keep_every)
+
+    def save_rows(self, place: Path) -> None:
+        self.saves.save_rows(place)
+
+    def check_rows(self, place: Path, state: bool = True) -> None:
+        self.saves.check_rows(place, state)
+
+    def load_rows(self, place: Path, state: bool = True) -> None:
+        self.saves.load_rows(place, state)
+
+    def discard_rows(self, name: str) -> None:
+        self.saves.discard_rows(name)
+
+    def drop_rows(self, saved: Snapshot) -> None:
+        self.saves.drop_rows(saved)
+
+    def named(self) -> SavedAs:
+        return self.saves.named(self.own.named().step)
+
+    def compare(self, awaited: SavedAs) -> None:
+        self.saves.compare(self.named(), awaited)
+
+    @property
+    def exchanged(self) -> dict[str, dict[str, int]]:
+        """The metrics `ranks`: what this rank exchanged with the others since it opened the rows."""
+        return {"ranks": asdict(self.table.traffic)}
+
+    def size(self) -> int:
+        return self.table.size()
+
+    def use_optimizer(self, optimizer: RowOptimizer) -> None:
+        """As `HeldTable.use_optimizer`. Every rank calls it."""
+        everywhere(self._world, f"optimizer of embedding {self._name!r}", lambda: self.own.use_optimizer(optimizer))
+
+    def move(self, device: torch.device) -> None:
+        """As `HeldTable.move`, for the rows of this rank."""
+        self.own.move(device)
+
+    def forget_announced(self) -> None:
+        """As `HeldTable.forget_announced`. Other ranks learn of it at the next step."""
+        self.table.ahead.forget()
+        self.own.forget_announced()
+
+    def release(self) -> None:
+        """Drop the pin that a failed step left."""
+        self.table.release()
+
+    def close(self) -> None:
+        """As `HeldTable.close`, for the rows of this rank. Waits for no other rank."""
+        self.saves.drop()
+        self._stop_serving()
+        try:
+            self.own.close()
+        except BaseException:
+            if self.own.is_open:
+                self._serve()
+            raise
+        finally:
+            if not self.own.is_open:
+                self._let_go()
+
+    def finish(self) -> None:
+        """Close at the end of the embedding or the process, as `HeldTable.finish`. Waits for no other rank."""
+        self.saves.drop()
+        self._stop_serving()
+        self.own.finish()
+        self._let_go()
+
+    def _serve(self) -> None:
+        """Answer other processes that ask for snapshots, on rank 0."""
+        if self.home is not None and self.home.folder is not None and self.table.requests is not None:
+            with uninterrupted():
+                self._server = start_server(self.home.path, self.table.requests)
+
+    def _stop_serving(self) -> None:
+        if self._server is not None:
+            with uninterrupted():
+                self._server.close()
+                self._server = None
+
+    def _let_go(self) -> None:
+        if self.home is not None:
+            self.home.release()
+
+
+def _described(world: Group, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
+    """What must be the same on all ranks, by the name that the user knows."""
+    state = None if optimizer is None else optimizer.row_state(spec.dim)
+    rule = None if state is None or optimizer is None else [optimizer.rule, list(state.names), list(state.initial)]
+    return {
+        "version of tierbed": __version__,
+        "name": spec.name,
+        "embedding_dims": list(spec.columns),
+        "key_type": str(spec.key_type),
+        "tables": spec.plain_tables(),
+        "names of tables": list(spec.table_names),
+        "seed": spec.seed,
+        "padding_idx": spec.padding_idx,
+        "optimizer": rule,
+        "rows of the world": str(world.rows),
+        "grads of the world": str(world.grads),
+        **{option: options[option] for option in ("open", "capacity", "eviction", "admission", "ttl_steps")},
+        "persistent_path": options.persistent_path is not None,
+    }

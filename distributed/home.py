@@ -1,0 +1,87 @@
+"""The store folder of an embedding over ranks, which rank 0 holds, and the snapshots in it, which all ranks see."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from pathlib import Path
+
+from ..engine.errors import StoreError
+from ..engine.persist.opening import Base
+from ..engine.spec.options import StoreOptions
+from ..engine.store.folder import StoreFolder
+from ..engine.store.folder_state import FolderState
+from ..engine.store.snapshot_place import place_of
+from ..snapshots.store.saving import base_of
+
+_TOKEN = ".token-"
+
+
+class Home:
+    """What a rank has of the store folder. `folder` is held by rank 0, and None on the others."""
+
+    def __init__(self, rank: int, name: str, options: StoreOptions) -> None:
+        """Raises StoreError where rank 0 cannot hold the folder."""
+        assert options.persistent_path is not None
+        place = place_of(options.snapshot_path, name)
+        self.path = Path(options.persistent_path).absolute() / name
+        self.folder = StoreFolder(self.path, f"embedding {name!r}", place) if rank == 0 else None
+        self.snapshots = place or FolderState(self.path).keeper.snapshots
+
+    @property
+    def keeper(self) -> StoreFolder:
+        """The store folder that the snapshots are in, on rank 0."""
+        assert self.folder is not None
+        return self.folder.keeper
+
+    @property
+    def base(self) -> str | None:
+        """The snapshot that was saved or loaded last, if any."""
+        return FolderState(self.snapshots.parent).base or None
+
+    def leave_token(self) -> str:
+        """Put a file beside the snapshots that nobody else could have put there, and return its name. StoreError."""
+        self.remove_tokens()
+        token = _TOKEN + secrets.token_hex(16)
+        try:
+            (self.keeper.path / token).touch()
+        except OSError as error:
+            raise StoreError(f"cannot write to {str(self.keeper.path)!r}: {error}; {StoreFolder.remedy}") from error
+        return token
+
+    def find_token(self, token: str) -> None:
+        """Raises StoreError where this rank does not see the file of rank 0."""
+        place = self.snapshots.parent
+        if not (place / token).exists():
+            raise StoreError(
+                f"{str(place)!r} is another folder here than on rank 0, so the snapshots of one rank would not be seen "
+                "by the others; give snapshot_path, a folder that all ranks see under that path (persistent_path may "
+                "be each host's own disk)"
+            )
+
+    def remove_tokens(self) -> None:
+        """Remove the token, and those of killed processes."""
+        for token in self.keeper.path.glob(_TOKEN + "*"):
+            with contextlib.suppress(OSError):
+                token.unlink()
+
+    def base_of_ranks(self) -> Base | None:
+        """The snapshot that rows of ranks go back to, on rank 0. Raises SnapshotError."""
+        return Base.of(base_of(self.keeper))
+
+    def base_of_one(self) -> Base | None:
+        """The snapshot that rows of one process go back to, on rank 0. Raises SnapshotError."""
+        assert self.folder is not None
+        return Base.of(base_of(self.folder))
+
+    def begin(self, ranks: int, run: str, base: Base | None) -> None:
+        """On rank 0, let the live rows be those of ranks, in place of what was there. Raises StoreError."""
+        assert self.folder is not None
+        if self.folder.live.exists() or self.folder.read_mark() is not None:
+            self.folder.discard_live()
+        self.keeper.begin_ranks(ranks, run, "" if base is None else base.name)
+
+    def release(self) -> None:
+        """Let the folder go. May be called again."""
+        if self.folder is not None:
+            self.folder.release()

@@ -1,0 +1,153 @@
+"""With which rows ranks open an embedding: their live rows where these are of one instant, else one snapshot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..engine.errors import StoreError
+from ..engine.persist.opening import Base, Found, Opening, lost, not_closed, restored
+from ..engine.persist.other_ranks import check_let_go, keep, leave_ranks, not_all_closed
+from ..engine.store.folder_state import RanksRecord
+from ..engine.store.shares import Live, live_in, live_of, live_together, marks_in
+from ..snapshots.files.reader import Snapshot
+from ..snapshots.files.row_files import Part
+from .agreement import told
+
+if TYPE_CHECKING:
+    from .group import Group
+    from .home import Home
+
+
+class Report(NamedTuple):
+    """What a rank found: the live rows and the noted step of its share, and shares of another number of ranks.
+
+    Of rank 0 alone, what the store folder has of one process: the step and the number of its live rows where they are
+    whole, whether it was open, and whether it holds anything.
+    """
+
+    live: Live | None
+    noted: int | None
+    others: dict[int, Live | None]
+    alone: tuple[int, int] | None = None
+    was_open: bool = False
+    begun: bool = False
+
+
+class LiveRows:
+    """The decision of all ranks with which rows to open. Every rank makes one and calls `decide` once."""
+
+    def __init__(self, world: Group, op: str, home: Home, mode: str) -> None:
+        """home: of this rank. mode: the option `open`. Raises StoreError on all ranks."""
+        self._world, self._home = world, home
+        self.op = f"{op}: its rows"
+        self._fresh, self._refuses = mode == "fresh", mode == "error"
+        self.asked = False  # whether this rank told the others what it found
+        self.agreed = False  # whether the ranks came to a decision
+        self.is_live = False
+        self.base: Base | None = None
+        first = told(world, f"{op}: its store folder", self._introduced)[0]
+        self._token: str = first["token"]
+        self.run = self._token  # the id of a run that begins here
+        self._record = None if first["record"] is None else RanksRecord(*first["record"])
+        self._path = Path(first["path"])  # of rank 0
+
+    def decide(self, found: Found) -> Opening:
+        """How this rank opens its share. Raises StoreError and SnapshotError on all ranks, if the ranks disagree."""
+        self.asked = True
+        reports = [_read(one) for one in told(self._world, self.op, lambda: self._report(found))]
+        if self._home.folder is not None:
+            self._home.remove_tokens()
+        live = self._live(reports)
+        if live is not None:
+            self.run, self.is_live, self.agreed = live.run, True, True
+            return Opening(found.mark, run=live.run, writes=live.writes)
+        said = None if self._fresh else self._go_back(reports)
+        self.agreed = True
+        said = said if self._world.rank == 0 else None
+        if self.base is None:
+            return Opening(run=self.run, said=said)
+        snapshot = Snapshot.open(self._home.snapshots / self.base.name)
+        return Opening(snapshot=snapshot.of_part(Part(self._world.rank, self._world.size)), run=self.run, said=said)
+
+    def _introduced(self) -> dict[str, Any]:
+        home = self._home
+        if home.folder is None:
+            return {}
+        return {"token": home.leave_token(), "record": home.keeper.of_ranks, "path": str(home.path)}
+
+    def _report(self, found: Found) -> Report:
+        home, record = self._home, self._record
+        home.find_token(self._token)
+        others = {}
+        if record is not None and record.ranks != self._world.size:
+            check_let_go(home.path, record.ranks)
+            others = dict(live_of(marks_in(home.path, record.ranks), record.ranks))
+        noted = found.noted_step if record is not None or home.folder is None else home.folder.noted_step
+        report = Report(live_in(found.mark, self._world.rank, self._world.size), noted, others)
+        if home.folder is None:
+            return report
+        mark = home.folder.read_mark()
+        alone = None if mark is None else (mark["step"], mark["rows"])
+        return report._replace(alone=alone, was_open=home.folder.was_open, begun=home.folder.begun)
+
+    def _live(self, reports: list[Report]) -> Live | None:
+        """The live rows of this number of ranks, where all are of one instant and later than those of one process."""
+        record = self._record
+        if self._fresh or record is None or record.ranks != self._world.size or reports[0].alone is not None:
+            return None
+        return live_together(record, [report.live for report in reports])
+
+    def _go_back(self, reports: list[Report]) -> tuple[int, str] | None:
+        """Find the snapshot to go back to. Returns the level and the text to log."""
+        record, first = self._record, reports[0]
+        if record is None or first.alone is not None:
+            self.base = self._told_base(lambda: self._home.base_of_one())
+            return self._leave_one(first)
+        self.base = base = self._told_base(lambda: self._home.base_of_ranks())
+        if record.ranks != self._world.size:
+            shares: dict[int, Live | None] = {}
+            for rank, live in (one for report in reports for one in report.others.items()):
+                if rank not in shares or (live is not None and live.run == record.run):  # a host may have an older one
+                    shares[rank] = live
+            return leave_ranks(self._path, record, shares, base, self._refuses)
+        if self._refuses:
+            raise StoreError(not_closed(self._path))
+        why = not_all_closed(self._path, record, {rank: report.live for rank, report in enumerate(reports)})
+        reached = max((report.noted for report in reports if report.noted is not None), default=None)
+        return logging.WARNING, f"{why}; all ranks: {restored(base)}; {lost(base, reached)}"
+
+    def _told_base(self, find: Callable[[], Base | None]) -> Base | None:
+        found = told(self._world, f"{self.op}: the snapshot", find if self._world.rank == 0 else lambda: None)[0]
+        return None if found is None else Base(*found)
+
+    def _leave_one(self, first: Report) -> tuple[int, str] | None:
+        """What is logged where ranks take over the folder of one process, or a new one. StoreError."""
+        path, base = self._path, self.base
+        if first.alone is not None:
+            step, rows = first.alone
+            if rows and (base is None or (base.step, base.rows) != (step, rows)):
+                raise StoreError(keep(path, "one process", step, base))
+            return logging.INFO, f"store folder {path} has rows of one process; {restored(base)}"
+        if not first.begun:
+            return None
+        if not first.was_open:
+            return logging.INFO, f"store folder {path} is new; {restored(base)}"
+        if self._refuses:
+            raise StoreError(not_closed(path))
+        return (
+            logging.WARNING,
+            f"store folder {path} was not closed by its last run; {restored(base)}; {lost(base, first.noted)}",
+        )
+
+
+def _read(report: list[Any]) -> Report:
+    live, noted, others, alone, was_open, begun = report
+    others = {rank: _live(one) for rank, one in others.items()}
+    return Report(_live(live), noted, others, None if alone is None else tuple(alone), was_open, begun)
+
+
+def _live(found: list[Any] | None) -> Live | None:
+    return None if found is None else Live(*found)

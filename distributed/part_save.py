@@ -1,0 +1,193 @@
+"""One snapshot that all ranks write: each its part, and rank 0 the manifest when all parts are there."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from ..engine.errors import StoreError
+from ..engine.row_format import Change, Chunks
+from ..snapshots.files.parts import Files, commit, place_of, write_changed_part, write_part
+from ..snapshots.files.reader import Snapshot
+from ..snapshots.files.row_files import Part, RowFile
+from ..snapshots.files.row_writer import Progress
+from ..snapshots.files.writer import new_snapshot
+from .agreement import agree, attempt, everywhere, told
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ..engine.persist.held_table import HeldTable
+    from .group import Group
+
+log = logging.getLogger("tierbed")
+
+_GOING, _DONE, _FAILED = range(3)
+
+
+class PartSave:
+    """A snapshot that has begun on all ranks, as of the step at which this object was made.
+
+    folder: its place when it is whole. parent: what it goes over, None for a full one. Raises SnapshotError on all
+    ranks where rank 0 cannot begin it. It ends with `commit`, on all ranks, or with `drop`.
+    """
+
+    def __init__(
+        self,
+        world: Group,
+        op: str,
+        folder: Path,
+        description: dict[str, Any],
+        rows: int,
+        overwrite: bool = False,
+        parent: Snapshot | None = None,
+    ) -> None:
+        """rows: of this rank."""
+        self._world, self._op, self._folder = world, op, folder
+        self._description, self._rows, self._parent = description, rows, parent
+        self.part = Part(world.rank, world.size)
+        self.files: Files = {}
+        self._open = ExitStack()  # on rank 0, the folder that is made aside
+        everywhere(world, f"{op}: begun", lambda: self._begin(overwrite))
+
+    def _begin(self, overwrite: bool) -> None:
+        if self._world.rank == 0:
+            self._open.enter_context(new_snapshot(self._folder, self._description, overwrite))
+
+    def write(self, chunks: Chunks, progress: Progress | None = None) -> None:
+        """Write the rows of this rank."""
+        self.files = write_part(place_of(self._folder), self._description, self.part, chunks, progress)
+
+    def write_changes(self, changes: Iterable[Change], progress: Progress | None = None) -> None:
+        """Write what changed of the rows of this rank since `parent`."""
+        self.files = write_changed_part(place_of(self._folder), self._description, self.part, changes, progress)
+
+    def commit(self, error: BaseException | None = None, then: Callable[[], None] | None = None) -> str:
+        """Let the snapshot be there, once every rank has written. Returns its id.
+
+        error: what kept this rank from writing, which is raised on all ranks, and nothing is left. then: called on rank
+        0 when it is there.
+        """
+        try:
+            parts = told(self._world, self._op, lambda: self._written(error))
+            ids = told(self._world, f"{self._op}: in place", lambda: self._finish(parts, then))
+        except BaseException:
+            self._open.__exit__(*sys.exc_info())
+            raise
+        made: str = ids[0]
+        return made
+
+    def drop(self) -> None:
+        """Give the snapshot up on this rank. Rank 0 removes what was written. Waits for no other rank."""
+        given_up = StoreError(f"{self._op}: it was given up")
+        with suppress(Exception):  # what cannot be removed is removed by the next open, save or prune
+            self._open.__exit__(StoreError, given_up, None)
+
+    def _written(self, error: BaseException | None) -> list[Any]:
+        if error is not None:
+            raise error
+        files = {name: [file.rows, file.bytes, file.crc32] for name, file in self.files.items()}
+        return [self._rows, files]
+
+    def _finish(self, parts: list[Any], then: Callable[[], None] | None) -> str | None:
+        if self._world.rank != 0:
+            return None
+        files = [{name: RowFile(*entry) for name, entry in part.items()} for _, part in parts]
+        rows = sum(rows for rows, _ in parts)
+        manifest = commit(place_of(self._folder), self._description, rows, files, self._parent)
+        self._open.close()
+        if then is not None:
+            then()
+        return manifest.id
+
+
+class BackgroundPartSave:
+    """A `PartSave` that a thread of each rank writes while steps go on: a `Saving` of all ranks.
+
+    It is there when all ranks have come to `at_step` or `wait` after the last of them had written. `wait` is called by
+    all ranks.
+    """
+
+    def __init__(
+        self, world: Group, op: str, own: HeldTable, save: PartSave, then: Callable[[], None], what: str
+    ) -> None:
+        """then: called on rank 0 when the snapshot is there."""
+        self.what = what
+        self._world, self._op, self._own, self._save, self._then = world, op, own, save, then
+        self._dropped = Event()
+        self._over = False
+        self._error: BaseException | None = None
+        self._watch = own.table.watch
+        begun, error = attempt(lambda: self._watch.save_in_background(what, lambda rows: save.write(self._rows(rows))))
+        try:
+            agree(world, f"{op}: threads", error)
+        except BaseException:
+            self.drop()
+            raise
+        assert begun is not None
+        self._thread = begun
+
+    def _rows(self, chunks: Chunks) -> Chunks:
+        for chunk in chunks:
+            if self._dropped.is_set():
+                raise StoreError("the embedding was closed before all ranks had written it")
+            yield chunk
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended on all ranks, well or not."""
+        return self._over
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all ranks have written, for `timeout` seconds at most; False where one has not.
+
+        Raises what went wrong, on all ranks: then there is no snapshot. All ranks call it.
+        """
+        if not self._over:
+            _, error = attempt(lambda: self._thread.wait(timeout))
+            self.at_step()  # which tells all ranks the error of the save
+            if error is not None and not isinstance(error, Exception):
+                raise error  # Ctrl-C, which ends the wait alone
+        if self._error is not None:
+            raise self._error
+        return self._over
+
+    def at_step(self) -> None:
+        """Let the snapshot be there where every rank has written. All ranks call it, between two steps."""
+        if self._over:
+            return
+        notes = agree(self._world, f"{self._op}: written", note=self._state()).notes
+        if _GOING in notes:
+            return
+        self._over = True
+        made, self._error = attempt(lambda: self._save.commit(self._failure(), self._then))
+        if self._error is None:
+            self._watch.changes_saved(made)
+        elif self._error is not self._world.told:
+            raise self._error
+        else:
+            log.error("%s was not saved: %s", self.what, self._error)
+
+    def drop(self) -> None:
+        """Give the save up, unless the snapshot is there. Waits for this rank's thread alone."""
+        if self._over:
+            return
+        self._over = True
+        self._error = StoreError(f"{self.what} was not saved: the embedding was closed before all ranks had written it")
+        self._dropped.set()
+        self._watch.finish_saving()
+        self._save.drop()
+        log.error("%s", self._error)
+
+    def _state(self) -> int:
+        if not self._thread.done:
+            return _GOING
+        return _DONE if self._failure() is None else _FAILED
+
+    def _failure(self) -> BaseException | None:
+        return attempt(lambda: self._thread.wait(0))[1]

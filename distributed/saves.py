@@ -1,0 +1,321 @@
+"""The snapshots of rows that ranks share. All ranks make every call, but those that say otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..engine.errors import OptionError, SnapshotError, StoreError
+from ..engine.persist.saved_as import SavedAs, compare, of_step, saved_as
+from ..engine.table.watch import still_saving
+from ..snapshots.files.difference import changes_between
+from ..snapshots.files.format import check_name
+from ..snapshots.files.reader import Snapshot
+from ..snapshots.files.row_files import Part
+from ..snapshots.files.row_writer import Progress
+from ..snapshots.files.writer import check_over, clear_leftovers
+from ..snapshots.store.linked import check_linked, link_snapshot, linked
+from ..snapshots.store.retention import drop_unneeded, prune, remove_snapshot
+from ..snapshots.store.saving import Held, begin_save, check_kind, check_save, parent_for
+from ..snapshots.store.selection import LoadReport, Selection
+from .agreement import agree, attempt, everywhere, told
+from .part_save import BackgroundPartSave, PartSave
+
+if TYPE_CHECKING:
+    from ..engine.persist.held_table import HeldTable
+    from .group import Group
+    from .home import Home
+
+
+class RankSnapshots:
+    """The snapshots of an embedding, in the folder that all ranks see, of which each writes and reads its part.
+
+    own: the rows of this rank. home: the store folder of all, None where there is none.
+    """
+
+    def __init__(self, world: Group, name: str, own: HeldTable, home: Home | None) -> None:
+        self._world, self._name, self._own, self._home = world, name, own, home
+        self._part = Part(world.rank, world.size)
+        self._saving: BackgroundPartSave | None = None
+
+    @property
+    def base(self) -> str | None:
+        """The snapshot that was saved or loaded last, if any. Local."""
+        return None if self._home is None else self._home.base
+
+    def named(self, step: int) -> SavedAs:
+        """The name of the rows of a step. Local."""
+        return of_step(step, self._place, self.base)
+
+    def compare(self, mine: SavedAs, awaited: SavedAs) -> None:
+        """As `HeldTable.compare`. Local."""
+        compare(self._name, mine, awaited, lambda name: saved_as(self._place, name))
+
+    def check(self, name: str, kind: str, overwrite: bool) -> None:
+        """Raise what `save` would raise for these arguments."""
+        op = self._op(f"checking snapshot {name!r}")
+        self._agree(name, kind, overwrite)
+        everywhere(self._world, op, lambda: self._at_home(lambda home: self._check(home, name, kind, overwrite)))
+
+    def save(self, name: str, kind: str, overwrite: bool, progress: Progress | None = None) -> None:
+        """As `HeldTable.save_snapshot`."""
+        op = self._op(f"saving snapshot {name!r}")
+        self._agree(name, kind, overwrite)
+        self.at_step()
+        table = self._own.table
+        with table.lock:  # rows of one step
+            everywhere(self._world, op, self._check_not_saving)
+            parent = self._begin(op, name, kind, overwrite)
+            place = self._folder / name
+            save = PartSave(self._world, op, place, table.describe(), table.counts.rows, overwrite, parent)
+            _, error = attempt(lambda: self._write(save, parent, progress))
+            made = save.commit(error, self._noted())
+            if kind == "incremental" or table.watch.changes is not None:
+                table.watch.track_changes(made)
+
+    def save_in_background(self, name: str, kind: str, overwrite: bool) -> BackgroundPartSave:
+        """As `HeldTable.save_in_background`. The result's `wait` is called by all ranks."""
+        op = self._op(f"saving snapshot {name!r} in the background")
+        self._agree(name, kind, overwrite, background=True)
+        self.at_step()
+        table = self._own.table
+        with table.lock:
+            everywhere(self._world, op, self._check_not_saving)
+            self._begin(op, name, kind, overwrite)
+            save = PartSave(self._world, op, self._folder / name, table.describe(), table.counts.rows, overwrite)
+            self._saving = BackgroundPartSave(self._world, op, self._own, save, self._noted(), f"snapshot {name!r}")
+        return self._saving
+
+    def at_step(self) -> None:
+        """Between two steps: let a snapshot of the background be there, where all ranks have written it."""
+        if self._saving is not None:
+            self._saving.at_step()
+            if self._saving.done:
+                self._saving = None
+
+    def drop(self) -> None:
+        """Give up the snapshot of the background, before the rows are closed. Local."""
+        if self._saving is not None:
+            self._saving.drop()
+
+    def load(self, name: str, selection: Selection, strict: bool) -> LoadReport:
+        """As `HeldTable.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
+        op = self._op(f"loading snapshot {name!r}")
+        self._finish_saving()
+        snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(self._folder / name))
+        return self._load(op, snapshot, selection, strict, name if selection.is_whole else None)
+
+    def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
+        """As `HeldTable.prune_snapshots`."""
+        op = self._op("pruning snapshots")
+        _, error = attempt(lambda: self._folder)
+        agree(self._world, op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
+        return list(
+            told(self._world, op, lambda: self._at_home(lambda home: self._prune(home, keep_last, keep_every)))[0]
+        )
+
+    def save_rows(self, place: Path) -> None:
+        """As `HeldTable.save_rows`, into a folder that all ranks see."""
+        if self._home is not None:
+            self.save(place.name, "full", False)
+            link = self._folder / place.name
+            op = self._op(f"linking snapshot {place.name!r}")
+            everywhere(self._world, op, lambda: self._at_home(lambda _: link_snapshot(Snapshot.open(link), place)))
+            return
+        op = self._op(f"saving rows as {place.name!r}")
+        table = self._own.table
+        with table.lock:
+            save = PartSave(self._world, op, place, table.describe(), table.counts.rows)
+            _, error = attempt(lambda: save.write(table.scan()))
+            save.commit(error)
+
+    def check_rows(self, place: Path, state: bool) -> None:
+        """As `HeldTable.check_rows`. Each rank reads its part."""
+        op = self._op(f"checking snapshot {place.name!r}")
+        snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(place))
+
+        def check() -> dict[str, int]:
+            self._own.check_fit(snapshot, state)
+            snapshot.verify()
+            return snapshot.found
+
+        self._check_counts(op, snapshot, told(self._world, f"{op}: its rows", check))
+        if self._home is not None and state:
+            whole, there = Snapshot(place, snapshot.manifest), self._folder / place.name
+            everywhere(self._world, op, lambda: self._at_home(lambda _: check_linked(whole, there)))
+
+    def load_rows(self, place: Path, state: bool) -> None:
+        """As `HeldTable.load_rows`."""
+        op = self._op(f"loading snapshot {place.name!r}")
+        self._finish_saving()
+        with ExitStack() as linking:
+            if self._home is not None and state:
+                everywhere(self._world, op, lambda: self._at_home(lambda home: self._link(home, place, linking)))
+            read = place if self._home is None or not state else self._folder / place.name
+            snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(read))
+            self._load(op, snapshot, Selection(state=state), True, place.name if state else None)
+
+    def drop_rows(self, saved: Snapshot) -> None:
+        """As `HeldTable.drop_rows`. Local: rank 0 does it."""
+        self._at_home(lambda home: drop_unneeded(home.keeper, saved))
+
+    def discard_rows(self, name: str) -> None:
+        """As `HeldTable.discard_rows`. Local: rank 0 does it."""
+        self._at_home(lambda home: remove_snapshot(home.snapshots / name))
+
+    def _op(self, what: str) -> str:
+        return f"{what} of embedding {self._name!r} at step {self._own.table.step}"
+
+    @property
+    def _place(self) -> Path | None:
+        return None if self._home is None else self._home.snapshots
+
+    @property
+    def _folder(self) -> Path:
+        """Where snapshots are. Raises SnapshotError where there is no such place, on all ranks alike."""
+        if self._home is None:
+            self._lacks_place()
+        return self._home.snapshots
+
+    def _lacks_place(self) -> NoReturn:
+        raise SnapshotError(
+            f"embedding {self._name!r} has no persistent_path, so no place for snapshots; give one in its store options"
+        )
+
+    def _at_home(self, call: Callable[[Home], Any]) -> Any:
+        """What `call` returns on rank 0, which holds the store folder; None on the others, and without one."""
+        return call(self._home) if self._home is not None and self._world.rank == 0 else None
+
+    def _agree(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
+        op = self._op("saving a snapshot")
+        _, error = attempt(lambda: self._check_arguments(name, kind, background))
+        same = (
+            {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
+            if error is None
+            else None
+        )
+        agree(self._world, op, error, same)
+
+    def _check_arguments(self, name: str, kind: str, background: bool) -> None:
+        check_kind(kind)
+        check_name(name)
+        if kind == "checkpoint":
+            raise OptionError(
+                f"kind='checkpoint' is of RocksDB's files of one process, and the rows of embedding {self._name!r} are "
+                f"spread over {self._world.size} ranks; give 'full' or 'incremental'"
+            )
+        if kind == "incremental" and background:
+            raise OptionError(f"background=True, kind={kind!r}: only kind='full' is saved so; leave background out")
+        if self._home is None:
+            self._lacks_place()
+        self._own.table.check()
+
+    def _check_not_saving(self) -> None:
+        """Raises StoreError while a snapshot of the background is not there yet, on all ranks alike."""
+        if self._saving is not None:  # also where this rank has written its part by now
+            raise StoreError(still_saving(self._saving.what))
+
+    def _held(self) -> Held:
+        table = self._own.table
+        return Held(table.describe(), table.counts.rows, table.scan)
+
+    def _check(self, home: Home, name: str, kind: str, overwrite: bool) -> None:
+        home.keeper.check()
+        check_save(home.keeper, name, kind, self._held(), overwrite)
+
+    def _begin(self, op: str, name: str, kind: str, overwrite: bool) -> Snapshot | None:
+        """What rank 0 does before a save. Returns the snapshot that the new one goes over, of this rank's part."""
+
+        def begin(home: Home) -> list[str] | None:
+            home.keeper.check()
+            parent = parent_for(home.keeper, name) if kind == "incremental" else None
+            if parent is not None:
+                check_over(home.snapshots / name, parent, self._own.table.describe())
+            begin_save(home.keeper, name, kind, self._held(), overwrite)
+            return None if parent is None else [parent.name, parent.manifest.id]
+
+        over = told(self._world, f"{op}: what it goes over", lambda: self._at_home(begin))[0]
+        if over is None:
+            return None
+        parent: Snapshot = everywhere(self._world, op, lambda: self._open(self._folder / over[0]))
+        return parent
+
+    def _write(self, save: PartSave, parent: Snapshot | None, progress: Progress | None) -> None:
+        table = self._own.table
+        if parent is None:
+            save.write(table.scan(), progress)
+            return
+        changed = table.watch.changed(parent.manifest.id)
+        save.write_changes(changes_between(parent.chunks(), table.scan()) if changed is None else changed, progress)
+
+    def _noted(self) -> Callable[[], None]:
+        """What rank 0 does when the snapshot is there: note which rows it has, those of now."""
+        writes = self._own.writes
+        return lambda: self._at_home(lambda home: home.keeper.note_saved(writes))
+
+    def _prune(self, home: Home, keep_last: int, keep_every: int | None) -> list[str]:
+        home.keeper.check()
+        if self._saving is None:
+            clear_leftovers(home.snapshots)
+        return [snapshot.name for snapshot in prune(home.keeper, keep_last, keep_every).removed]
+
+    def _finish_saving(self) -> None:
+        """Wait for a snapshot of the background. Its error was logged."""
+        if self._saving is not None:
+            _, error = attempt(self._saving.wait)
+            if error is not None and self._world.failure is not None:
+                raise error
+            interrupted = not isinstance(error, Exception | None)
+            agree(self._world, f"{self._saving.what}: waited for", error if interrupted else None)
+            self._saving = None
+
+    def _open(self, place: Path) -> Snapshot:
+        check_name(place.name)
+        return Snapshot.open(place).of_part(self._part)
+
+    def _link(self, home: Home, place: Path, linking: ExitStack) -> None:
+        keeper = home.keeper
+        needed = linked(Snapshot.open(place), home.snapshots / place.name, lambda: keeper.base == place.name)
+        linking.enter_context(needed)
+
+    def _load(self, op: str, snapshot: Snapshot, selection: Selection, strict: bool, base: str | None) -> LoadReport:
+        """Load this rank's part. base: the snapshot that rows go back to from here on, None to leave it as it is."""
+        world, voted = self._world, False
+        tables = None if selection.tables is None else sorted(map(str, selection.tables))
+        same = {"tables": tables, "where": selection.where is not None, "weights_only": not selection.state}
+        agree(world, op, same={"the snapshot's id": snapshot.manifest.id, "strict": strict, **same})
+
+        def verified() -> None:
+            nonlocal voted
+            voted = True
+            self._check_counts(op, snapshot, told(world, f"{op}: its rows", lambda: snapshot.found))
+            everywhere(world, f"{op}: marks", self._own.begin_write)
+            self._own.count_write()
+            everywhere(world, f"{op}: noted", lambda: self._at_home(lambda home: self._note_base(home, base)))
+
+        report, error = attempt(lambda: self._own.load_from(snapshot, selection, strict, verified))
+        if error is not None and voted and (error is world.told or world.failure is not None):
+            raise error
+        if error is not None and not voted:
+            agree(world, f"{op}: its rows", error)
+        if error is not None or report is None:
+            agree(world, f"{op}: done", error)
+        counts = told(world, f"{op}: done", lambda: [report.rows, report.left_out])
+        report.rows, report.left_out = (sum(column) for column in zip(*counts, strict=True))
+        return report
+
+    def _note_base(self, home: Home, base: str | None) -> None:
+        if base is not None:
+            home.keeper.set_base(base)
+            home.keeper.note_saved(self._own.writes)
+
+    def _check_counts(self, op: str, snapshot: Snapshot, found: list[dict[str, int]]) -> None:
+        """Raises SnapshotError, on all ranks, where their parts are not all rows of each snapshot in the chain."""
+
+        def check() -> None:
+            for link in snapshot.chain:
+                link.check_count(sum(counts.get(link.name, 0) for counts in found))
+
+        everywhere(self._world, f"{op}: counts", check)

@@ -1,0 +1,106 @@
+"""`World`: what users hold of the processes that share an embedding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..engine.errors import InputError, OptionError
+from ..engine.optim.optimizers import RowOptimizer
+from ..engine.spec.options import StoreOptions
+from ..engine.spec.table_spec import TableSpec
+from .agreement import agree, raw_bytes
+from .group import Group
+from .held import ShardedHeld
+from .rendezvous import make_default_group
+
+
+class World(Group):
+    """The ranks of a process group, each of which keeps a part of every embedding's rows.
+
+    Every rank makes its world, and calls `gather` and `sum` in the same order as the others, from one thread. A world
+    has a process group of its own beside `group` (default: torch's default group, or this process alone where there
+    is none), so that what else a program exchanges never meets what the world does. Rows and gradients travel between
+    ranks in the dtypes `rows` and `grads`. A rank that does not answer within `timeout` seconds ends the group: every
+    later call raises GroupError.
+    """
+
+    @classmethod
+    def from_env(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 600,
+        rows: torch.dtype = torch.float32,
+        grads: torch.dtype = torch.float32,
+    ) -> World:
+        """`World(...)`, after making torch's default group from torchrun's variables, if these are there and it is not.
+
+        A process that torchrun did not start is a group of one.
+        """
+        if not dist.is_initialized() and ("RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
+            missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+            if missing:
+                raise OptionError(f"the environment has no {', '.join(missing)}; start the script by torchrun")
+            make_default_group(timeout)
+        return cls(group, timeout=timeout, rows=rows, grads=grads)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, one after the other along dimension 0, in the order of ranks.
+
+        Lengths may differ; the other dimensions and the dtype are the same on all ranks.
+        """
+        parts = self._all_tensors("gather", x, 1)
+        return torch.cat(parts)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, of one shape and dtype, added in the order of ranks."""
+        if isinstance(x, Tensor) and x.dtype == torch.bool:
+            raise InputError("x: got torch.bool, whose sum is no number of them; give x.to(torch.int64)")
+        first, *others = self._all_tensors("sum", x, 0)
+        total = first.clone()
+        for other in others:
+            total += other
+        return total
+
+    def all_bytes(self, op: str, data: bytes, same: Mapping[str, Any] | None = None) -> list[bytes]:
+        """The `data` of each rank, in the order of ranks.
+
+        op: what the ranks are about. same: by name, what must be equal on all of them; else GroupError, and the group
+        goes on.
+        """
+        self.check_thread()
+        self.check_alive()
+        if self.size == 1:
+            return [data]
+        with self.whole(op):
+            agree(self, op, same=same)
+            return raw_bytes(self, op, data)
+
+    def meet(self, op: str, error: BaseException | None = None, note: int = 0) -> list[int]:
+        """The notes of all ranks, of 63 bits, in their order. The error that a rank gives is raised on all of them."""
+        return agree(self, op, error, note=note).notes
+
+    def hold(
+        self, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None, device: torch.device
+    ) -> ShardedHeld:
+        """Open the rows of an embedding over all ranks, as `ShardedHeld`."""
+        return ShardedHeld(self, spec, options, optimizer, device)
+
+    def _all_tensors(self, op: str, x: Tensor, free: int) -> list[Tensor]:
+        """The tensors of all ranks. free: how many of the first dimensions may differ. InputError for no tensor."""
+        if not isinstance(x, Tensor) or x.layout != torch.strided:
+            what = x.layout if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"x: got {what}; give a dense torch.Tensor")
+        data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return [_tensor(part, x) for part in self.all_bytes(op, data, {"tensor": f"{x.dtype} {list(x.shape[free:])}"})]
+
+
+def _tensor(data: bytes, like: Tensor) -> Tensor:
+    flat = torch.frombuffer(bytearray(data), dtype=like.dtype) if data else like.new_empty(0, device="cpu")
+    return flat.view(-1, *like.shape[1:]).to(like.device)
