@@ -26,7 +26,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     with hold(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
         place = folder.snapshots / new
-        if overwrite and folder.base == new != name:
+        if overwrite and folder.noting.base == new != name:
             raise SnapshotError(
                 f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: live rows go back to it after a "
                 "kill; choose another name"

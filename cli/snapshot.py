@@ -40,7 +40,7 @@ def save(
     Example: tierbed snapshot save store/users before-retraining
     """
     from ..snapshots.asking.asking import ask_save
-    from ..snapshots.store.closed_store import save_live
+    from ..snapshots.store.closed_ranks import save_closed
     from ..snapshots.store.status import existing_store, holder
 
     begin = time.monotonic()
@@ -52,7 +52,7 @@ def save(
         with hold(store, as_json) as folder:
             mark = folder.read_mark() or {}
             with progress("saving", mark.get("rows")) as told:
-                manifest = save_live(folder, name, told, kind.value, overwrite)
+                manifest = save_closed(folder, name, told, kind.value, overwrite)
     report("saved", name, manifest, begin, as_json)
 
 

@@ -34,7 +34,7 @@ def stat(store: Store, as_json: Json = False) -> None:
     print_fields(
         {
             "state": {"open": held, "closed": "closed cleanly", "unclean": "not closed", "new": "new"}[status.state],
-            "live rows": {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live, status.live),
+            "live rows": _live(status),
             "rows": "unknown" if status.rows is None else f"{status.rows:,}",
             **(tables if len(by_table) > 1 else {}),
             "step": "unknown" if status.step is None else f"{status.step:,}",
@@ -120,6 +120,7 @@ def plain(status: StoreStatus) -> dict[str, Any]:
         "state": status.state,
         "holder": status.holder,
         "live": status.live,
+        "ranks": status.ranks,
         "rows": status.rows,
         "rows_by_table": status.rows_by_table,
         "step": status.step,
@@ -127,6 +128,12 @@ def plain(status: StoreStatus) -> dict[str, Any]:
         "bytes": status.bytes,
         "restart": restart,
     }
+
+
+def _live(status: StoreStatus) -> str | None:
+    if status.ranks is not None:
+        return f"shares of {status.ranks} ranks"
+    return {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live, status.live)
 
 
 def _said(status: StoreStatus) -> str:

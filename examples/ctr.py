@@ -3,9 +3,10 @@
     python examples/ctr.py --model dlrm --store ssd
     python examples/ctr.py --model dcnv2 --data train.txt --rows 1000000
     python examples/ctr.py --model deepfm --data ml-100k
+    torchrun --nproc-per-node 2 examples/ctr.py --model dlrm --out store --wire 16
 
 --data is Criteo's file or a MovieLens folder; without it the examples are synthetic. It ends with a snapshot that a
-new embedding and model load and score to the same AUC.
+new embedding and model load and score to the same AUC. torchrun's ranks share the rows, and each batch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,17 +32,19 @@ from tierbed import (
     Graph,
     MultiTableMultiColumnEmbedding,
     TierbedError,
+    World,
     make_column_options,
     make_normal_initializer,
     make_table_options,
 )
 
 MODELS: dict[str, type[DLRM | DeepFM | DCNv2]] = {"dlrm": DLRM, "deepfm": DeepFM, "dcnv2": DCNv2}
+WIRES = {32: (torch.float32, torch.float32), 16: (torch.float16, torch.bfloat16)}  # of rows, of their gradients
 EVALUATED = 4096  # examples at once
 
 
 def make_embedding(
-    columns: Sequence[int], fields: int, store_options: Any, seed: int = 0
+    columns: Sequence[int], fields: int, store_options: Any, seed: int = 0, world: World | None = None
 ) -> MultiTableMultiColumnEmbedding:
     """A table for each field, whose rows have the parts that the model wants."""
     normal = make_normal_initializer(0, 0.01)
@@ -54,6 +57,7 @@ def make_embedding(
         store_options=store_options,
         padding_idx=PADDING,
         seed=seed,
+        world=world,
     )
 
 
@@ -87,11 +91,24 @@ class ScoreGraph(Graph):
         return self.model(self.embedding(ids), dense), labels
 
 
-def loader(clicks: Clicks, rows: Tensor, size: int, shuffle: bool = False) -> DataLoader[Any]:
+class Parts(BatchSampler):
+    """Of each batch the samples of one rank. All ranks draw the same batches, from torch's generator."""
+
+    def __init__(self, order: Any, size: int, world: World | None, training: bool) -> None:
+        self.rank, self.ranks = (0, 1) if world is None else (world.rank, world.size)
+        super().__init__(order, size, drop_last=training and self.ranks > 1)  # a part of no sample has no mean loss
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch[self.rank :: self.ranks] for batch in super().__iter__())
+
+
+def loader(
+    clicks: Clicks, rows: Tensor, size: int, shuffle: bool = False, world: World | None = None
+) -> DataLoader[Any]:
     """Batches of (ids, dense, labels), each taken from its tensors at once."""
     data = TensorDataset(clicks.ids[rows], clicks.dense[rows], clicks.labels[rows])
     order = RandomSampler(data) if shuffle else SequentialSampler(data)
-    return DataLoader(data, batch_size=None, sampler=BatchSampler(order, size, drop_last=False))
+    return DataLoader(data, batch_size=None, sampler=Parts(order, size, world, shuffle))
 
 
 def train_epoch(graph: TrainGraph, batches: Iterable[Any], label: str) -> Tensor:
@@ -99,45 +116,55 @@ def train_epoch(graph: TrainGraph, batches: Iterable[Any], label: str) -> Tensor
     return torch.stack(list(graph.run(batches, progress=label)))
 
 
-def evaluate(graph: ScoreGraph, batches: Iterable[Any]) -> float:
-    """The AUC over the batches."""
+def evaluate(graph: ScoreGraph, batches: Iterable[Any], world: World) -> float:
+    """The AUC over the batches of all ranks."""
     scores, labels = zip(*graph.run(batches), strict=True)
-    return auc(torch.cat(labels), torch.cat(scores))
+    return auc(world.gather(torch.cat(labels)), world.gather(torch.cat(scores)))
 
 
-def make(args: argparse.Namespace, clicks: Clicks, folder: Path) -> tuple[nn.Module, MultiTableMultiColumnEmbedding]:
+def make(
+    args: argparse.Namespace, clicks: Clicks, folder: Path, world: World
+) -> tuple[nn.Module, MultiTableMultiColumnEmbedding]:
     """The model for these clicks, and its embedding. The folder's snapshots stay, and its rows do not."""
     options = replace(STORES[args.store](str(folder), args.cache_mb), open="fresh")
     fields, features = clicks.ids.shape[1], clicks.dense.shape[1]
     model = MODELS[args.model](fields, args.dim, features)
-    return model, make_embedding(model.columns, fields, options, args.seed)
+    return model, make_embedding(model.columns, fields, options, args.seed, world)
 
 
-def train(name: str, args: argparse.Namespace, clicks: Clicks, folder: Path) -> float:
+def train(name: str, args: argparse.Namespace, clicks: Clicks, folder: Path, world: World) -> float:
     """Train, save rows and dense parameters as snapshot `name`, and return the test AUC."""
     torch.manual_seed(args.seed)
     train_rows, validation_rows, test_rows = split(len(clicks.labels))
-    batches = loader(clicks, train_rows, args.batch_size, shuffle=True)
-    model, embedding = make(args, clicks, folder)
+    batches = loader(clicks, train_rows, args.batch_size, shuffle=True, world=world)
+    model, embedding = make(args, clicks, folder, world)
     with embedding:
         graph, score = TrainGraph(embedding, model, args.lr), ScoreGraph(embedding, model)
         for epoch in range(1, args.epochs + 1):
-            loss = train_epoch(graph, batches, f"epoch {epoch}").mean().item()
-            value = evaluate(score, loader(clicks, validation_rows, EVALUATED))
-            print(f"epoch {epoch}: loss {loss:.6f}, validation AUC {value:.4f}", flush=True)
-        print(f"{embedding.size():,} rows; {hit_rates(embedding.metrics())}")
+            loss = world.gather(train_epoch(graph, batches, f"epoch {epoch}" if world.rank == 0 else "")).mean().item()
+            value = evaluate(score, loader(clicks, validation_rows, EVALUATED, world=world), world)
+            say(world, f"epoch {epoch}: loss {loss:.6f}, validation AUC {value:.4f}")
+        say(world, f"{embedding.size():,} rows; {hit_rates(embedding.metrics())}")
         embedding.save_snapshot(name)
-        torch.save(model.state_dict(), folder / f"{name}.pt")
-        return evaluate(score, loader(clicks, test_rows, EVALUATED))
+        if world.rank == 0:
+            torch.save(model.state_dict(), folder / f"{name}.pt")
+        return evaluate(score, loader(clicks, test_rows, EVALUATED, world=world), world)
 
 
-def evaluate_snapshot(name: str, args: argparse.Namespace, clicks: Clicks, folder: Path) -> float:
+def evaluate_snapshot(name: str, args: argparse.Namespace, clicks: Clicks, folder: Path, world: World) -> float:
     """The test AUC of what `train` saved, in new objects and without an optimizer."""
-    model, embedding = make(args, clicks, folder)
+    model, embedding = make(args, clicks, folder, world)
     model.load_state_dict(torch.load(folder / f"{name}.pt", weights_only=True))
     with embedding:
         embedding.load_snapshot(name)
-        return evaluate(ScoreGraph(embedding, model), loader(clicks, split(len(clicks.labels))[2], EVALUATED))
+        rows = split(len(clicks.labels))[2]
+        return evaluate(ScoreGraph(embedding, model), loader(clicks, rows, EVALUATED, world=world), world)
+
+
+def say(world: World, text: str) -> None:
+    """Print on one rank."""
+    if world.rank == 0:
+        print(text, flush=True)
 
 
 def parse() -> argparse.Namespace:
@@ -153,29 +180,36 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dim", type=positive, default=16, help="width of a field's vector (default: 16)")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate of the rows (default: 0.05)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--wire", type=int, choices=WIRES, default=32, help="bits of what ranks exchange (default: 32)")
     return parser.parse_args()
 
 
-def run(args: argparse.Namespace, folder: Path) -> None:
+def run(args: argparse.Namespace, folder: Path, world: World) -> None:
     clicks = read_clicks(args.data, args.rows)
-    print(clicks)
+    say(world, str(clicks))
     folder.mkdir(parents=True, exist_ok=True)
-    name = time.strftime(f"{args.model}-%Y%m%d-%H%M%S")
-    value = train(name, args, clicks, folder)
-    again = evaluate_snapshot(name, args, clicks, folder)
+    started = world.gather(torch.tensor([int(time.time())]))[0].item()  # by the clock of rank 0
+    name = time.strftime(f"{args.model}-%Y%m%d-%H%M%S", time.localtime(started))
+    value = train(name, args, clicks, folder, world)
+    again = evaluate_snapshot(name, args, clicks, folder, world)
     if again != value:
         sys.exit(f"error: test AUC {value!r} after training, but {again!r} from snapshot {name}")
-    print(f"snapshot {name} scores the same")
-    print(f"test AUC {value!r}")
+    say(world, f"snapshot {name} scores the same")
+    say(world, f"test AUC {value!r}")
 
 
 def main() -> None:
     args = parse()
+    wire = WIRES[args.wire]
+    world = World.from_env(rows=wire[0], grads=wire[1])
+    if world.size > 1 and args.out is None:
+        sys.exit("error: --out: ranks need a folder that all of them see")
     with tempfile.TemporaryDirectory(prefix="ctr-") as temporary:
         try:
-            run(args, args.out or Path(temporary))
+            run(args, args.out or Path(temporary), world)
         except (OSError, ValueError, TierbedError) as error:
             sys.exit(f"error: {error}")
+    world.close()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Hashable, Iterable
 from functools import partial
 from itertools import islice
@@ -23,13 +22,15 @@ from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.modules.ranks import refuse_around
 from ..engine.numeric import whole
 from ..engine.signals import uninterrupted
+from .passes.lookahead import Coming
 from .passes.step_end import StepEnd, positive
-from .run.ahead import Announcer
 from .run.attempt import FailedForSizes
 from .run.compiled import CompiledStep, Forward, compile_step
 from .run.pipeline import AHEAD, Run, forget_announced, iterate
 from .run.progress import Bar, NoProgress
 from .run.steps import Steps
+from .run.together import Together, tell_ranks
+from .run.uneven import make_run
 from .show.drawing import draw
 from .show.profile import Profile, Timer, profile
 from .show.why import Compiles, facts
@@ -84,6 +85,7 @@ class Graph(Built):
         self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the previous call, found without hashing
         self.__compiles = Compiles(STEPS)
         self.__forward: Forward | None = None  # while a profile runs
+        self.__together = Together()
 
     def add_optimizer(self, optimizer: Optimizer, lr_sch: LRScheduler | None = None) -> None:
         """Let an ordinary torch optimizer update the parameters that it holds, and rows by the shadows that it holds.
@@ -113,21 +115,14 @@ class Graph(Built):
         """Clip each element of all gradients, of rows summed over their occurrences, to [-clip_value, clip_value]."""
         self.__end.clip_value = positive("clip_value", clip_value)
 
-    def accumulate_grads(self, steps: int) -> None:
-        """Sum the gradients of so many calls before parameters and rows move; divide the loss for their mean.
+    def accumulate_grads(self, steps: int, mean: bool = False) -> None:
+        """Sum the gradients of so many calls before parameters and rows move; with `mean`, take their mean.
 
-        Calls before the last read rows as they are. The rows of all calls are brought up and pinned at the last.
+        Calls before the last read rows as they are. The rows of all calls are brought up and pinned at the last. Of a
+        row the gradients of a call are summed first, in float32, then those of the calls in their order.
         """
-        every = whole(steps, least=1)
-        if every is None:
-            raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
-        if self.__end.steps:
-            raise OptimizerError(
-                f"steps={steps}: gradients of {self.__end.steps} of {self.__end.every} calls wait for their update; "
-                "change it after the last of them, or call drop_grads() first"
-            )
-        self.__refuse_recorded("accumulate_grads", steps > 1)
-        self.__end.every = every
+        self.__refuse_recorded("accumulate_grads", steps != 1)
+        self.__end.accumulate(steps, mean)
 
     def drop_grads(self) -> None:
         """Forget the gradients of accumulated calls that wait for their update, as those of an epoch's remainder."""
@@ -185,19 +180,28 @@ class Graph(Built):
         """
         if DistributedDataParallel._active_ddp_module is not None:
             refuse_around(self)
-        step, tensors = self.__compiled(args, kwargs)
+        try:
+            step, tensors = self.__compiled(args, kwargs)
+        except Exception as error:
+            tell_ranks(self, error)
+            raise
         try:
             return step.run(tensors, self.__forward)
         except FailedForSizes as failed:
-            cause = failed.__cause__
+            cause, told = failed.__cause__, failed.told
             assert cause is not None
             cause.__traceback__ = None  # the frames hold all that the failed step had computed
+        if told is not None:  # the other ranks raise, and do not run again
+            self.__steps.drop(type(self).__name__, step, cause)
+            raise told
         own, tensors = self.__compiled(args, kwargs, alone=True)
         result = own.run(tensors, self.__forward)  # if this raises as well, the step for many sizes is not at fault
         self.__steps.drop(type(self).__name__, step, cause)
         return result
 
-    def run(self, batches: Iterable[Any], *, ahead: int = AHEAD, progress: bool | str = False) -> Run:
+    def run(
+        self, batches: Iterable[Any], *, ahead: int = AHEAD, progress: bool | str = False, uneven: str = "stop"
+    ) -> Run:
         """Run a step on each batch, and iterate over what `build` returns: `for loss in graph.run(loader)`.
 
         A batch that is a list or a tuple gives the arguments of `build`; any other batch is its one argument. While a
@@ -205,10 +209,10 @@ class Graph(Built):
         pinned in the cache. The cache learns from these batches what to keep. Results are those of
         `for batch in loader: graph(*batch)`.
         progress: whether to show a bar with the rate; a string is its label. InputError for wrong arguments.
+        uneven: with ranks, whether all "stop" with the shortest loader, or ranks without a batch "join" the others.
         """
         bar = Bar(batches, progress if isinstance(progress, str) else type(self).__name__) if progress else NoProgress()
-        announce = partial(self.__announce, Announcer(self.__end))
-        return Run(self, batches, ahead, announce, bar, self.__left)
+        return make_run(self, self.__together, self.__end, batches, ahead, self.__coming, bar, self.__left, uneven)
 
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int = AHEAD) -> Profile:
         """Run a step on each batch, or on the first `steps`, and tell where the time went.
@@ -264,6 +268,7 @@ class Graph(Built):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Load the extra state of `load_state_dict()`. Rows stay as they are."""
         load_extra_state(self, self.__optimizers, self.__end, state)
+        self.__together.torn = ""
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write the step of the last call as an SVG picture: stages, ops, shapes, and the store of each lookup.
@@ -290,16 +295,13 @@ class Graph(Built):
                 f"cuda_graph(False), or no call of {method} (clip_grad_value goes with both)"
             )
 
-    def __announce(self, announcer: Announcer, between: int, *args: Any) -> None:
-        """Tell embeddings what a coming call with these arguments looks up. `between` other calls run before it.
-
-        Raises RuntimeError where the system gives no thread.
-        """
+    def __coming(self, *args: Any) -> Coming | None:
+        """What a coming call with these arguments looks up, as far as it is known."""
         try:
             step, tensors = self.__compiled(args, {})
         except Exception:  # the call itself will raise it
-            return
-        announcer.add(between, step.coming(tensors))
+            return None
+        return step.coming(tensors)
 
     def __compiled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool = False
@@ -366,7 +368,9 @@ class Graph(Built):
             traced = trace(self, call, tensors, self.__optimizers, changing)
             inductor = self.__inductor if changing is None or changing <= call.open else None
             recorded = self.__recorded and changing is None
-            return compile_step(self, traced, self.__optimizers, self.__end, tensors, inductor, recorded)
+            return compile_step(
+                self, traced, self.__optimizers, self.__end, tensors, inductor, recorded, self.__together
+            )
 
         step = self.__steps.make(name, signature, call, alone, compiled)
         many = step.fits is not None
@@ -377,16 +381,8 @@ class Graph(Built):
             self, call, call.open if many else Dims(), self.__optimizers, self.__end, self.__inductor, self.__recorded
         )
         self.__compiles.add(name, why, perf_counter() - begin)
-        self.__bound()
+        self.__steps.bound(name)
         return step
-
-    def __bound(self) -> None:
-        if self.__steps.drop_oldest():
-            warnings.warn(
-                f"{type(self).__name__} was compiled for more than {STEPS} signatures and drops the oldest; "
-                "pass numbers that change at each call as tensors, and pad inputs to few shapes",
-                stacklevel=7,
-            )
 
     def __repr__(self) -> str:
         """The modules; after the first call, the code of every compiled step too."""

@@ -1,15 +1,18 @@
 """All that users need, by one import, with types. `__init__.py` resolves each name at its first use."""
 
+from . import distributed as distributed
 from . import engine as engine
 from . import graph as graph
 from . import jagged as jagged
 from . import one_embedding as one_embedding
 from . import optim as optim
 from . import snapshots as snapshots
+from .distributed.world import World as World
 from .engine import errors as errors
 from .engine.errors import CapacityError as CapacityError
 from .engine.errors import ClosedError as ClosedError
 from .engine.errors import GraphError as GraphError
+from .engine.errors import GroupError as GroupError
 from .engine.errors import InputError as InputError
 from .engine.errors import OptimizerError as OptimizerError
 from .engine.errors import OptionError as OptionError

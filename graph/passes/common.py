@@ -16,10 +16,11 @@ from ..trace.alias import external, live_nodes, reshaped, stable, storages
 from ..trace.names import identifiers
 from ..trace.trace import LIVE
 from .dense import dense_step
+from .ranks import sum_over_ranks
 from .step_end import DenseGrads, RowGrads, StepEnd, accumulate, end_step, schedule
 
 # the nodes that move rows and parameters
-EFFECTS: set[Callable[..., Any]] = {row_ops.update, dense_step, end_step, accumulate, schedule}
+EFFECTS: set[Callable[..., Any]] = {row_ops.update, sum_over_ranks, dense_step, end_step, accumulate, schedule}
 
 
 def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,3 +27,23 @@ def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) 
         finally:
             for parameter in params:
                 parameter.grad = None
+
+
+def numbers_of(optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
+    """The settings of optimizers by name and group, to be compared between ranks."""
+    return {
+        f"{type(optimizer).__name__} {place}, group {index}": {
+            name: _plain(value) for name, value in group.items() if name != "params"
+        }
+        for place, optimizer in enumerate(optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A setting as msgpack carries it."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else str(tuple(value.shape))
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, int | float | str | None) else type(value).__name__

@@ -18,6 +18,7 @@ _METHODS: dict[Callable[..., Any], str] = {
     row_ops.pin: "pin",
     row_ops.gather: "gather",
     row_ops.weights_grad: "weights_grad",
+    row_ops.send: "send",
     row_ops.update: "update",
     row_ops.read: "read",
     row_ops.read_weights_grad: "read_weights_grad",

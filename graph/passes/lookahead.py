@@ -30,7 +30,7 @@ def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
     known = known_ahead(module)
     if not known:
         return None
-    needed = set().union(*(_sources(node, lookups) for node, lookups in known))
+    needed = set().union(*(sources_of(node, lookups) for node, lookups in known))
     cut = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -52,11 +52,11 @@ def known_ahead(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     return [
         (node, lookups)
         for node, lookups in trained
-        if all(_is_repeatable(source, outside) for source in _sources(node, lookups))
+        if all(is_repeatable(source, outside) for source in sources_of(node, lookups))
     ]
 
 
-def _sources(user: fx.Node, arguments: Any) -> set[fx.Node]:
+def sources_of(user: fx.Node, arguments: Any) -> set[fx.Node]:
     """The nodes that make these arguments of `user`, and the nodes that wrote to their memory before `user`."""
     writers: dict[int, list[fx.Node]] = defaultdict(list)
     for node in user.graph.nodes:
@@ -75,7 +75,7 @@ def _sources(user: fx.Node, arguments: Any) -> set[fx.Node]:
     return sources
 
 
-def _is_repeatable(node: fx.Node, outside: set[int]) -> bool:
+def is_repeatable(node: fx.Node, outside: set[int]) -> bool:
     if node.op != "call_function" or isinstance(node.meta.get("val"), torch.SymInt):
         return True
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -16,9 +17,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...engine.errors import GraphError, OptimizerError
-from ...engine.modules.row_gradients import RowGradients
-from ...engine.numeric import real
+from ...engine.errors import GraphError, InputError, OptimizerError
+from ...engine.numeric import real, whole
 from ...engine.ops.rows_contract import Rows
 from ...engine.optim.base import LARGEST, SMALLEST
 from ...engine.signals import uninterrupted
@@ -26,6 +26,7 @@ from ...engine.spec.inputs import Lookup
 from .dense import dense_step
 
 if TYPE_CHECKING:
+    from ...distributed.dense import Vote
     from ...engine.ops.rows_contract import Pinned
 
 
@@ -70,9 +71,11 @@ class StepEnd:
         self.clip_value: float | None = None
         self.scaler: GradScaler | None = None
         self.every = 1  # how many steps' gradients are summed
+        self.mean = False  # whether their sum is divided by `every`
         self.steps = 0  # how many steps' gradients wait
+        self.present = False  # whether this one of several ranks had a batch in one of these steps
         self._dense: dict[Optimizer, dict[Tensor, Tensor]] = {}
-        self._rows: dict[Rows, RowGradients] = {}
+        self._rows: dict[Rows, list[tuple[Lookup, Tensor]]] = {}  # the rows and gradients of each step
 
     @property
     def is_plain(self) -> bool:
@@ -82,6 +85,25 @@ class StepEnd:
     def key(self) -> Hashable:
         """A key that changes with the settings that a compiled step depends on."""
         return self.is_plain, self.every > 1, self.scaling()
+
+    def accumulate(self, steps: int, mean: bool) -> None:
+        """Set how many steps' gradients are summed, and whether their mean is taken. OptimizerError."""
+        every = whole(steps, least=1)
+        if every is None:
+            raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
+        if not isinstance(mean, bool):
+            raise OptimizerError(f"mean={mean!r}: give True or False")
+        if self.steps:
+            raise OptimizerError(
+                f"steps={steps}: gradients of {self.steps} of {self.every} calls wait for their update; "
+                "change it after the last of them, or call drop_grads() first"
+            )
+        self.every, self.mean = every, mean
+
+    @property
+    def share(self) -> float:
+        """What the sum of all gradients is multiplied by."""
+        return 1.0 / self.every if self.mean else 1.0
 
     def scaling(self) -> Hashable:
         """A key that changes with the tensor that a compiled step multiplies its loss by."""
@@ -103,12 +125,14 @@ class StepEnd:
             )
 
     def keep(self, rows: list[LookupGrads], dense: list[DenseGrads]) -> None:
-        """Add the gradients of one more step to the waiting gradients."""
+        """Add the gradients of one more step to the waiting gradients, those of each row summed."""
         with uninterrupted():
-            for embedding, lookups, grads, weights in rows:
-                kept = self._rows.setdefault(embedding, RowGradients(embedding))
-                for lookup, grad, weight in zip(lookups, grads, weights, strict=True):
-                    kept.add(lookup, grad, weight)
+            parts = [
+                (embedding, embedding.sum_gradients(lookups, grads, weights))
+                for embedding, lookups, grads, weights in rows
+            ]
+            for embedding, part in parts:
+                self._rows.setdefault(embedding, []).append(part)
             for optimizer, params, grads in dense:
                 sums = self._dense.setdefault(optimizer, {})
                 for param, grad in zip(params, grads, strict=True):
@@ -117,9 +141,28 @@ class StepEnd:
 
     def pin(self) -> tuple[list[RowGrads], list[DenseGrads]]:
         """All waiting gradients, with their rows pinned."""
-        rows = [RowGrads(batch, *kept.grads()) for kept in self._rows.values() if (batch := kept.pin()) is not None]
+        rows = []
+        for embedding, parts in self._rows.items():
+            lookups, grads = ([*of_parts] for of_parts in zip(*parts, strict=True))
+            for lookup in lookups:
+                if lookup.ids.device != embedding.device:
+                    raise InputError(
+                        f"gradients of embedding {embedding.name!r} wait on {lookup.ids.device}, and the embedding is "
+                        f"on {embedding.device}; call drop_grads() after moving a module"
+                    )
+            rows.append(RowGrads(embedding.pin(lookups, dtype=torch.float32), grads, [None] * len(parts)))
         dense = [DenseGrads(optimizer, list(sums), list(sums.values())) for optimizer, sums in self._dense.items()]
         return rows, dense
+
+    @property
+    def embeddings(self) -> list[Rows]:
+        """Those whose gradients wait, in the order in which `pin` takes them."""
+        return list(self._rows)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those whose gradients wait, in the order of these."""
+        return [parameter for sums in self._dense.values() for parameter in sums]
 
     def release(self) -> None:
         """Drop the pins of a failed update."""
@@ -129,21 +172,26 @@ class StepEnd:
     def clear(self) -> None:
         """Forget the waiting gradients."""
         self.steps = 0
+        self.present = False
         self._dense.clear()
         self._rows.clear()
 
 
-def end_step(end: StepEnd, rows: list[RowGrads], dense: list[DenseGrads]) -> bool:
+def end_step(end: StepEnd, rows: list[RowGrads], dense: list[DenseGrads], vote: Vote | None = None) -> bool:
     """Unscale and clip all gradients together, then update rows and dense parameters. Returns whether they moved.
 
     Where a gradient scaler is set and a gradient is not finite, nothing moves, and the scale falls.
+
+    vote: of the ranks that share the rows, whose mean is trained; the gradients of rows are on their way to them.
     """
-    scale, finite = 1.0, True
+    scale, finite = end.share, True
+    if vote is not None:
+        scale, finite, dense = scale / vote.present, vote.finite, _with_grads(dense, vote.sums)
     scaler = end.scaler if end.scaler is not None and end.scaler.is_enabled() else None
     grads = [grad for part in dense for grad in part.grads]
     if scaler is not None:
-        scale = 1.0 / scaler.get_scale()
-        finite = bool(get_total_norm([*grads, *(g for part in rows for g in part.grads)], math.inf).isfinite())
+        scale *= 1.0 / scaler.get_scale()
+        finite = finite and are_finite([*grads, *(g for part in rows for g in part.grads if vote is None)])
         _tell(scaler, finite)
     if finite:
         if end.max_norm is not None:
@@ -161,6 +209,16 @@ def end_step(end: StepEnd, rows: list[RowGrads], dense: list[DenseGrads]) -> boo
     return end_dense(end, dense, scale)
 
 
+def are_finite(grads: list[Tensor]) -> bool:
+    """Whether no element is infinite or NaN."""
+    return bool(get_total_norm([grad for grad in grads if grad.numel()], math.inf).isfinite())
+
+
+def _with_grads(dense: list[DenseGrads], grads: list[Tensor]) -> list[DenseGrads]:
+    following = iter(grads)
+    return [part._replace(grads=list(islice(following, len(part.grads)))) for part in dense]
+
+
 def end_dense(end: StepEnd, dense: list[DenseGrads], scale: float = 1.0) -> bool:
     """What `end_step` does to dense parameters."""
     for optimizer, params, grads in dense:
@@ -168,16 +226,23 @@ def end_dense(end: StepEnd, dense: list[DenseGrads], scale: float = 1.0) -> bool
     return True
 
 
-def accumulate(end: StepEnd, rows: list[LookupGrads], dense: list[DenseGrads]) -> bool:
+def accumulate(
+    end: StepEnd, rows: list[LookupGrads], dense: list[DenseGrads], exchanges: Any = None, present: bool = True
+) -> bool:
     """Keep the gradients of a step. After the last of `end.every` steps, do as `end_step` with their sums.
 
     Where `end_step` raises, as on a full capacity, the gradients are dropped, and the next call begins anew.
+
+    exchanges: with the ranks that share the rows. present: whether this rank has a batch in this step.
     """
+    if exchanges is not None:
+        exchanges.vote([], finite=True)  # no rank keeps what another one failed to compute
+        end.present = end.present or present
     end.keep(rows, dense)
     if end.steps < end.every:
         return False
     try:
-        return end_step(end, *end.pin())
+        return end_step(end, *(end.pin() if exchanges is None else exchanges.pin(end)))
     except BaseException:
         end.release()
         raise

@@ -28,8 +28,12 @@ class Announcer:
             self._count = 0
         if number != self._count or coming is None:
             return  # some lookups of this update are not known, or not of this run
-        for embedding, lookups in coming:
-            self._together[embedding] += lookups
+        try:
+            for embedding, lookups in coming:
+                # accumulated calls give the rows of each call, as `StepEnd.keep` does
+                self._together[embedding] += lookups if self._end.every == 1 else [embedding.unique_rows(lookups)]
+        except TierbedError:  # the call itself will raise it
+            return
         self._count += 1
         if self._count == self._end.every:
             for embedding, lookups in self._together.items():

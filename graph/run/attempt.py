@@ -21,6 +21,8 @@ Forward = Callable[[fx.GraphModule, list[Any]], Any]
 class FailedForSizes(Exception):
     """A step for many sizes failed, and all is as it was before. `__cause__` is what torch raised."""
 
+    told: BaseException | None = None  # what all ranks raise, where ranks share the step's rows
+
 
 class Attempt:
     """A compiled step in two halves: its first half, up to the updates, can be undone."""

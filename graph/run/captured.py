@@ -215,4 +215,4 @@ def _tables(embeddings: list[Rows]) -> list[OpenTable]:
                 f"cuda_graph: the rows of {embedding.name!r}, a {type(embedding).__name__}, are in no table of this "
                 "process, and their steps cannot be recorded; call cuda_graph(False)"
             )
-    return [embedding.opened().table for embedding in embeddings if isinstance(embedding, SavedRows)]
+    return [embedding.opened().own_table for embedding in embeddings if isinstance(embedding, SavedRows)]

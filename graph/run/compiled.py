@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from ...engine.errors import OptimizerError
+from ...engine.errors import OptimizerError, OptionError
 from ...engine.modules.one_trainer import training_step
 from ...engine.ops.lookup import embedding_of
 from ...engine.ops.rows_contract import Rows
@@ -31,8 +32,9 @@ from ..passes.inductor import compile_dense
 from ..passes.lookahead import Coming, cut_lookups
 from ..passes.lookups import expand_reads, expand_trained, refuse_used
 from ..passes.open_sizes import sizes_from_inputs
+from ..passes.ranks import exchange, pin_early, refuse_worlds
 from ..passes.sharing import share_batches
-from ..passes.step_end import StepEnd
+from ..passes.step_end import DenseGrads, StepEnd
 from ..show.listing import listing
 from ..state.optimizers import OptimizerSet, embeddings_by_shadow, embeddings_of
 from ..trace.built import Built
@@ -41,6 +43,7 @@ from ..trace.sizes import Fits
 from ..trace.trace import Trace
 from .attempt import Attempt
 from .captured import Captured
+from .together import Exchanges, Together
 
 # (module, tensors) -> the result of the module
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
@@ -129,6 +132,25 @@ class CompiledStep:
         return ("# recorded as a CUDA graph\n" if recorded else "") + listing(self.module)
 
 
+@dataclass(frozen=True)
+class SharedStep(CompiledStep):
+    """A compiled step of embeddings whose rows ranks share."""
+
+    exchanges: Exchanges = field(kw_only=True)
+    first_values: list[tuple[str, int]] = field(kw_only=True)  # parameters and buffers, by name and place in tensors
+    together: Together = field(kw_only=True)
+
+    def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
+        self.together.runs(self)
+        with uninterrupted(), self.exchanges.step(lambda: [(name, tensors[at]) for name, at in self.first_values]):
+            return super()._forward(tensors, forward) if tensors else self.exchanges.join()
+
+    def join(self) -> None:
+        """Take part in the step without a batch, for ranks that have one."""
+        with uninterrupted(), training_step([embedding for embedding, _ in self.trained], self.owner):
+            self._train([], None)
+
+
 def _plain(module: fx.GraphModule, tensors: list[Any]) -> Any:
     return module.forward(*tensors)
 
@@ -141,6 +163,7 @@ def compile_step(
     tensors: list[Tensor],
     inductor: Mapping[str, Any] | None,
     cuda_graph: bool,
+    together: Together,
 ) -> CompiledStep:
     """Rewrite a trace into a step that trains if `root.training` and build called backward().
 
@@ -152,6 +175,12 @@ def compile_step(
     graph = module.graph
     returned = traced.returned
     embeddings = embeddings_of(root)
+    world = refuse_worlds(embeddings)
+    if world is not None and cuda_graph:
+        raise OptionError(
+            "cuda_graph: rows of a world travel between ranks through host memory, sent by the host in the middle of "
+            "the step, and a recorded step runs without the host; call cuda_graph(False)"
+        )
     reserved = dir(module)
     optimizer_names = identifiers([type(optimizer).__name__.lower() for optimizer in optimizers], reserved)
     embedding_names = identifiers(list(embeddings), [*reserved, *optimizer_names])
@@ -175,6 +204,9 @@ def compile_step(
     optimizers.tell_untrained(root, bool(with_grad))
     values: Any = graph.output_node().args[0]
     trained: list[tuple[Rows, RowOptimizer]] = []
+    ended: fx.Node | None = None
+    parts: list[DenseGrads] = []
+    schedulers: list[LRScheduler] = []
     if with_grad:
         holders = optimizers.holders()
         for index, grad in zip(with_grad, values[count:], strict=True):
@@ -198,7 +230,10 @@ def compile_step(
         ]
         add_dense_steps(module, optimizer_at, dense)
         end.check_scaled(module)
-        ended = None if end.is_plain else end_together(module, end)
+        if world is not None or not end.is_plain:
+            ended = end_together(module, end)
+        by_optimizer = {o: [tensors[live.index(p)] for holder, p, _ in dense if holder is o] for o in optimizers}
+        parts = [DenseGrads(optimizer, params, params) for optimizer, params in by_optimizer.items()]
         schedulers = optimizers.schedulers()
         kinds = [type(scheduler).__name__.lower() for scheduler in schedulers]
         names = identifiers(kinds, [*reserved, *optimizer_names, *embedding_names])
@@ -210,6 +245,12 @@ def compile_step(
         node: label(by_shadow[id(t)].handle) for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow
     }
     refuse_used(graph, shadows, label)
+    exchanges: Exchanges | None = None
+    if world is not None:
+        exchanges = Exchanges(world, together, type(root).__name__, end, trains=ended is not None)
+        pin_early(module)
+        script, parameters = exchange(module, exchanges, ended)
+        exchanges.follow(script, parameters, [embedding for embedding, _ in trained], parts, schedulers)
     graph.lint()
     module.recompile()
     lookups = None if cuda_graph and trained else cut_lookups(module)  # a recorded step makes its batches itself
@@ -218,7 +259,7 @@ def compile_step(
     captured = Captured(module, len(traced.inputs), [e for e, _ in trained], end) if cuda_graph and trained else None
     attempt = None if traced.fits is None else Attempt(module)
     bind_ops(module)
-    return CompiledStep(
+    step = CompiledStep(
         type(root).__name__,
         module,
         lookups,
@@ -230,3 +271,8 @@ def compile_step(
         attempt,
         traced.fits,
     )
+    if exchanges is None:
+        return step
+    first = {id(t): (paths[id(t)], i) for i, t in reversed([*enumerate(tensors)]) if id(t) not in by_shadow}
+    first_values = [(name, len(traced.inputs) + place) for name, place in reversed(first.values())]
+    return SharedStep(**vars(step), exchanges=exchanges, first_values=first_values, together=together)

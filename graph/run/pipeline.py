@@ -21,6 +21,8 @@ from ...engine.numeric import whole
 from ...engine.ops.rows_contract import Rows
 from ...engine.signals import uninterrupted
 from ...engine.table.prefetch import WINDOW
+from ..passes.lookahead import Coming
+from .ahead import Announcer
 from .progress import Progress
 
 AHEAD = 8
@@ -54,15 +56,21 @@ class Run(Iterator[Any]):
         graph: nn.Module,
         batches: Iterable[Any],
         ahead: int,
-        announce: Callable[..., None],
+        coming: Callable[..., Coming | None],
         progress: Progress,
         left: list[None],
+        announcer: Announcer,
     ) -> None:
-        """left: gets an item where the run is collected before its end, which may be at any time, in any thread."""
+        """coming: tells what a call with these arguments looks up.
+
+        left: gets an item where the run is collected before its end, which may be at any time, in any thread.
+        """
         most = whole(ahead, 0, WINDOW)
         if most is None:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}")
-        self._graph, self._announce, self._ahead = graph, announce, most
+        self._graph, self._coming_of, self._ahead = graph, coming, most
+        self._announcer = announcer
+        self.left: list[Any] = []  # batches that were drawn and will have no step
         self._batches = iterate(batches)
         self._window: deque[Any] = deque()
         self._tensors: deque[list[Tensor]] = deque()  # tensors of the window's batches; fewer where Ctrl-C came between
@@ -82,6 +90,9 @@ class Run(Iterator[Any]):
             else:
                 self._end = None  # the loader may go on
             raise end
+        return self._step()
+
+    def _step(self) -> Any:
         with uninterrupted():  # Ctrl-C finds a batch in the window, or its step done
             batch = arguments(self._window.popleft())
             if self._tensors:
@@ -103,7 +114,11 @@ class Run(Iterator[Any]):
         self._tensors.extend(map(_counted, islice(self._window, len(self._tensors), None)))
         self._refuse_overwritten(before)
         if self._ahead:
-            self._announce(count, *arguments(self._window[-1]))
+            self._look_ahead(count, arguments(self._window[-1]))
+
+    def _look_ahead(self, between: int, batch: tuple[Any, ...]) -> None:
+        """Announce a batch that was drawn. `between` others have their step before it. RuntimeError: no thread."""
+        self._announcer.add(between, self._coming_of(*batch))
 
     def _refuse_overwritten(self, before: list[list[int]]) -> None:
         """InputError where the loader wrote its last batch over a batch that waits for its step."""

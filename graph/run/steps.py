@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -81,14 +82,19 @@ class Steps:
         self._sizes.drop(step)
         tell_failed(name, cause)
 
-    def drop_oldest(self) -> bool:
-        """Drop the steps that were not used for longest where there are too many. Returns whether there were."""
-        dropped = len(self._kept) > self._most
+    def bound(self, name: str) -> None:
+        """Drop the steps that were not used for longest where there are too many. name: that of the graph, to warn."""
+        too_many = len(self._kept) > self._most
         while len(self._kept) > self._most:  # a call may have made two
             self._kept.popitem(last=False)
         while len(self._closed) > self._most:
             self._closed.pop(next(iter(self._closed)))
-        return dropped
+        if too_many:
+            warnings.warn(
+                f"{name} was compiled for more than {self._most} signatures and drops the oldest; pass numbers that "
+                "change at each call as tensors, and pad inputs to few shapes",
+                stacklevel=7,
+            )
 
     def _for_many(self, name: str, family: Hashable, call: Call, compiled: Compile) -> CompiledStep | None:
         changing = self._sizes.changing(family, call.inputs, call.open)

@@ -28,6 +28,7 @@ _COLORS = {
     "forward": "#eef6d6",
     "compiled": "#e6e6fa",
     "backward": "#fdf0d0",
+    "exchange": "#e0ddf5",
     "update": "#fbdfd0",
     "dense step": "#f3dcf0",
     "outputs": "#eceff1",

@@ -11,11 +11,12 @@ from torch import fx
 from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import Rows
 from ..passes.dense import dense_step
+from ..passes.ranks import sum_over_ranks
 from ..passes.step_end import accumulate, end_step, schedule
 from ..trace.trace import BACKWARD
 
 # compiled: forward and backward together, as `compile_dense` makes it
-STAGES = ("inputs", "pin", "gather", "forward", "compiled", "backward", "update", "dense step", "outputs")
+STAGES = ("inputs", "pin", "gather", "forward", "compiled", "backward", "exchange", "update", "dense step", "outputs")
 _OF_OP = {"placeholder": "inputs", "get_attr": "inputs", "call_module": "compiled", "output": "outputs"}
 _OF_TARGET: dict[Callable[..., Any] | str, str] = {
     row_ops.pin: "pin",
@@ -23,6 +24,8 @@ _OF_TARGET: dict[Callable[..., Any] | str, str] = {
     row_ops.read: "gather",
     row_ops.weights_grad: "backward",
     row_ops.read_weights_grad: "backward",
+    row_ops.send: "exchange",
+    sum_over_ranks: "exchange",
     row_ops.update: "update",
     end_step: "update",
     accumulate: "update",

@@ -8,6 +8,9 @@
 The folder is made aside and renamed when all of it is on the disk, so it is there whole or not at all. A folder that
 replaces another is exchanged with it at one instant, and the old folder is removed after that.
 
+Where ranks share rows, each of them writes its part of these, and rank 0 the rest, after checksums of all ranks agreed.
+Buffers are those of rank 0; `ranks` in graph.msgpack has the random state of each of the others.
+
 Format 1 numbered the tensors.
 """
 
@@ -19,7 +22,7 @@ import os
 import secrets
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -32,19 +35,20 @@ from ...engine.durable import (
     UnsyncedError,
     check_exchange,
     fsync_file,
-    made_aside,
     open_regular,
     read_record,
     seal,
     unseal,
 )
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
-from ...engine.modules.saved_rows import SavedRows
+from ...engine.modules.saved_rows import EXTRA, SavedRows
 from ...engine.spec.names import is_folder_name
 from ...snapshots.files.reader import Snapshot
+from ..passes.ranks import refuse_worlds
 from ..trace.names import path_of
 from .optimizers import embeddings_of
 from .plain_state import decode, encode
+from .saving import Saving
 
 FORMAT = 2
 STATE, TENSORS, ROWS = "graph.msgpack", "tensors.safetensors", "rows"
@@ -55,7 +59,14 @@ log = logging.getLogger("tierbed")
 
 def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
     """The folder of a new checkpoint; `overwrite`: an old one may be there. SnapshotError, InputError, GraphError."""
-    _saved(root)
+    saving = Saving(refuse_worlds(dict(_saved(root))), "checking a checkpoint")
+    folder: Path = saving.each("its path", lambda: _folder_of(path, overwrite))
+    saving.each("its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
+    saving.first("its place", lambda: _check_free(folder, overwrite))
+    return folder
+
+
+def _folder_of(path: Any, overwrite: Any) -> Path:
     if not isinstance(overwrite, bool):
         raise InputError(f"overwrite={overwrite!r}: give True or False")
     folder = path_of(path).absolute()
@@ -64,8 +75,12 @@ def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
             f"checkpoint {str(folder)!r} cannot be used: its name is to be 1 to {200 - 9} printable bytes, without "
             "'\\' and without a leading '.'"
         )
+    return folder
+
+
+def _check_free(folder: Path, overwrite: bool) -> None:
     if not os.path.lexists(folder):
-        return folder
+        return
     if not os.path.lexists(folder / STATE):
         raise SnapshotError(
             f"{str(folder)!r} exists and is no checkpoint, and nothing else is overwritten: choose another path"
@@ -80,7 +95,6 @@ def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
         raise SnapshotError(
             f"checkpoint {str(folder)!r} cannot be overwritten: {error}. Choose another path"
         ) from error
-    return folder
 
 
 def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: bool = False) -> None:
@@ -88,43 +102,63 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
 
     folder: from `check_save`. With `overwrite` the checkpoint replaces one that is there, and its snapshots in store
     folders replace the old one's. Raises SnapshotError where it cannot be written, GraphError for a state that a
-    checkpoint cannot hold.
+    checkpoint cannot hold, or that ranks differ in.
     """
-    name = f"{folder.name}-{secrets.token_hex(4)}"  # in a store folder, a name is used once
-    tensors: dict[str, Tensor] = {}
-    plain = encode(dict(state), tensors, "state")
-    metadata = encode(getattr(state, "_metadata", None), tensors, "metadata")  # versions of modules
     embeddings = _saved(root)
+    saving = Saving(refuse_worlds(dict(embeddings)), f"saving checkpoint {folder.name!r}")
+    # in a store folder, a name is used once
+    name = saving.first("its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
+    tensors: dict[str, Tensor] = {}
+    record = saving.each("state", lambda: _record(state, tensors))
+    random = state[EXTRA]["random"] if EXTRA in state else []
+    buffers = {buffer for buffer, _ in root.named_buffers()}
+    own = {key for key in tensors if key in buffers or key.startswith(f"{EXTRA}.random.")}
+    saving.check_equal(
+        [record["state"], record["metadata"]], {key: tensor for key, tensor in tensors.items() if key not in own}
+    )
+    record |= {"embeddings": list(embeddings), "snapshot": name}
+    if others := saving.others_random(random):
+        record["ranks"] = encode(others, tensors, "random numbers of ranks", "ranks")
     replaced, there = _rows_in(folder), False
     try:
-        with made_aside(folder, overwrite) as place:
-            # equal bytes are written for each tensor: safetensors refuses tensors that share memory
-            save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, place / TENSORS)
-            fsync_file(place / TENSORS)
-            record = {
-                "format": FORMAT,
-                "embeddings": list(embeddings),
-                "snapshot": name,
-                "checksum": _checksum(place / TENSORS),
-                "state": plain,
-                "metadata": metadata,
-            }
-            (place / STATE).write_bytes(_sealed(record))
-            fsync_file(place / STATE)
+        with saving.made_aside(folder, overwrite, lambda: _told(folder)) as place:
+            saving.first("parameters", lambda: _write(place, record, tensors, folder))
             for number, embedding in enumerate(embeddings.values()):
                 embedding.opened().save_rows(place / ROWS / str(number) / name)
         there = True
-    except UnsyncedError as error:
-        there = True
-        raise SnapshotError(f"checkpoint {str(folder)!r} was written: {error}") from error
-    except (OSError, ValueError, SafetensorError) as error:
-        raise SnapshotError(f"checkpoint {str(folder)!r} was not written: {error}") from error
     finally:
         if not there and _record_of(folder).get("snapshot") != name:  # Ctrl-C may come when the checkpoint is in place
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # the first error is the one to raise
                     embedding.opened().discard_rows(name)
     _drop_replaced(embeddings, replaced)
+
+
+def _record(state: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What the file STATE has of a state, but for its tensors."""
+    plain = encode(dict(state), tensors, "state")
+    metadata = encode(getattr(state, "_metadata", None), tensors, "metadata")  # versions of modules
+    return {"format": FORMAT, "state": plain, "metadata": metadata}
+
+
+def _write(place: Path, record: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+    with _told(folder):
+        # equal bytes are written for each tensor: safetensors refuses tensors that share memory
+        save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, place / TENSORS)
+        fsync_file(place / TENSORS)
+        (place / STATE).write_bytes(_sealed({**record, "checksum": _checksum(place / TENSORS)}))
+        fsync_file(place / STATE)
+
+
+@contextlib.contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """What goes wrong in the block is told of the checkpoint `folder`."""
+    try:
+        yield
+    except UnsyncedError as error:
+        raise SnapshotError(f"checkpoint {str(folder)!r} was written: {error}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise SnapshotError(f"checkpoint {str(folder)!r} was not written: {error}") from error
 
 
 def load(
@@ -136,6 +170,27 @@ def load(
     SnapshotError where the checkpoint is missing, damaged or of another graph.
     """
     folder = folder.absolute()
+    embeddings = _saved(root)
+    saving = Saving(refuse_worlds(dict(embeddings)), f"loading checkpoint {folder.name!r}")
+    record, state = saving.each("reading", lambda: _read(folder, list(embeddings)))
+    saving.each("its id", lambda: None, {"checkpoint": record["snapshot"], "optimizers": optimizers})
+    rows = [folder / ROWS / str(number) / record["snapshot"] for number in range(len(embeddings))]
+    try:
+        saving.each("state", lambda: check(state))
+        for embedding, place in zip(embeddings.values(), rows, strict=True):
+            embedding.opened().check_rows(place, optimizers)
+    except (GraphError, OptimizerError) as error:
+        remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) else ""
+        raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this graph: {error}{remedy}") from error
+    for embedding, place in zip(embeddings.values(), rows, strict=True):
+        embedding.opened().load_rows(place, optimizers)
+    if EXTRA in state:
+        state[EXTRA]["random"] = saving.own_random(state[EXTRA]["random"], record["ranks"])
+    return state
+
+
+def _read(folder: Path, embeddings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The record and the state of a checkpoint that has rows of `embeddings`. Raises SnapshotError."""
     if not os.path.isdir(folder):
         raise SnapshotError(f"there is no checkpoint {str(folder)!r}; give the path of one that graph.save wrote")
     if not os.path.lexists(folder / STATE):
@@ -153,25 +208,15 @@ def load(
         tensors = load_file(folder / TENSORS)
         state: OrderedDict[str, Any] = OrderedDict(decode(record["state"], tensors))
         state._metadata = decode(record["metadata"], tensors)  # type: ignore[attr-defined]
+        record["ranks"] = decode(record["ranks"], tensors) if "ranks" in record else []
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError, SafetensorError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
-    embeddings = _saved(root)
-    if list(embeddings) != record["embeddings"]:
+    if embeddings != record["embeddings"]:
         raise SnapshotError(
             f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this graph has "
-            f"{list(embeddings)}; load it into the graph that saved it"
+            f"{embeddings}; load it into the graph that saved it"
         )
-    rows = [folder / ROWS / str(number) / record["snapshot"] for number in range(len(embeddings))]
-    try:
-        check(state)
-        for embedding, place in zip(embeddings.values(), rows, strict=True):
-            embedding.opened().check_rows(place, optimizers)
-    except (GraphError, OptimizerError) as error:
-        remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) else ""
-        raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this graph: {error}{remedy}") from error
-    for embedding, place in zip(embeddings.values(), rows, strict=True):
-        embedding.opened().load_rows(place, optimizers)
-    return state
+    return record, state
 
 
 def _saved(root: nn.Module) -> dict[str, SavedRows]:

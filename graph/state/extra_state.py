@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from ...engine.errors import GraphError
 from ...engine.modules.saved_rows import EXTRA, SavedRows
-from ...engine.persist.saves import SavedAs
+from ...engine.persist.saved_as import SavedAs
 from ..passes.step_end import StepEnd
 from .optimizers import OptimizerSet, embeddings_of
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import InputError
+from ...engine.persist.held_contract import Ranks
 from ...engine.spec.inputs import Lookup, check_lookup
 from ..tensors.checks import refuse_trace
 from ..tensors.jagged_tensor import JaggedTensor
@@ -43,6 +44,7 @@ class EmbeddingBagCollection(Tables):
     converted. seed: of initial rows, with the name of the embedding. output_dtype: of results and gradients.
     share: a collection whose tables of the same name are looked up here as well; store_options are for the others.
     device: TorchRec's argument, which is refused: store_options say where rows are.
+    world: a `World` of tierbed.distributed, over whose ranks the rows are spread; shared tables have their own.
 
     Raises OptionError.
     """
@@ -58,9 +60,12 @@ class EmbeddingBagCollection(Tables):
         output_dtype: torch.dtype = torch.float32,
         share: Tables | None = None,
         device: None = None,
+        world: Ranks | None = None,
     ) -> None:
         refuse_device(device)
-        super().__init__(tables, EmbeddingBagConfig, store_options, name, key_type, seed, output_dtype, share)
+        super().__init__(
+            tables, EmbeddingBagConfig, store_options, name, key_type, seed, output_dtype, share, world=world
+        )
         self.is_weighted = is_weighted
         self._keys: list[str] = []
         self._lengths: list[int] = []

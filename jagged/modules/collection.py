@@ -11,6 +11,7 @@ from torch import Tensor
 from ...engine.errors import OptionError
 from ...engine.modules.multi_table import MultiTableEmbedding
 from ...engine.numeric import whole
+from ...engine.persist.held_contract import Ranks
 from ...engine.spec.inputs import Lookup, check_lookup
 from ..tensors.jagged_tensor import JaggedTensor
 from ..tensors.keyed_jagged import KeyedJagged
@@ -50,13 +51,16 @@ class EmbeddingCollection(Tables):
         share: Tables | None = None,
         padded: Mapping[str, int] | None = None,
         device: None = None,
+        world: Ranks | None = None,
     ) -> None:
         refuse_device(device)
         if padded is not None and not isinstance(padded, Mapping):
             raise OptionError(f"padded={padded!r}: give {{feature: places}}")
         self._padded = dict(padded or {})
         padding = (2**64 - 1 if key_type == torch.uint64 else PADDING_ID) if self._padded else None
-        super().__init__(tables, EmbeddingConfig, store_options, name, key_type, seed, output_dtype, share, padding)
+        super().__init__(
+            tables, EmbeddingConfig, store_options, name, key_type, seed, output_dtype, share, padding, world
+        )
         self.need_indices = need_indices
         self._names = output_names(self.configs)
         features = {feature for config in self.configs for feature in config.feature_names}

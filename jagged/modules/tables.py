@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...engine.errors import InputError, OptionError
 from ...engine.modules.multi_table import MultiTableEmbedding
+from ...engine.persist.held_contract import Ranks
 from ...engine.spec.options import StoreOptions
 from .configs import EmbeddingConfig, config_of
 from .division import Need, stores_of, stores_text
@@ -21,7 +22,7 @@ from .division import Need, stores_of, stores_text
 class Tables(nn.Module):
     """Tables in embeddings, one for each dim and group: `<name>-d<dim>`, and `-<group>` after it where there is one.
 
-    tables, store_options, name, key_type, seed, output_dtype, share: as of a collection.
+    tables, store_options, name, key_type, seed, output_dtype, share, world: as of a collection.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Tables(nn.Module):
         output_dtype: torch.dtype,
         share: Tables | None,
         padding_idx: int | None = None,
+        world: Ranks | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(tables, (list, tuple)) or not tables:
@@ -76,6 +78,7 @@ class Tables(nn.Module):
                 # rows of one seed, table and key begin alike in all embeddings
                 seed=(seed + crc32(part.encode())) % 2**63,
                 output_dtype=output_dtype,
+                world=world,
             )
             self._at |= {config.name: (part, number) for number, config in enumerate(configs)}
 

@@ -45,7 +45,7 @@ def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], optimizer
         for count in rows
     ]
     if state.names:
-        for _, chunk in settled(embedding.opened().table):
+        for _, chunk in settled(embedding.opened().own_table):
             values = torch.from_numpy(chunk["values"][:, embedding.dim :].copy()).split(list(state.widths), 1)
             for number, count in enumerate(rows):
                 chosen = (chunk["table"] == number) & (chunk["key"] < count)

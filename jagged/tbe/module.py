@@ -11,6 +11,7 @@ from torch._guards import detect_fake_mode
 
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.numeric import real
+from ...engine.persist.held_contract import Ranks
 from ...engine.spec.table_spec import check_seed
 from .bounds import Bounds
 from .calls import Call, checked_call
@@ -43,6 +44,8 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
     first; IGNORE drops them; dropped ones are like none, and `metrics()` counts them. NONE checks nothing: any 64-bit
     index is a row. Offsets are always checked.
     name: names the embeddings. seed: of how rows begin. unsupported: FBGEMM's other arguments, which are refused.
+    world: a `World` of tierbed.distributed, over whose ranks the rows are spread: every rank calls forward, and
+    backward, of the same modules in the same order.
 
     Enums of FBGEMM are taken by value. All lookups of a table in one forward are one update of its rows, in training
     mode; in evaluation, and under no_grad, nothing changes. Raises OptionError, OptimizerError.
@@ -72,6 +75,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         store_options: Mapping[str, Any] | None = None,
         name: str = "tbe",
         seed: int = 0,
+        world: Ranks | None = None,
         **unsupported: Any,
     ) -> None:
         refuse(unsupported, CONSTRUCTOR, type(self).__init__.__kwdefaults__ or ())
@@ -99,7 +103,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         made = settings.made([anchor])
         rows = ShiftedOptimizer(made, made.param_groups[0])
         stores = stores_for(parts, tables, store_options, caching, {dim: rows.row_state(dim).width for dim in dims})
-        super().__init__(name, tables, parts, stores, bounds, rows, dtype, check_seed(seed))
+        super().__init__(name, tables, parts, stores, bounds, rows, dtype, check_seed(seed), world)
         self.features = features
         self.pooling_mode = mode
         # autograd reaches lookups by it; optimizers of the dense part find no gradient in it
@@ -169,7 +173,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
 
         A store keeps its own count of updates: set the step again after a restart.
         """
-        self._rows.shift = checked_step(step) - max(embedding.opened().table.step for _, embedding in self.each())
+        self._rows.shift = checked_step(step) - max(embedding.opened().own_table.step for _, embedding in self.each())
 
     def extra_repr(self) -> str:
         optimizer = self._settings.optimizer.name

@@ -12,8 +12,9 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ...engine.errors import InputError
+from ...engine.errors import InputError, StoreError
 from ...engine.modules.multi_table import MultiTableEmbedding
+from ...engine.persist.held_contract import Ranks
 from ...engine.spec.initializers import (
     AnyTableOptions,
     make_constant_initializer,
@@ -35,7 +36,7 @@ class TablesInEmbeddings(nn.Module):
     """Tables, and the embeddings that hold them.
 
     parts, stores: what each embedding has, and by its name where it lives. rows: the optimizer of all of them. dtype:
-    of outputs.
+    of outputs. world: the ranks that share the rows.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class TablesInEmbeddings(nn.Module):
         rows: ShiftedOptimizer,
         dtype: torch.dtype,
         seed: int,
+        world: Ranks | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -65,6 +67,7 @@ class TablesInEmbeddings(nn.Module):
                 # rows of one seed, table and key begin alike in all embeddings; where they live does not matter
                 seed=(seed + crc32(tables[part.tables[0]].name.encode())) % 2**63,
                 output_dtype=dtype,
+                world=world,
             )
             embedding.requires_grad_(False)  # no EagerOptimizer and no graph trains it
             embedding.use_optimizer(rows)
@@ -95,10 +98,17 @@ class TablesInEmbeddings(nn.Module):
     def split_optimizer_states(self) -> list[list[Tensor]]:
         """The optimizer's states of each table, copied: writing to them changes no table.
 
-        [rows, dim] each, of EXACT_ROWWISE_ADAGRAD [rows]. EXACT_SGD has none, and gives an empty list.
+        [rows, dim] each, of EXACT_ROWWISE_ADAGRAD [rows]. EXACT_SGD has none, and gives an empty list. Raises
+        StoreError where ranks share the rows.
         """
         if not self._rows.states:
             return []
+        for _, embedding in self.each():
+            if embedding.world is not None:
+                raise StoreError(
+                    f"split_optimizer_states of {self.name!r}: ranks share the rows, and no call gathers their states; "
+                    "save a snapshot, whose files have them"
+                )
         return self._by_table(lambda embedding, rows: copied_states(embedding, rows, self._rows))
 
     def embedding_of(self, table: int | str) -> MultiTableEmbedding:

@@ -1,0 +1,219 @@
+"""How a compiled step keeps to its exchanges with other ranks, also where this rank's part of it fails.
+
+Other ranks wait for each exchange in its turn. A rank whose step raises goes through the rest of them with nothing to
+give, and says so where all ranks agree next. So all raise in the same step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...distributed.agreement import agree
+from ...distributed.dense import Vote, reduce
+from ...distributed.first_values import share_first_values
+from ...engine.errors import GraphError
+from ...engine.ops.rows_contract import Rows
+from ...engine.spec.inputs import Lookup
+from ..passes.dense import numbers_of
+from ..passes.ranks import Exchange, checksum, sum_over_ranks
+from ..passes.step_end import DenseGrads, LookupGrads, RowGrads, StepEnd, accumulate, end_step, schedule
+from .attempt import FailedForSizes
+
+if TYPE_CHECKING:
+    from ...distributed.world import World
+
+
+class Together:
+    """What a graph did with other ranks so far."""
+
+    def __init__(self) -> None:
+        self.began = False  # whether parameters and buffers are those of rank 0
+        self._last: Callable[[], SharedStep | None] = lambda: None  # a weak reference: the step holds this object
+        self.torn = ""  # what this rank alone raised amid the updates of a step
+
+    def runs(self, step: SharedStep) -> None:
+        """Note the step that ran last."""
+        self._last = weakref.ref(step)
+
+    def join(self, root: nn.Module) -> None:
+        """Take part in a step for which this rank has no batch, and the others do. GraphError: it never had one."""
+        last = self._last()
+        if last is not None:
+            last.join()
+            return
+        tell_ranks(root, GraphError("a loader gave no batch at all: to join the steps of others it takes one at least"))
+
+
+class SharedStep(Protocol):
+    def join(self) -> None:
+        """Take part in the step without a batch."""
+
+
+class Exchanges:
+    """The exchanges of one compiled step, in the order of its script."""
+
+    def __init__(self, world: World, together: Together, owner: str, end: StepEnd, trains: bool) -> None:
+        """owner: the name of the graph. trains: whether the step does."""
+        self._world, self._together, self._owner = world, together, owner
+        self._end, self._trains = end, trains
+        self._script: list[Exchange] = []
+        self._checksum = 0
+        self._trained: list[Rows] = []
+        self._dense: list[DenseGrads] = []
+        self._schedulers: list[LRScheduler] = []
+        self._passed = 0  # the world's count of exchanges when the step began
+
+    def follow(
+        self,
+        script: list[Exchange],
+        parameters: list[tuple[str, Tensor]],
+        trained: list[Rows],
+        dense: list[DenseGrads],
+        schedulers: list[LRScheduler],
+    ) -> None:
+        """Set the script, and what the step trains, for a rank without a batch.
+
+        parameters: by name, in the order in which gradients are summed. dense: the same by optimizer, their gradients
+        of any value.
+        """
+        self._script, self._checksum = script, checksum(script, parameters)
+        self._trained, self._dense, self._schedulers = trained, dense, schedulers
+
+    def vote(self, dense: list[DenseGrads], *, finite: bool, present: bool = True) -> Vote:
+        """Sum dense gradients over ranks, unless the step failed on one of them: that is raised on all."""
+        grads = [grad for part in dense for grad in part.grads]
+        same = numbers_of([part.optimizer for part in dense])
+        return reduce(self._world, self._named("vote"), grads, present=present, finite=finite, same=same)
+
+    def pin(self, end: StepEnd) -> tuple[list[RowGrads], list[DenseGrads], Vote]:
+        """The gradients that wait on all ranks, with their rows pinned, and the vote of this update."""
+        embeddings = end.embeddings
+        kinds = [*(("pin", e) for e in embeddings), *((k, e) for e in embeddings for k in ("rows", "send"))]
+        update = Exchanges(self._world, self._together, self._owner, end, trains=True)
+        parameters = [("accumulated", parameter) for parameter in end.parameters]
+        update.follow(
+            [*(Exchange(kind, e) for kind, e in kinds), Exchange("vote", None)], parameters, embeddings, [], []
+        )
+        with update.step(tuple, nested=True):
+            rows, dense = end.pin()
+            for batch, grads, weights in rows:
+                shared: Any = batch
+                shared.send(grads, weights)
+            return rows, dense, sum_over_ranks(update, end, rows, dense, end.present)
+
+    def join(self) -> None:
+        """Do as the step without a batch: no lookups, and gradients that do not count."""
+        batches: dict[Rows | None, Any] = {}
+        pinned: dict[int, Any] = {}
+        stepped = True
+        for place, (kind, embedding, like) in enumerate(self._script):
+            if kind == "vote":
+                stepped = self._join_end(batches)
+            elif embedding is not None and kind == "pin":
+                pinned[place] = batches[embedding] = embedding.pin([], None if like is None else pinned[like])
+            elif embedding is not None and kind == "read":
+                embedding.read(Lookup(torch.empty(0, dtype=embedding.spec.key_type, device=embedding.device)))
+            elif kind == "rows":
+                batches[embedding].arrive()
+            else:
+                batches[embedding].send([], [])
+        for scheduler in self._schedulers:
+            schedule(scheduler, stepped)
+
+    def _join_end(self, batches: dict[Rows | None, Any]) -> bool:
+        end = self._end
+        if end.every == 1:
+            rows = [RowGrads(batches[embedding], [], []) for embedding in self._trained]  # as the step has them
+            return end_step(end, rows, self._dense, sum_over_ranks(self, end, rows, self._dense, present=False))
+        nothing = [part._replace(grads=[torch.zeros_like(p) for p in part.params]) for part in self._dense]
+        none: list[LookupGrads] = [(embedding, [], [], []) for embedding in self._trained]
+        return accumulate(end, none, nothing, self, present=False)
+
+    @contextmanager
+    def step(self, first_values: Callable[[], Sequence[tuple[str, Tensor]]], nested: bool = False) -> Iterator[None]:
+        """A block that runs the step. What it raises on this rank is raised on all, while one of them waits for it.
+
+        first_values: gives the tensors that begin as those of rank 0, by name. nested: whether it is in another block.
+        """
+        world = self._world
+        world.check_thread()
+        world.script, self._passed, world.told = self._checksum, world.passed, None
+        try:
+            if self._trains and self._together.torn:
+                raise GraphError(
+                    f"a step of {self._owner} raised {self._together.torn} amid its updates, which other ranks made; "
+                    "load a checkpoint on all ranks"
+                )
+            if self._trains and not self._together.began:
+                share_first_values(world, f"parameters of {self._owner}", first_values())
+                self._together.began = True
+            yield
+        except BaseException as error:
+            if world.failure is None and world.told is not error:
+                self._tell(error)
+                if self._trains and not isinstance(error, FailedForSizes):
+                    self._together.torn = self._together.torn or repr(error)
+            raise
+        finally:
+            world.script = 0
+            if not nested:
+                world.told = None  # its frames hold what the step computed
+
+    def _tell(self, error: BaseException) -> None:
+        """Go through the rest of the script. Raises on all ranks, but where no exchange is left."""
+        if not isinstance(error, FailedForSizes):
+            self._go_through(error)
+            return
+        try:
+            assert error.__cause__ is not None
+            self._go_through(error.__cause__)
+            if self._world.passed > self._passed:  # other ranks are done, and make no exchange again
+                error.told = error.__cause__
+        except BaseException as told:
+            error.told = told
+
+    def _go_through(self, error: BaseException) -> None:
+        passed = self._world.passed - self._passed
+        for kind, embedding, _ in self._script:
+            batch = _pinned(embedding)
+            if kind == "rows":
+                if batch is not None:
+                    batch.arrive()  # raises on all ranks where one could not give its rows
+            elif passed:
+                passed -= 1
+            elif kind == "send":
+                batch.send_nothing(error)
+            else:
+                agree(self._world, self._named(kind), error)
+
+    def _named(self, kind: str) -> str:
+        """What errors call an exchange that is of no embedding."""
+        open_ones: list[Any] = [e for _, e, _ in self._script if e is not None and e.is_open]
+        steps = [embedding.opened().own_table.step for embedding in open_ones]
+        return f"{kind} of {self._owner}, step {max(steps, default=0) + 1}"
+
+
+def _pinned(embedding: Any) -> Any:
+    """The batch of an embedding's step, None where it has none."""
+    return None if embedding is None or not embedding.is_open else embedding.opened().table.pinned
+
+
+def tell_ranks(root: nn.Module, error: BaseException) -> None:
+    """Raise on all ranks what keeps this one from a step: they wait in the first exchange of theirs."""
+    world = world_of(root)
+    if world is not None and world.failure is None and detect_fake_mode() is None:  # a graph around this one tells
+        agree(world, f"a step of {type(root).__name__}", error)
+
+
+def world_of(root: nn.Module) -> World | None:
+    """The world of the embeddings under `root`, None where they have none."""
+    worlds = (module.world for module in root.modules() if isinstance(module, Rows))
+    return next((world for world in worlds if world is not None), None)
