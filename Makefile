@@ -25,9 +25,9 @@ test-slow: install peers
 check: install peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal $(if $(NAME),-m "$(WHAT)" -k "$(NAME)",-m "$(WHAT) and not slow")
 
-# rounds of the crash harness; SEED=7 N=1 repeats one
+# rounds of the crash harness; SEED=7 N=1 repeats one, RANKS=2 is of ranks that share the rows
 crash: install
-	PYTHONPATH=tests $(BIN)/python -P -m crash -n $(or $(N),200) --seed $(or $(SEED),1)
+	PYTHONPATH=tests $(BIN)/python -P -m crash -n $(or $(N),200) --seed $(or $(SEED),1) $(if $(RANKS),--ranks $(RANKS))
 
 # the native tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
 sanitize: install

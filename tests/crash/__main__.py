@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,6 +21,8 @@ from rich.table import Column, Table
 from support import warm
 
 from .plan import Round, draw_round
+from .rank_plan import RankRound, draw_rank_round
+from .rank_rounds import RankRounds
 from .rounds import Result, Rounds
 
 console = Console(highlight=False)
@@ -29,15 +32,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make crash", description=__doc__)
     parser.add_argument("-n", type=int, default=200, help="rounds")
     parser.add_argument("--seed", type=int, default=1, help="of the first round; the next one's is one more")
+    parser.add_argument("--ranks", type=int, help="rounds of so many ranks")
     parser.add_argument("--folder", type=Path, help="where stores are made; a temporary folder by default")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="crash-", dir=arguments.folder))
-    rounds, results, failed = Rounds(folder), list[Result](), list[int]()
+    ranks = arguments.ranks
+    rounds: Any = Rounds(folder) if ranks is None else RankRounds(folder)
+    results, failed = list[Result](), list[int]()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     with warm.servers(), contextlib.suppress(KeyboardInterrupt):  # the summary is of the rounds so far
         for seed in track(range(arguments.seed, arguments.seed + arguments.n), "rounds", console=console):
-            plan = draw_round(seed)
+            plan: Any = draw_round(seed) if ranks is None else draw_rank_round(seed, ranks)
             try:
                 results.append(rounds.run(plan))
             except Exception as error:
@@ -52,10 +58,10 @@ def main() -> None:
     shutil.rmtree(folder)
 
 
-def report(plan: Round, folder: Path, error: Exception) -> None:
+def report(plan: Round | RankRound, folder: Path, error: Exception) -> None:
     console.print(f"[red]seed {plan.seed} failed[/]: {type(error).__name__}: {error}", markup=True)
     for session in plan.sessions:
-        console.print(f"  {session.store['store']}, killed {session.kill}", markup=False)
+        console.print(f"  {session}", markup=False)
     console.print(f"  {'power cut, ' if plan.power else ''}life {plan.life}, folder {folder}/round-{plan.seed}")
 
 

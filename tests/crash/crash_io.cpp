@@ -87,7 +87,10 @@ std::string keep_aside(const std::string& path) {
     if (trace_file < 0 || lstat(path.c_str(), &found) != 0 || !S_ISREG(found.st_mode)) return "";
     const long number = __atomic_add_fetch(&taken, 1, __ATOMIC_RELAXED);
     const std::string place = aside + "/" + std::to_string(getpid()) + "-" + std::to_string(number);
-    if (real(path.c_str(), place.c_str()) != 0) std::abort();
+    if (real(path.c_str(), place.c_str()) != 0) {
+        if (errno != ENOENT) std::abort();
+        return "";  // another rank has removed it meanwhile
+    }
     return place;
 }
 

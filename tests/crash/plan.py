@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,14 +85,15 @@ def _session(chance: random.Random) -> Session:
         operations=chance.randint(4, 16),
         store=draw_store(chance),
         ahead=chance.choice([0, 0, 1, 3]),
-        kill=_kill(chance),
+        kill=draw_kill(chance, INSIDE),
     )
 
 
-def _kill(chance: random.Random) -> Kill:
+def draw_kill(chance: random.Random, weights: Mapping[str, float]) -> Kill:
+    """A kill at an instant, or inside of an operation of `weights`."""
     if chance.random() < 0.3:
         return Kill(None, events=chance.randrange(24), wait=chance.uniform(0, 0.04))
-    inside = chance.choices(list(INSIDE), list(INSIDE.values()))[0]
+    inside = chance.choices(list(weights), list(weights.values()))[0]
     call = chance.choice(
         CALLS if inside in ("save", "background", "load", "close", "prune", "merge") else ["any", "write"]
     )

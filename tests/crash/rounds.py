@@ -22,7 +22,7 @@ from tierbed.snapshots import Snapshot, list_snapshots
 
 from .expected import Expected, Saved
 from .history import DIM, History, in_order
-from .plan import Round, Session
+from .plan import Kill, Round, Session
 from .power import Disk
 from .trainer import Recovered, run
 
@@ -83,10 +83,7 @@ class Rounds:
         done = [line for line in lines if line["at"] == "end"]
         result.saves += Counter(line["kind"] for line in done if line["op"] == "save")
         result.saves += Counter(line["op"] for line in done if line["op"] in ("background", "merge"))
-        way = "at an instant" if kill.inside is None else {"torn": "half a write"}.get(kill.when, f"{kill.when} a call")
-        inside = expected.inside or ("background" if expected.begun else "between")
-        late = inside == "between" and kill.inside is not None  # that point was never reached
-        result.kills[inside, "by itself" if late else way] += 1
+        result.kills[way_of(expected, kill)] += 1
         if plan.power:
             disk = Disk(place / "store", (place / "trace").read_text() if (place / "trace").exists() else "")
             result.lost_in_cuts += disk.cut(random.Random(session.seed))
@@ -152,6 +149,14 @@ class Check:
         assert len(rows) == len(right), f"{len(rows)} rows at step {step}, not {len(right)}"
         differ = np.flatnonzero(rows != right)
         assert rows.tobytes() == right.tobytes(), f"step {step}: {rows[differ[:1]]}, not {right[differ[:1]]}"
+
+
+def way_of(expected: Expected, kill: Kill) -> tuple[str, str]:
+    """What a kill was inside of, and how it came about."""
+    way = "at an instant" if kill.inside is None else {"torn": "half a write"}.get(kill.when, f"{kill.when} a call")
+    inside = expected.inside or ("background" if expected.begun else "between")
+    late = inside == "between" and kill.inside is not None  # that point was never reached
+    return inside, "by itself" if late else way
 
 
 def rows_of(snapshot: Snapshot) -> Any:

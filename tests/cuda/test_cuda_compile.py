@@ -21,6 +21,7 @@ pytestmark = pytest.mark.op
 ARCHITECTURES = ("sm_80", "sm_90")
 MOST_REGISTERS = 128  # two blocks of 256 threads share a processor's registers
 RULES = {kernel.name: kernel for kernel in declared()}
+OF_GRADIENTS = ["ops/cuda/sums.cu", "ops/cuda/update.cu"]
 FILES = sorted(str(path.relative_to(ENGINE)) for path in ENGINE.rglob("*.cu"))
 
 
@@ -56,7 +57,7 @@ def joined(target: tuple[object, ...]) -> str:
 def test_no_file_is_left_out() -> None:
     folders = {
         "cache": ["cache.cu", "cached_table.cu"],
-        "ops": ["batch.cu", "lines.cu", "staging.cu", "update.cu"],
+        "ops": ["batch.cu", "lines.cu", "staging.cu", "sums.cu", "update.cu"],
         "store": ["table.cu"],
     }
     expected = [f"{folder}/cuda/{name}" for folder, names in folders.items() for name in names]
@@ -65,7 +66,7 @@ def test_no_file_is_left_out() -> None:
 
 @rotated("target")
 @pytest.mark.parametrize("target", list(product([128, 17, 1], ARCHITECTURES)), ids=joined)
-@pytest.mark.parametrize("file", [file for file in FILES if file != "ops/cuda/update.cu"])
+@pytest.mark.parametrize("file", [file for file in FILES if file not in OF_GRADIENTS])
 def test_kernels_compile(file: str, target: tuple[int, str]) -> None:
     dim, architecture = target
     check(Program(file, macros(dim, 3 * dim)), architecture)
@@ -81,6 +82,14 @@ def test_rules_compile(rule: str, target: tuple[str, str]) -> None:
     width = dim * (1 + len(kernel.element_states)) + len(kernel.row_states)
     rule_macros = (("TIERBED_RULE", struct_name(rule)), ("TIERBED_GRADIENTS", gradients))
     check(Program("ops/cuda/update.cu", macros(dim, width) + rule_macros), architecture)
+
+
+@rotated("target")
+@pytest.mark.parametrize("target", list(product([128, 17, 1], ARCHITECTURES)), ids=joined)
+@pytest.mark.parametrize("gradients", ["Float32", "Float16", "BFloat16"])
+def test_sums_compile(gradients: str, target: tuple[int, str]) -> None:
+    dim, architecture = target
+    check(Program("ops/cuda/sums.cu", (*macros(dim, 3 * dim), ("TIERBED_GRADIENTS", gradients))), architecture)
 
 
 def test_what_was_compiled_once_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

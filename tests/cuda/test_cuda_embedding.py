@@ -121,3 +121,28 @@ def test_bags_have_the_bits_of_the_cpu(device: Device, store: str, pooling: str,
         there.steps(4)
         same(here.seen, there.seen)
         assert contents(there.graph.rows).tobytes() == contents(here.graph.rows).tobytes()
+
+
+@on_one_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ahead", [0, 8])
+@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
+@pytest.mark.pairs
+def test_accumulated_calls_have_the_bits_of_the_cpu(
+    tmp_path: Path, device: Device, store: str, ahead: int, dtype: torch.dtype
+) -> None:
+    def accumulated(path: Path, place: torch.device) -> tuple[Any, list[Any]]:
+        run = started(store, "adagrad", path, place, "mean", output_dtype=dtype)
+        run.graph.accumulate_grads(3, mean=True)
+        run.graph.clip_grad_norm(2.0)
+        found = list(run.graph.run(run.batches(0), ahead=ahead))
+        assert run.graph.rows.metrics()["table"]["prefetch_hits"] == (2 if ahead else 0)
+        return run.graph.rows, found
+
+    rows, seen = accumulated(tmp_path / "here", torch.device("cpu"))
+    with tables_on(device) as place:
+        there, seen_there = accumulated(tmp_path / "there", place)
+        for here_is, there_is in zip(seen, seen_there, strict=True):
+            same(here_is, [value.cpu() for value in there_is])
+        assert contents(there).tobytes() == contents(rows).tobytes()
+        assert rows.metrics()["table"]["step"] == there.metrics()["table"]["step"] == 2

@@ -194,9 +194,9 @@ def test_accumulated_gradients_are_taken_while_another_thread_traces_the_embeddi
         traced = tracing.from_tensor(shadow)
     pin = rows.pin
 
-    def pinned(*arguments: Any) -> Any:
+    def pinned(*arguments: Any, **named: Any) -> Any:
         rows._parameters["shadow"] = shadow
-        return pin(*arguments)
+        return pin(*arguments, **named)
 
     def gradients(*arguments: Any) -> None:
         rows._parameters["shadow"] = traced

@@ -16,6 +16,7 @@ from support.stores import options
 
 FACES = {
     "tierbed": ROOT / "face" / "tierbed",
+    "tierbed.distributed": ROOT / "distributed",
     "tierbed.engine": ROOT / "engine",
     "tierbed.engine.optim": ROOT / "engine" / "optim",
     "tierbed.graph": ROOT / "graph",
@@ -69,7 +70,7 @@ def test_optim_is_a_module_to_import_from() -> None:
 def test_one_import_has_what_the_parts_have() -> None:
     import tierbed
 
-    for part in ("engine", "graph", "snapshots"):
+    for part in ("distributed", "engine", "graph", "snapshots"):
         assert set(import_module(f"tierbed.{part}").__all__) <= set(tierbed.__all__)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from support.places import ROOT
+from support.places import ROOT, environment
 from support.scripts import run_script
 from tierbed.cli import app
 
 README = (ROOT / "README.md").read_text()
-EXAMPLE, TORCHREC = re.findall(r"```python\n(.*?)```", README, re.S)
+EXAMPLE, TORCHREC, RANKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def test_the_example_runs_twice_and_learns_and_the_shell_sees_its_snapshots(
@@ -32,6 +34,18 @@ def test_the_example_runs_twice_and_learns_and_the_shell_sees_its_snapshots(
     assert listed.exit_code == 0, listed.output
     assert "step-100" in listed.output
     assert "step-200" in listed.output
+
+
+@pytest.mark.slow
+def test_the_example_of_many_processes_learns_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py"]
+    run = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    losses = [float(line) for line in run.stdout.splitlines()]
+    assert len(losses) == 20  # rank 0 alone prints
+    assert losses[-1] < losses[0] / 2
+    assert (tmp_path / "shared" / "shared" / "snapshots" / "trained").is_dir()
 
 
 def test_the_example_for_users_of_torchrec_learns(tmp_path: Path) -> None:

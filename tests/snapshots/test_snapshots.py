@@ -25,7 +25,7 @@ from support.small_snapshots import (
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot, check_name, latest_snapshot, list_snapshots, write_snapshot
-from tierbed.snapshots.files.format import npy_header
+from tierbed.snapshots.files.row_files import npy_header
 from tierbed.snapshots.files.writer import clear_leftovers
 
 MANIFEST = "manifest.msgpack"

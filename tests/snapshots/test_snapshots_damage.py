@@ -9,20 +9,32 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from support.small_snapshots import description, flip_bit, save
+from support.examples import examples
+from support.small_snapshots import chunked, description, flip_bit, make_buckets, save
+from support.snapshot_parts import save_in_parts
 from tierbed.engine.durable import seal, unseal
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.files.format import npy_header
+from tierbed.snapshots.files.row_files import npy_header
 
 MANIFEST = "manifest.msgpack"
+
+
+COUNTS = {0: 3, 5: 1, 63: 2}
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound") / "s"
-    save(folder, {0: 3, 5: 1, 63: 2}, width=2)
+    save(folder, COUNTS, width=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sound_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parts") / "s"
+    save_in_parts(folder, description(2), chunked(make_buckets(2, COUNTS)), 2)
     return folder
 
 
@@ -40,6 +52,24 @@ FILES = [MANIFEST, "bucket-00.npy", "bucket-05.npy", "bucket-63.npy"]
 @example(file=FILES[1], where=256, how="truncate")
 @example(file=FILES[0], where=0, how="truncate")
 def test_any_flipped_bit_and_any_truncation_is_found(sound: Path, file: str, where: int, how: str) -> None:
+    check_found(sound, file, where, how)
+
+
+@examples(0.5)
+@given(
+    file=st.integers(0, 99),
+    where=st.integers(0, 1 << 20),
+    how=st.sampled_from(["flip", "truncate", "append", "remove"]),
+)
+def test_any_flipped_bit_and_any_truncation_of_a_part_is_found(
+    sound_parts: Path, file: int, where: int, how: str
+) -> None:
+    files = sorted(path.name for path in sound_parts.iterdir())
+    assert len(files) > 4
+    check_found(sound_parts, files[file % len(files)], where, how)
+
+
+def check_found(sound: Path, file: str, where: int, how: str) -> None:
     folder = sound.with_name("damaged")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(sound, folder)
@@ -160,6 +190,32 @@ HOSTILE = {
     "too many shards": {"kind": "checkpoint", "files": {}, "rocksdb": {"shards": 1 << 40, "files": {}}},
     "negative bytes": _rocksdb("shard-0/CURRENT", bytes=-1),
     "no format": {"format": None},
+    "parts of format 2": {"parts": 1},
+    "a file of a part in format 2": _files("bucket-00-0000.npy"),
+    "format 3 without parts": {"format": 3},
+}
+
+
+def _parts(parts: Any, name: Any = "bucket-00-0000.npy", **changes: Any) -> dict[str, Any]:
+    return {"format": 3, "parts": parts} | _files(name, **changes)
+
+
+HOSTILE |= {
+    "no parts": _parts(0),
+    "nil parts": _parts(None),
+    "too many parts": _parts(1025),
+    "parts of bool": _parts(True),
+    "a part too many": _parts(2, "bucket-00-0002.npy"),
+    "no part": _parts(2, "bucket-00.npy"),
+    "bucket 64 of a part": _parts(2, "bucket-64-0000.npy"),
+    "a longer part": _parts(2, "bucket-00-00000.npy"),
+    "a shorter part": _parts(2, "bucket-00-0.npy"),
+    "other digits of a part": _parts(2, "bucket-00-\u0660\u0660\u0660\u0660.npy"),
+    "traversal of a part": _parts(2, "bucket-00-0000/../x.npy"),
+    "sum over parts": _parts(2) | {"rows": 2},
+    "a checkpoint in parts": {"format": 3, "parts": 2, "kind": "checkpoint", "files": {}, "rocksdb": ROCKSDB},
+    "full in parts that deletes": _parts(2, "deleted-00-0000.npy", bytes=256 + 12) | {"deleted": 1},
+    "format 4": _parts(2) | {"format": 4},
 }
 
 
@@ -195,13 +251,19 @@ plain = st.recursive(
 )
 
 
-@given(field=st.sampled_from([*_manifest()]), inner=st.sampled_from([None, *description()]), value=plain)
+@given(
+    field=st.sampled_from(["parts", *_manifest()]),
+    inner=st.sampled_from([None, *description()]),
+    value=plain,
+    of=st.sampled_from([{}, _parts(2)]),
+)
 def test_manifest_of_any_content_is_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, field: str, inner: str | None, value: Any
+    tmp_path_factory: pytest.TempPathFactory, field: str, inner: str | None, value: Any, of: dict[str, Any]
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "any"
     folder.mkdir(exist_ok=True)
-    content = _manifest(**({field: value} if inner is None else {"description": description() | {inner: value}}))
+    changes = {field: value} if inner is None else {"description": description() | {inner: value}}
+    content = _manifest(**(of | changes))
     (folder / MANIFEST).write_bytes(seal(content))
     try:
         Snapshot.open(folder)
@@ -215,7 +277,9 @@ def test_a_snapshot_of_format_0_is_refused_for_its_format_and_not_as_damaged(tmp
     older = {field: value for field, value in description().items() if field not in ("hyper", "state_widths")}
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / MANIFEST).write_bytes(seal(_manifest(format=0, description=older)))
-    with pytest.raises(SnapshotError, match="its format is 0, and this tierbed reads 2: use the version that wrote it"):
+    with pytest.raises(
+        SnapshotError, match="its format is 0, and this tierbed reads 2 and 3: use the version that wrote it"
+    ):
         Snapshot.open(tmp_path / "s")
 
 
@@ -234,7 +298,12 @@ def test_a_description_with_the_numbers_or_states_of_another_rule_is_named(
 
 
 def test_manifests_of_the_other_kinds_are_read(tmp_path: Path) -> None:
-    good = [{"kind": "incremental", "parent": PARENT}, _rocksdb("shard-0/000012.sst")]
+    good = [
+        {"kind": "incremental", "parent": PARENT},
+        _rocksdb("shard-0/000012.sst"),
+        {"kind": "incremental", "parent": PARENT, "deleted": 1} | _parts(1024, "deleted-00-1023.npy", bytes=256 + 12),
+        {"kind": "full"} | _parts(1),
+    ]
     for number, changes in enumerate(good):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / MANIFEST).write_bytes(seal(_manifest(**changes)))
@@ -244,5 +313,5 @@ def test_manifests_of_the_other_kinds_are_read(tmp_path: Path) -> None:
 def test_unknown_format_names_both_numbers(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / MANIFEST).write_bytes(seal({"format": 7, "of": "the future"}))
-    with pytest.raises(SnapshotError, match="format is 7, and this tierbed reads 2"):
+    with pytest.raises(SnapshotError, match="format is 7, and this tierbed reads 2 and 3"):
         Snapshot.open(tmp_path / "s")

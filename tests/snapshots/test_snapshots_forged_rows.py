@@ -25,10 +25,12 @@ from support.forged import (
     write_rows,
 )
 from support.small_snapshots import key_in
+from support.snapshot_parts import in_parts, save_changes_in_parts
 from support.stores import options
 from tierbed.engine import MultiTableEmbedding, _core
 from tierbed.engine.row_format import KEY
 from tierbed.snapshots import Snapshot
+from tierbed.snapshots.files.difference import changes_between
 
 pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 
@@ -181,3 +183,71 @@ def test_forged_blocks_of_rocksdb_end_no_process_and_what_loads_is_what_was_veri
                 refused(embedding, snapshots, "checkpoint", "is damaged")
         write_file(snapshots / "checkpoint", name, whole)
         assert is_sound(snapshots, "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def sound_parts(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same full snapshot in two parts, by that name, and an incremental one over it."""
+    folder = tmp_path_factory.mktemp("parts")
+    parent = in_parts(Snapshot.open(sound / "full"), folder / "full", 2)
+    now = Snapshot.open(sound / "incremental")
+    changes = changes_between(parent.chunks(), now.chunks())
+    save_changes_in_parts(folder / "incremental", parent, now.description, now.manifest.rows, changes, 3)
+    return folder
+
+
+def of_another_part(folder: Path, kind: str = "bucket") -> None:
+    """A file of one part becomes that of another, under right checksums."""
+    name = first_file(folder, kind)
+    other = f"{name[:-5]}1.npy" if name.endswith("0.npy") else f"{name[:-5]}0.npy"
+    rows = np.load(folder / name)
+    write_rows(folder, other, rows)
+    (folder / name).unlink()
+    count = "deleted" if kind == "deleted" else "rows"
+    change(folder, lambda content: content.update({count: content[count] - content["files"].pop(name)["rows"]}))
+
+
+def in_two_parts(folder: Path) -> None:
+    """A row is in both parts of a bucket."""
+    name = first_file(folder)
+    other = f"{name[:-5]}1.npy" if name.endswith("0.npy") else f"{name[:-5]}0.npy"
+    rows = np.load(folder / name)[:1]
+    if (folder / other).exists():
+        rows = np.concatenate([np.load(folder / other), rows])
+    write_rows(folder, other, rows[np.lexsort((rows["key"], rows["table"]))])
+
+
+def written_and_deleted(folder: Path) -> None:
+    name = first_file(folder)
+    keys = np.load(folder / name)[["table", "key"]].astype(KEY)[:1]
+    there = folder / name.replace("bucket", "deleted")
+    if there.exists():
+        keys = np.concatenate([np.load(there), keys])
+    write_rows(folder, there.name, np.sort(keys, order=["table", "key"]))
+
+
+PARTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "of another part": ("full", of_another_part, "it has rows of another part"),
+    "of another part, deleted": ("incremental", lambda f: of_another_part(f, "deleted"), "it has rows of another part"),
+    "in two parts": ("full", in_two_parts, "it has rows of another part"),
+    "in two parts of an incremental one": ("incremental", in_two_parts, "it has rows of another part"),
+    "written and deleted": ("incremental", written_and_deleted, r"parts of deleted-..\.npy have keys of rows that"),
+    "rows that there are not": ("incremental", a_number_of_rows, "rows instead of 1000000000"),
+    "fewer parts": ("full", lambda f: change(f, lambda content: content.update(parts=1)), "and it has 1 parts"),
+    "more parts": ("full", lambda f: change(f, lambda content: content.update(parts=7)), "rows of another part"),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+@pytest.mark.rotated("embedding")
+def test_forged_parts_are_refused_by_load_and_unsound_to_verify(
+    embedding: MultiTableEmbedding, sound_parts: Path, case: str
+) -> None:
+    kind, forge, problem = PARTS[case]
+    snapshots = at(embedding, sound_parts)
+    assert all(is_sound(snapshots, name) for name in KINDS[:2])
+    forge(snapshots / kind)
+    refused(embedding, snapshots, kind, problem)
+    train(embedding, range(20))
+    embedding.save_snapshot("after")
+    assert is_sound(snapshots, "after")

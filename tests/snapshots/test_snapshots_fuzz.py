@@ -21,21 +21,24 @@ from numpy.typing import NDArray
 from support.embeddings import contents, make, train
 from support.examples import examples
 from support.forked import in_process
+from support.snapshot_parts import in_parts, save_changes_in_parts
 from support.stores import options
 from tierbed.engine import SnapshotError, TierbedError
 from tierbed.engine.durable import MAX_SEALED, seal, unseal
 from tierbed.snapshots import Manifest, Snapshot, list_snapshots
-from tierbed.snapshots.files.format import HEADER_BYTES, npy_header
+from tierbed.snapshots.files.difference import changes_between
+from tierbed.snapshots.files.row_files import HEADER_BYTES, npy_header
 
 MANIFEST = "manifest.msgpack"
 MB = 1 << 20
 T = TypeVar("T")
 KINDS = ["full", "incremental", "checkpoint"]
+IN_PARTS = ["full in parts", "incremental in parts"]
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store folder with a snapshot of each kind, by that name."""
+    """A folder with a snapshot of each kind, by that name."""
     path = tmp_path_factory.mktemp("sound")
     with make(options("ssd", path), "adagrad", tables=1) as embedding:
         for number, kind in enumerate(KINDS):
@@ -43,6 +46,22 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
             embedding.delete(range(3))
             embedding.save_snapshot(kind, kind)
     return path / "rows" / "snapshots"
+
+
+@pytest.fixture(scope="module")
+def sound_parts(sound: Path) -> Path:
+    """The same tables in parts, in a folder of their own."""
+    folder = sound.with_name("parts")
+    parent = in_parts(Snapshot.open(sound / "full"), folder / IN_PARTS[0], 3)
+    now = Snapshot.open(sound / "checkpoint")
+    changes = changes_between(parent.chunks(), now.chunks())
+    save_changes_in_parts(folder / IN_PARTS[1], parent, now.description, now.manifest.rows, changes, 2)
+    return folder
+
+
+def of_kind(sound: Path, sound_parts: Path, kind: str) -> Path:
+    """The folder of snapshots that has the one of a kind."""
+    return sound_parts if kind in IN_PARTS else sound
 
 
 def sealed(payload: bytes) -> bytes:
@@ -88,12 +107,15 @@ def test_bytes_are_no_manifest_bare_or_sealed(data: bytes) -> None:
 
 @examples(2)
 @given(
-    kind=st.sampled_from(KINDS), edits=st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(max_size=6)), max_size=3)
+    kind=st.sampled_from(KINDS + IN_PARTS),
+    edits=st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(max_size=6)), max_size=3),
 )
 @example(kind="full", edits=[])
+@example(kind="incremental in parts", edits=[])
 def test_a_manifest_that_is_changed_and_sealed_again_is_refused_or_says_as_much_as_it_reads(
-    sound: Path, kind: str, edits: list[tuple[int, bytes]]
+    sound: Path, sound_parts: Path, kind: str, edits: list[tuple[int, bytes]]
 ) -> None:
+    sound = of_kind(sound, sound_parts, kind)
     payload = bytearray(msgpack.unpackb((sound / kind / MANIFEST).read_bytes())[0])
     for place, new in edits:
         place %= len(payload)
@@ -119,15 +141,16 @@ def copied(sound: Path, to: Path) -> Path:
 
 
 @given(
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(KINDS + IN_PARTS),
     file=st.integers(0, 1 << 20),
     edits=st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(max_size=6)), max_size=3),
     size=st.none() | st.integers(0, 1 << 13),
 )
 def test_a_file_of_any_content_is_read_or_refused(
-    sound: Path, kind: str, file: int, edits: list[tuple[int, bytes]], size: int | None
+    sound: Path, sound_parts: Path, kind: str, file: int, edits: list[tuple[int, bytes]], size: int | None
 ) -> None:
     """The bytes of a file change, the manifest, where it is not that one, stays."""
+    sound = of_kind(sound, sound_parts, kind)
     folder = copied(sound, sound.with_name("damaged")) / kind
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     path = files[file % len(files)]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from support.places import DOCS
 from support.small_snapshots import Chunk, description, flip_bit, key_in
+from support.snapshot_parts import in_parts
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import KEY, row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
@@ -216,6 +217,8 @@ def test_the_reader_of_the_docs_reads_a_chain(chain: Path) -> None:
     for step in range(3):
         found = {key: float(values[0]) for key, values in names["read"](chain / f"s{step}").items()}
         assert found == {row[1:]: value for row, value in version(step).items()}
+    in_parts(Snapshot.open(chain / "s2"), chain / "parts", 2)
+    assert names["read"](chain / "parts").keys() == names["read"](chain / "s2").keys()
     flip_bit(chain / "s1" / "deleted-00.npy", 8 * 260)
     with pytest.raises(AssertionError, match=r"deleted-00.npy is damaged"):
         names["read"](chain / "s2")

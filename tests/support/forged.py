@@ -20,7 +20,7 @@ from support.stores import options
 from tierbed.cli import main
 from tierbed.engine import MultiTableEmbedding, SnapshotError, _core
 from tierbed.engine.durable import seal, unseal
-from tierbed.snapshots.files.format import npy_header
+from tierbed.snapshots.files.row_files import npy_header
 
 MANIFEST = "manifest.msgpack"
 KINDS = ["full", "incremental", "checkpoint"]

@@ -37,18 +37,24 @@ def in_process(task: Callable[..., Any], *arguments: Any, server: str = SERVER) 
     return value
 
 
-def with_pipe(task: Callable[..., Any], *arguments: Any, server: str = SERVER) -> tuple[Child, Connection]:
-    """A process that calls `task(*arguments, pipe)`, and the other end of its pipe."""
+def with_pipe(
+    task: Callable[..., Any], *arguments: Any, server: str = SERVER, whole: bool = False
+) -> tuple[Child, Connection]:
+    """A process that calls `task(*arguments, pipe)`, and the other end of its pipe.
+
+    whole: whether it frees at its end what it and torch hold, as a script does.
+    """
     ours, theirs = Pipe()
     with theirs:
-        return Child(_with_pipe, task, *arguments, files=[theirs.fileno()], server=server), ours
+        return Child(_with_pipe, whole, task, *arguments, files=[theirs.fileno()], server=server), ours
 
 
-def _with_pipe(task: Callable[..., Any], *given: Any) -> None:
+def _with_pipe(whole: bool, task: Callable[..., Any], *given: Any) -> None:
     *arguments, file = given
     with Connection(file) as pipe:
         task(*arguments, pipe)
-    leave()
+    if not whole:
+        leave()
 
 
 def _answer(task: Callable[..., Any], *given: Any) -> None:
@@ -59,7 +65,8 @@ def _answer(task: Callable[..., Any], *given: Any) -> None:
         pipe.send((False, traceback.format_exc()))
 
 
-def _system(name: str, *arguments: Any) -> None:
+def system(name: str, *arguments: Any) -> None:
+    """Call a function of the C library; OSError where it does not return 0."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
@@ -67,16 +74,21 @@ def _system(name: str, *arguments: Any) -> None:
 
 
 def _mount(path: Path, flags: int, data: str) -> None:
-    _system("mount", b"tmpfs", os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags), data.encode())
+    system("mount", b"tmpfs", os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags), data.encode())
 
 
-def _own_mounts() -> None:
+def own_namespaces(kinds: int) -> None:
+    """Leave the namespaces of these kinds for new ones, in which this process, of one thread, may do what root does."""
     user, group = os.getuid(), os.getgid()
-    _system("unshare", CLONE_NEWUSER | CLONE_NEWNS)
+    system("unshare", CLONE_NEWUSER | kinds)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {user} 1")
     Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    _system("mount", None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)
+
+
+def _own_mounts() -> None:
+    own_namespaces(CLONE_NEWNS)
+    system("mount", None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)
 
 
 def _try_to_mount(path: Path) -> str:

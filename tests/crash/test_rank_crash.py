@@ -1,0 +1,18 @@
+"""Rounds of the crash harness with ranks that share the rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .rank_plan import draw_rank_round
+from .rank_rounds import RankRounds
+
+SEEDS, SLOW_SEEDS = range(301, 303), range(303, 310)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW_SEEDS)])
+def test_killed_ranks_leave_what_their_log_allows(tmp_path: Path, seed: int, ranks: int) -> None:
+    RankRounds(tmp_path).run(draw_rank_round(seed, ranks))

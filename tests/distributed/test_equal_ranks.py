@@ -1,0 +1,100 @@
+"""Ranks train to the bits of one process that accumulates the same parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.device_ranks import run_device_ranks
+from support.optimizers import OPTIMIZERS
+from support.parts import Case, Trained, train
+from support.ranks import run_ranks
+from support.stores import STORES
+from tierbed import World
+
+ON_DEVICES = [
+    ("cached_host", "catch-up", torch.bfloat16),
+    *((store, "adagrad", torch.float32) for store in ("device", "host", "cached_host", "ssd")),
+    *((store, "adam", torch.float16) for store in ("device", "host", "cached_host", "ssd")),
+    *((store, "catch-up", torch.bfloat16) for store in ("device", "host", "ssd")),
+]
+
+
+def on_rank(world: World, case: Case, path: Path) -> Trained:
+    return train(case, path / "ranks", world)
+
+
+def check(case: Case, path: Path, run: Callable[..., list[Trained]] = run_ranks) -> list[Trained]:
+    """Train on ranks, which `run` starts, and in one process, and compare the bits."""
+    alone = train(case, path / "alone", None)
+    ranks = run(case.ranks, on_rank, case, path)
+    for found in ranks:
+        assert all(torch.equal(found.dense[name], value) for name, value in alone.dense.items())
+    assert [loss for step in zip(*(found.losses for found in ranks), strict=True) for loss in step] == alone.losses
+    rows = [name for found in ranks for name in found.rows]
+    assert len(rows) == len(set(rows)), "two ranks have one row"
+    assert {name: row for found in ranks for name, row in found.rows.items()} == alone.rows
+    return ranks
+
+
+@pytest.mark.pairs
+@pytest.mark.rotated("optimizer")
+@pytest.mark.parametrize("ahead", [0, 8])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("output", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_equal_runs(
+    tmp_path: Path, ranks: int, store: str, optimizer: str, output: torch.dtype, threads: int, ahead: int
+) -> None:
+    found = check(Case(ranks, store, optimizer, output, threads, ahead), tmp_path)
+    if ahead and ranks > 1:
+        assert all(one.hits >= 4 for one in found), "a step took no batch that was announced"
+
+
+@pytest.mark.parametrize("ahead", [0, 8])
+def test_equal_runs_of_uneven_parts(tmp_path: Path, ahead: int) -> None:
+    one = Case(2, "cached_host", "adam", torch.float32, 1, ahead, uneven=True)
+    check(one, tmp_path / "uneven")
+
+
+@pytest.mark.parametrize(
+    ("store", "optimizer", "output", "ahead"),
+    [
+        pytest.param(*one, ahead, marks=() if one == ON_DEVICES[0] and ahead else pytest.mark.slow)
+        for one in ON_DEVICES
+        for ahead in (0, 8)
+    ],
+)
+def test_equal_runs_on_devices(tmp_path: Path, store: str, optimizer: str, output: torch.dtype, ahead: int) -> None:
+    found = check(Case(2, store, optimizer, output, 1, ahead), tmp_path, run_device_ranks)
+    if ahead:
+        assert all(one.hits >= 4 for one in found), "a step took no batch that was announced"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 8])
+def test_equal_runs_of_uneven_parts_on_devices(tmp_path: Path, ahead: int) -> None:
+    case = Case(3, "cached_host", "adam", torch.float16, 2, ahead, uneven=True)
+    check(case, tmp_path, run_device_ranks)
+
+
+def on_narrow_wire(world: World, case: Case, path: Path) -> Trained:
+    narrow = World(rows=torch.bfloat16, grads=torch.float16)
+    try:
+        return train(case, path, narrow)
+    finally:
+        narrow.close()
+
+
+@pytest.mark.slow
+def test_a_narrow_wire_between_devices_has_the_bits_of_one_between_processors(tmp_path: Path) -> None:
+    case = Case(2, "cached_host", "adagrad", torch.float32, 1, 8)
+    here = run_ranks(2, on_narrow_wire, case, tmp_path / "here")
+    for one, other in zip(here, run_device_ranks(2, on_narrow_wire, case, tmp_path / "there"), strict=True):
+        assert (one.losses, one.rows) == (other.losses, other.rows)
+        assert all(torch.equal(value, other.dense[name]) for name, value in one.dense.items())

@@ -1,0 +1,130 @@
+"""Collections and table-batched embeddings over ranks have the outputs and rows of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.ranks import run_ranks
+from tierbed import EagerOptimizer, StoreError, World, make_host_mem_store_options
+from tierbed.jagged import (
+    ComputeDevice,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    EmbeddingLocation,
+    KeyedJaggedTensor,
+    OptimType,
+    TableBatchedEmbeddingBags,
+)
+
+ROWS, RANKS, STEPS = 30, 2, 3
+FEATURES = ["user", "item"]
+LENGTHS = torch.tensor([2, 0, 3, 1, 4, 1])  # three samples of each feature
+
+
+def batch(step: int, rank: int) -> Tensor:
+    """Ids of both features, each at most once in a feature, so that no sum has more than a term for each rank."""
+    random = torch.Generator().manual_seed(10 * step + rank)
+    return torch.cat([torch.randperm(ROWS, generator=random)[: int(n)] for n in (LENGTHS[:3].sum(), LENGTHS[3:].sum())])
+
+
+def keyed(ids: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(FEATURES, ids, lengths=LENGTHS)
+
+
+class Bags(nn.Module):
+    def __init__(self, world: World | None) -> None:
+        super().__init__()
+        tables = [EmbeddingBagConfig(ROWS, dim, name) for dim, name in zip((4, 8), FEATURES, strict=True)]
+        self.tables = EmbeddingBagCollection(tables, make_host_mem_store_options(), world=world)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.tables(keyed(ids)).values()
+        return out
+
+
+class Unpooled(nn.Module):
+    def __init__(self, world: World | None) -> None:
+        super().__init__()
+        tables = [EmbeddingConfig(ROWS, 4, name) for name in FEATURES]
+        self.tables = EmbeddingCollection(tables, make_host_mem_store_options(), world=world)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.cat([jagged.values() for jagged in self.tables(keyed(ids)).values()])
+
+
+def rows_of(tables: Any, names: list[Any]) -> list[Tensor]:
+    embeddings = [(tables.embedding_of(name), name) for name in names]
+    return [embedding.get(torch.arange(ROWS), name) for embedding, name in embeddings]
+
+
+def looped(kind: Callable[[World | None], Any], world: World | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs of a plain loop, and rows after it. Without a world it makes the steps of both ranks."""
+    model = kind(world)
+    optimizer = EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+    outs = []
+    for step in range(STEPS):
+        for rank in range(RANKS) if world is None else [world.rank]:
+            out = model(batch(step, rank))
+            outs.append(out.detach().clone())
+            out.square().sum().mul(1.0 if world is not None else 0.5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return outs, rows_of(model.tables, FEATURES)
+
+
+def of_bags(world: World) -> Any:
+    return looped(Bags, world)
+
+
+def of_unpooled(world: World) -> Any:
+    return looped(Unpooled, world)
+
+
+@pytest.mark.parametrize(("kind", "over_ranks"), [(Bags, of_bags), (Unpooled, of_unpooled)])
+def test_a_collection_over_ranks_trains_as_in_one_process(kind: Any, over_ranks: Any) -> None:
+    outs, rows = looped(kind, None)
+    for rank, (mine, here) in enumerate(run_ranks(RANKS, over_ranks)):
+        assert all(map(torch.equal, mine, outs[rank::RANKS]))
+        assert all(map(torch.equal, here, rows))
+
+
+def batched(world: World | None) -> TableBatchedEmbeddingBags:
+    specs = [(ROWS, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for dim in (4, 8)]
+    tbe = TableBatchedEmbeddingBags(specs, optimizer=OptimType.EXACT_ADAGRAD, learning_rate=0.5, world=world)
+    tbe.init_embedding_weights_uniform(-0.1, 0.1)
+    return tbe
+
+
+def of_table_batched(world: World) -> Any:
+    tbe = batched(world)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), LENGTHS.cumsum(0)])
+    outs = []
+    for step in range(STEPS):
+        out = tbe(batch(step, world.rank), offsets)
+        outs.append(out.detach().clone())
+        out.backward(torch.full_like(out, 0.25))
+    with pytest.raises(StoreError, match="ranks share the rows"):
+        tbe.split_optimizer_states()
+    return outs, tbe.split_embedding_weights()
+
+
+def test_a_table_batched_embedding_over_ranks_updates_in_backward() -> None:
+    tbe = batched(None)
+    outs: list[Tensor] = []
+    for step in range(STEPS):
+        ids = [batch(step, rank).split([5, 6]) for rank in range(RANKS)]
+        both = torch.cat([part[feature] for feature in (0, 1) for part in ids])
+        lengths = torch.cat([LENGTHS[:3], LENGTHS[:3], LENGTHS[3:], LENGTHS[3:]])
+        out = tbe(both, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
+        outs += out.detach().clone().split(3)
+        out.backward(torch.full_like(out, 0.125))
+    for rank, (mine, weights) in enumerate(run_ranks(RANKS, of_table_batched)):
+        assert all(map(torch.equal, mine, outs[rank::RANKS]))
+        assert all(map(torch.equal, weights, tbe.split_embedding_weights()))

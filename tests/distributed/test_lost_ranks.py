@@ -1,0 +1,202 @@
+"""A rank that is killed, frozen or elsewhere is named on every other one, and no rank waits for it again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from time import monotonic, sleep
+
+import pytest
+import torch
+
+from support.lost import Heard, calls, end_after, heard, until_told
+from support.ranks import run_ranks, started, survivors
+from tierbed import GroupError, World
+from tierbed.engine.signals import uninterrupted
+
+KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
+HOW = {KILL: "its process ended", STOP: "no sign of it"}
+
+
+def gather(world: World) -> None:
+    while True:
+        world.gather(torch.arange(1000 * (world.rank + 1)))
+
+
+def lose(world: World, lost: int, number: int, exchanges: int, is_sent: bool) -> Heard:
+    """Rank `lost` gets the signal at an exchange. All are in the same collectives until then."""
+    if world.rank == lost:
+        end_after(world, exchanges, number, is_sent)
+    return heard(world, lambda: gather(world))
+
+
+@pytest.mark.parametrize(("exchanges", "is_sent"), [(1, False), (2, True), (3, True), (8, False)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_killed_rank_is_named_at_once(ranks: int, exchanges: int, is_sent: bool) -> None:
+    for lost in (exchanges % ranks, ranks - 1 - exchanges % ranks):
+        with started(ranks, lose, lost, KILL, exchanges, is_sent) as group:
+            found = survivors(group, lost)
+        for one in found.values():
+            assert one.said.startswith("gather: ")
+            assert f"rank {lost} did not answer (its process ended)" in one.said
+            assert one.ranks == (lost,)
+            assert one.seconds < 60  # where nothing notices it, the timeout
+
+
+def test_a_frozen_rank_is_named_after_the_timeout() -> None:
+    timeout, cells = 1.5, [(2, 0, 1, False), (2, 1, 3, True), (3, 0, 2, True), (3, 2, 1, False)]
+    with contextlib.ExitStack() as groups:
+        all_of = [
+            (lost, groups.enter_context(started(ranks, lose, lost, STOP, *where, timeout=timeout)))
+            for ranks, lost, *where in cells
+        ]
+        for lost, group in all_of:
+            for one in survivors(group, lost).values():
+                assert f"rank {lost} did not answer (no sign of it)" in one.said
+                assert one.ranks == (lost,)
+                assert one.seconds < timeout + 5
+                assert one.after < timeout
+
+
+def compute(world: World, number: int) -> Heard:
+    """Rank 1 is lost, and rank 2 comes to no call until the others know."""
+    if world.rank == 1:
+        os.kill(os.getpid(), number)
+    if world.rank == 2:
+        until_told(world)
+    return heard(world, lambda: gather(world))
+
+
+@pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
+def test_a_rank_that_computes_is_not_named(number: int) -> None:
+    with started(3, compute, number, timeout=60 if number == KILL else 1.5) as group:
+        found = survivors(group, 1)
+    said = f"rank 1 did not answer ({HOW[number]})"
+    assert found[0][:2] == (f"gather: {said}", (1,))
+    assert found[2][:2] == (f"gather: rank 0 ended the group: {said}", (1,))
+
+
+def evaluate(world: World) -> Heard:
+    if world.rank:
+        until_told(world)
+    return heard(world, lambda: gather(world))
+
+
+def test_a_call_of_rank_0_alone_ends_by_timeout() -> None:
+    first, *others = run_ranks(3, evaluate, timeout=1)
+    said = "ranks 1, 2 did not answer (it runs, but has not come to this call)"
+    assert first[:2] == (f"gather: {said}", (1, 2))
+    assert first.seconds < 1 + 5
+    for one in others:
+        assert one[:2] == (f"gather: rank 0 ended the group: {said}", (1, 2))
+
+
+def leave_early(world: World) -> Heard | None:
+    world.gather(torch.zeros(2))
+    return heard(world, lambda: gather(world)) if world.rank != 1 else None
+
+
+def test_a_rank_that_closed_its_world_is_named() -> None:
+    first, _, third = run_ranks(3, leave_early)
+    for one in (first, third):
+        assert "rank 1 did not answer (it closed its world)" in one.said
+        assert one.ranks == (1,)
+
+
+def interrupt(world: World, number: int) -> Heard:
+    """Rank 0 is told to end while it waits for rank 1."""
+    world.gather(torch.zeros(2))
+    if world.rank == 1:
+        until_told(world)
+        return heard(world, lambda: gather(world))
+    came = []
+
+    def tell(*_: object) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    def end(before: int) -> None:
+        while calls(world) == before:
+            sleep(0.001)
+        os.kill(os.getpid(), number)
+
+    def call() -> None:
+        with pytest.raises(KeyboardInterrupt) as told:
+            world.gather(torch.zeros(2))
+        assert came == [number]
+        assert isinstance(told.value.__context__, GroupError)
+        raise told.value.__context__
+
+    if world.rank == 0:
+        signal.signal(number, tell)
+        threading.Thread(target=end, args=[calls(world)]).start()
+        return heard(world, call)
+    return heard(world, lambda: gather(world))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait_for_a_rank(number: signal.Signals) -> None:
+    first, *others = run_ranks(3, interrupt, int(number))
+    assert first[:2] == (f"gather: interrupted by {number.name} in a wait for others", ())
+    for one in others:
+        said = f"rank 0 ended the group: rank 0 did not answer (interrupted by {number.name} in a wait for others)"
+        assert one[:2] == (f"gather: {said}", (0,))
+
+
+def interrupt_a_whole_one(world: World) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    totals = []
+
+    def call() -> None:
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            totals.append(world.sum(torch.tensor(world.rank)))
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    return int(totals[0] + world.sum(torch.tensor(1)))
+
+
+def test_a_call_that_all_answer_is_whole_before_ctrl_c() -> None:
+    assert run_ranks(3, interrupt_a_whole_one) == [3 + 3] * 3
+
+
+def lost_with_work_under_way(world: World, lost: int, number: int) -> float:
+    """Rank `lost` gets the signal while exchanges are under way that nothing waits for."""
+    if world.rank == lost:
+        os.kill(os.getpid(), number)
+    ones, given = [1] * world.size, torch.zeros(world.size)
+    for _ in range(5):
+        world.start("numbers", torch.empty_like(given), given, ones, ones)
+    return heard(world, lambda: gather(world)).after
+
+
+@pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
+def test_the_end_of_a_process_waits_for_no_rank(number: int) -> None:
+    timeout = 60 if number == KILL else 1.5
+    with started(3, lost_with_work_under_way, 0, number, timeout=timeout, whole=True) as group:
+        began = monotonic()
+        assert max(survivors(group, 0).values()) < 5
+        assert monotonic() - began < 60  # which the group's threads would go on waiting
+
+
+def forked(world: World) -> str:
+    world.gather(torch.zeros(2))
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            world.gather(torch.zeros(2))
+        except GroupError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        told = pipe.read()
+    assert len(world.gather(torch.zeros(2))) == 4
+    return told
+
+
+def test_a_forked_child_of_a_rank_is_refused() -> None:
+    assert all(told.startswith("a forked process uses a world") for told in run_ranks(2, forked))

@@ -1,0 +1,174 @@
+"""Mistakes of one rank in calls outside a step, and in dense optimizers, are told to all, and ranks go on together."""
+
+from __future__ import annotations
+
+import logging
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.parts import PADDING
+from support.ranked import Ranked, batch
+from support.ranks import run_ranks
+from tierbed import (
+    CapacityError,
+    Graph,
+    GroupError,
+    InputError,
+    MultiTableEmbedding,
+    TierbedError,
+    World,
+    make_host_mem_store_options,
+)
+from tierbed.engine import make_constant_initializer, make_table_options
+
+DIM = 3
+
+
+def rows(world: World | None, **more: Any) -> MultiTableEmbedding:
+    start = [make_table_options(make_constant_initializer(0.0))]
+    return MultiTableEmbedding(
+        "e", DIM, torch.float32, torch.int64, start, make_host_mem_store_options(**more), None, PADDING, world=world
+    )
+
+
+def wrong(world: World) -> list[str]:
+    embedding, heard = rows(world), []
+    bad = world.rank == 1
+    for call in (
+        lambda: embedding.put([1], np.zeros((1, DIM + bad), np.float32)),
+        lambda: embedding.put([PADDING if bad else 1], np.zeros((1, DIM), np.float32)),
+        lambda: embedding.get([1.5] if bad else [1]),
+        lambda: embedding.delete(["a"] if bad else [1]),
+        lambda: embedding(torch.tensor([1.0] if bad else [1], dtype=torch.float32 if bad else torch.int64)),
+    ):
+        with pytest.raises(InputError) as error:
+            call()
+        heard.append(str(error.value))
+    assert embedding.size() == 0
+    embedding.close()
+    return heard
+
+
+def test_a_wrong_argument_on_one_rank_is_raised_on_all() -> None:
+    first, second = run_ranks(2, wrong)
+    assert first == second
+    assert all(text.startswith("rank 1: ") for text in first)
+
+
+def full(world: World) -> list[Any]:
+    embedding, heard = rows(world, capacity=20), []
+    for count in (8, 4, 2):
+        keys = np.arange(count) + 100 * world.rank + 1000 * count
+        try:
+            embedding.put(keys, np.ones((count, DIM), np.float32))
+        except CapacityError as error:
+            heard.append(str(error))
+        heard.append(embedding.size())
+    embedding.close()
+    return heard
+
+
+def test_put_counts_the_rows_of_all_ranks_before_one_is_written() -> None:
+    first, second = run_ranks(2, full)
+    assert first == second
+    assert [one for one in first if isinstance(one, int)] == [16, 16, 20]
+    assert "capacity=20" in first[1]
+
+
+class Two(Graph):
+    """Rows and a linear layer, each with an optimizer of its own."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.rows, self.linear = rows(world), nn.Linear(DIM, 1)
+        self.dense = torch.optim.Adam(self.linear.parameters(), lr=0.01)
+        self.add_optimizer(torch.optim.SGD(self.rows.parameters(), lr=0.1))
+        self.add_optimizer(self.dense)
+
+    def build(self, ids: Tensor) -> Tensor:
+        loss = self.linear(self.rows(ids)).square().mean()
+        loss.backward()
+        return loss
+
+
+def differing(world: World) -> list[str]:
+    graph, heard = Two(world), []
+    ids = torch.arange(4)
+    graph(ids)
+    for name, value in (("lr", 0.5), ("betas", (0.5, 0.5))):
+        group = graph.dense.param_groups[0]
+        before = group[name]
+        group[name] = value if world.rank else before
+        with pytest.raises(GroupError) as error:
+            graph(ids)
+        heard.append(str(error.value))
+        group[name] = before
+        graph(ids)
+    assert torch.equal(world.sum(graph.linear.weight.detach()), 2 * graph.linear.weight.detach())
+    graph.rows.close()
+    return heard
+
+
+def test_a_dense_optimizer_that_differs_is_told_by_the_name_of_the_setting() -> None:
+    first, second = run_ranks(2, differing)
+    assert first == second
+    assert "Adam 1, group 0: lr=0.01; rank 1" in first[0]
+    assert "Adam 1, group 0: lr=0.5" in first[0]
+    assert "Adam 1, group 0: betas=[0.5, 0.5]" in first[1]
+
+
+def in_a_thread(world: World) -> str:
+    graph, heard = Ranked(world), []
+    graph(*batch(world.rank, 0))
+
+    def step() -> None:
+        try:
+            graph(*batch(world.rank, 1))
+        except TierbedError as error:
+            heard.append(str(error))
+
+    thread = Thread(target=step)
+    thread.start()
+    thread.join()
+    graph(*batch(world.rank, 1))
+    return heard[0]
+
+
+def test_a_step_of_another_thread_is_refused() -> None:
+    assert all("one thread" in told for told in run_ranks(2, in_a_thread))
+
+
+def no_tensors(world: World) -> list[str]:
+    heard = []
+    with pytest.raises(InputError, match=r"x: got torch\.bool"):
+        world.sum(torch.ones(2, dtype=torch.bool))
+    assert world.gather(torch.ones(1, dtype=torch.bool)).tolist() == [True, True]
+    for value in (1.5, [1], torch.eye(2).to_sparse()):
+        for call in (world.sum, world.gather):
+            with pytest.raises(InputError) as error:
+                call(value)  # type: ignore[arg-type]
+            heard.append(str(error.value))
+    return heard
+
+
+def test_what_is_no_tensor_of_numbers_is_refused() -> None:
+    for told in run_ranks(2, no_tensors):
+        assert all(text.startswith("x: got ") for text in told)
+
+
+def forgotten(world: World) -> str:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("tierbed").addHandler(handler)
+    rows(None)
+    return records[0].getMessage()
+
+
+def test_an_embedding_without_a_world_among_ranks_is_said() -> None:
+    assert all("give world=World.from_env()" in said for said in run_ranks(2, forgotten))

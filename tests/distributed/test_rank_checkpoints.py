@@ -1,0 +1,169 @@
+"""Checkpoints of a graph over ranks: a run goes on to the bits of one that never stopped, or all ranks refuse it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.checkpoints import IDS, Rating
+from support.embeddings import contents, make
+from support.ranks import run_ranks
+from support.stores import options
+from tierbed.distributed import World
+from tierbed.engine import GraphError, SnapshotError
+
+
+def rating(world: World | None, store: str | None, folder: Path, name: str = "rows") -> Rating:
+    path = None if store is None else folder
+    return Rating(make(options(store or "host", path), None, name, tables=2, world=world))
+
+
+def part(world: World | None) -> torch.Tensor:
+    """The batches of this rank."""
+    return IDS if world is None else IDS.roll(3 * world.rank, 1)
+
+
+def steps(graph: Rating, ids: torch.Tensor) -> list[float]:
+    return [float(graph(batch).detach()) for batch in ids]
+
+
+def dense(graph: Rating) -> bytes:
+    held = [*(p for p in graph.mlp.parameters())]
+    held += [state[name] for state in graph.dense.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return b"".join(tensor.detach().numpy().tobytes() for tensor in held)
+
+
+def rows(graph: Any) -> bytes:
+    return b"".join(rows.tobytes() for _, rows in graph.rows.opened().own_table.scan())
+
+
+def save_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[float], bytes, bytes]:
+    graph = rating(world, store, folder / "a")
+    torch.manual_seed(100 + world.rank)
+    steps(graph, part(world)[:4])
+    graph.check_save(folder / "c")
+    graph.save(folder / "c")
+    losses = steps(graph, part(world)[4:])
+    found = losses, rows(graph), dense(graph)
+    graph.rows.close()
+    return found
+
+
+def load_and_go_on(world: World | None, folder: Path, store: str | None) -> tuple[list[float], bytes, bytes]:
+    graph = rating(world, store, folder / "b")
+    torch.manual_seed(7)
+    steps(graph, part(world)[:1])
+    graph.load(folder / "c")
+    losses = steps(graph, part(world)[4:])
+    found = losses, rows(graph), dense(graph)
+    if world is not None:
+        graph.save(folder / "c", overwrite=True)
+    graph.rows.close()
+    return found
+
+
+@pytest.mark.parametrize("store", [None, pytest.param("host", marks=pytest.mark.slow), "ssd"])
+def test_a_loaded_graph_goes_on_to_the_bits_of_the_run_that_saved_it(tmp_path: Path, store: str | None) -> None:
+    saved = run_ranks(2, save_and_go_on, tmp_path, store)
+    assert saved[0][0] != saved[1][0]
+    assert saved[0][2] == saved[1][2]
+    assert run_ranks(2, load_and_go_on, tmp_path, store) == saved
+    names = os.listdir(tmp_path / "a" / "rows" / "snapshots") if store is not None else []
+    assert len(names) == (store is not None)
+
+
+def load_state(world: World | None, folder: Path) -> tuple[int, list[float], bytes]:
+    graph = rating(world, "host", folder / f"of {0 if world is None else world.size}")
+    graph.load(folder / "c")
+    size = graph.rows.size()
+    state = [float(p.detach().double().sum()) for p in graph.mlp.parameters()]
+    losses = steps(graph, part(world)[4:6])
+    assert all(loss == loss for loss in losses)
+    graph.rows.close()
+    return size, state, contents(graph.rows).tobytes() if world is None and graph.rows.is_open else b""
+
+
+def save_only(world: World | None, folder: Path) -> tuple[int, list[float], bytes]:
+    graph = rating(world, "host", folder / "a")
+    steps(graph, part(world)[:4])
+    graph.save(folder / "c")
+    found = graph.rows.size(), [float(p.detach().double().sum()) for p in graph.mlp.parameters()], b""
+    graph.rows.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"), [(2, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, 2), (2, 1)))]
+)
+def test_other_numbers_of_ranks_load_the_same_rows_and_parameters(tmp_path: Path, saves: int, loads: int) -> None:
+    wanted = save_only(None, tmp_path) if saves == 1 else run_ranks(saves, save_only, tmp_path)[0]
+    found = [load_state(None, tmp_path)] if loads == 1 else run_ranks(loads, load_state, tmp_path)
+    assert found == [wanted] * loads
+
+
+def fails(call: Callable[[], Any], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as raised:
+        call()
+    return str(raised.value)
+
+
+def refused(world: World, folder: Path) -> list[str]:
+    graph = rating(world, "host", folder / "a")
+    steps(graph, part(world)[:2])
+    graph.save(folder / "c")
+    (folder / "file").mkdir(exist_ok=True)
+    said = [
+        fails(lambda: graph.save(folder / "c"), SnapshotError),
+        fails(lambda: graph.save(folder / "file"), SnapshotError),
+        fails(lambda: graph.check_save(folder / "c"), SnapshotError),
+        fails(lambda: graph.load(folder / "none"), SnapshotError),
+    ]
+    before = rows(graph)
+    with torch.no_grad():
+        weight = graph.mlp[2].weight
+        kept = weight.clone()
+        weight += world.rank
+    said.append(fails(lambda: graph.save(folder / "d"), GraphError))
+    assert rows(graph) == before
+    with torch.no_grad():
+        weight.copy_(kept)
+    graph.save(folder / "d")
+    steps(graph, part(world)[2:4])
+    world.sum(torch.zeros(1))
+    file = sorted((folder / "d" / "rows" / "0").glob("*/*-0001.npy"))[0]
+    if world.rank == 0:
+        data = file.read_bytes()
+        file.unlink()
+        file.write_bytes(data[:-1] + b"\xff")
+    world.sum(torch.zeros(1))
+    before = rows(graph)
+    said.append(fails(lambda: graph.load(folder / "d"), SnapshotError))
+    assert rows(graph) == before
+    graph.load(folder / "c")
+    steps(graph, part(world)[2:3])
+    graph.rows.close()
+    return said
+
+
+def test_what_one_rank_cannot_do_is_refused_on_all(tmp_path: Path) -> None:
+    found = run_ranks(2, refused, tmp_path)
+    assert found[0] == found[1]
+    for said, problem in zip(
+        found[0],
+        [
+            "exists: choose another path",
+            "exists and is no checkpoint",
+            "exists: choose another path",
+            "there is no checkpoint",
+            "ranks have other values of mlp.2.weight",
+            "its checksum does not match",
+        ],
+        strict=True,
+    ):
+        assert problem in said
+    assert sorted(os.listdir(tmp_path)) == ["a", "c", "d", "file"]

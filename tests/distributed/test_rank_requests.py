@@ -1,0 +1,128 @@
+"""A snapshot that another process asks of ranks has the rows of all of them after a whole number of steps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.embeddings import make, train
+from support.ranks import answer, started
+from support.stores import options
+from tierbed.distributed import World
+from tierbed.engine import SnapshotError, StoreError
+from tierbed.snapshots import Snapshot
+from tierbed.snapshots.asking.asking import ask_save, ask_status
+
+KEYS = torch.arange(100)
+
+
+def trains(world: World, folder: Path, reads: bool = False) -> int:
+    """Steps, or reads after a first step, until the file `stop` is there. Returns the number of steps."""
+    embedding = make(options("host", folder), "sgd", tables=1, world=world)
+    train(embedding, KEYS)
+    (folder / f"ready-{world.rank}").touch()
+    while not world.all_bytes("whether to stop", b"1" if (folder / "stop").exists() else b"")[0]:
+        if reads:
+            embedding.get(KEYS)
+        else:
+            train(embedding, KEYS + 7 * world.rank)
+    step = embedding.opened().own_table.step
+    embedding.close()
+    return step
+
+
+def idles(world: World, folder: Path) -> None:
+    """Waits for the file `stop` between two steps."""
+    embedding = make(options("host", folder), "sgd", tables=1, world=world)
+    train(embedding, KEYS)
+    (folder / f"ready-{world.rank}").touch()
+    until(folder / "stop")
+    train(embedding, KEYS)
+    embedding.close()
+
+
+def until(*files: Path) -> None:
+    import time
+
+    while not all(file.exists() for file in files):
+        time.sleep(0.01)
+
+
+def all_updates(snapshot: Snapshot) -> set[tuple[int, int]]:
+    """The counts of updates of the rows that every step of one rank or of both updates, with the snapshot's step."""
+    rows = np.concatenate([rows.copy() for _, rows in snapshot.chunks()])
+    shared = rows[(rows["key"] >= 7) & (rows["key"] < 100)]
+    return {(int(count), snapshot.description["step"]) for count in shared["updates"]}
+
+
+def asked(folder: Path, way: Any, *more: Any) -> Any:
+    return started(2, way, folder, *more)
+
+
+def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
+    store = tmp_path / "rows"
+    with asked(tmp_path, trains) as group:
+        until(tmp_path / "ready-0", tmp_path / "ready-1")
+        told: list[int] = []
+        manifest = ask_save(store, "asked", progress=lambda rows, of: told.append(rows))
+        assert manifest is not None
+        with pytest.raises(SnapshotError, match="asked' exists: choose another name"):
+            ask_save(store, "asked")
+        ask_save(store, "more", "incremental")
+        status = ask_status(store)
+        (tmp_path / "stop").touch()
+        steps = [answer(pipe) for _, pipe in group]
+    assert status is not None
+    assert status["ranks"] == 2
+    assert told
+    for name in ("asked", "more"):
+        snapshot = Snapshot.open(store / "snapshots" / name)
+        snapshot.verify()
+        (counts,) = all_updates(snapshot)
+        assert counts[0] == counts[1] <= steps[0] == steps[1]
+    assert Snapshot.open(store / "snapshots" / "asked").manifest.parts == 2
+    assert manifest.rows == 107
+
+
+def test_ranks_that_only_read_save_as_well(tmp_path: Path) -> None:
+    with asked(tmp_path, trains, True) as group:
+        until(tmp_path / "ready-0", tmp_path / "ready-1")
+        assert ask_save(tmp_path / "rows", "asked") is not None
+        (tmp_path / "stop").touch()
+        assert [answer(pipe) for _, pipe in group] == [1, 1]
+
+
+def test_a_save_that_waits_in_vain_says_that_no_step_came(tmp_path: Path) -> None:
+    with asked(tmp_path, idles) as group:
+        until(tmp_path / "ready-0", tmp_path / "ready-1")
+        with pytest.raises(StoreError, match=r"came to no end of a step, or of a read, for 0\.5 seconds"):
+            ask_save(tmp_path / "rows", "asked", timeout=0.5)
+        (tmp_path / "stop").touch()
+        for _, pipe in group:
+            answer(pipe)
+    assert not os.path.exists(tmp_path / "rows" / "snapshots" / "asked")
+
+
+def closes(world: World, folder: Path) -> bool:
+    """Closes while a save is asked for that no step comes for."""
+    embedding = make(options("host", folder), "sgd", tables=1, world=world)
+    train(embedding, KEYS)
+    (folder / f"ready-{world.rank}").touch()
+    requests = embedding.opened().table.requests  # type: ignore[attr-defined]
+    while world.rank == 0 and not requests.wanted:
+        pass
+    embedding.close()
+    return True
+
+
+def test_a_close_does_not_wait_for_a_save_that_was_asked_for(tmp_path: Path) -> None:
+    with asked(tmp_path, closes) as group:
+        until(tmp_path / "ready-0", tmp_path / "ready-1")
+        with pytest.raises(SnapshotError, match="closed the store before snapshot 'asked' was whole"):
+            ask_save(tmp_path / "rows", "asked")
+        assert [answer(pipe) for _, pipe in group] == [True, True]

@@ -1,0 +1,393 @@
+"""Snapshots of rows over ranks: whole or not there, the same rows for any number of ranks, or an error on all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from support.device_ranks import run_device_ranks
+from support.embeddings import contents, make
+from support.limits import file_size_limit
+from support.ranks import run_ranks
+from support.stores import options
+from tierbed import Snapshot, export_snapshot
+from tierbed.distributed import World
+from tierbed.engine import GroupError, InputError, MultiTableEmbedding, OptionError, SnapshotError, StoreError, _core
+from tierbed.engine.row_format import row_dtype
+from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.table.background_save import BackgroundSave
+
+KEYS = torch.arange(120)
+Rows = NDArray[np.void]
+
+
+def opened(world: World | None, folder: Path | None, store: str = "host", **more: Any) -> MultiTableEmbedding:
+    return make(options(store, folder), "adagrad", tables=2, world=world, **more)
+
+
+def step(embedding: Any, number: int = 0) -> None:
+    """A step on ids of this rank, whose gradients depend on its number."""
+    rank = 0 if embedding.world is None else embedding.world.rank
+    ids = (KEYS * 7 + 31 * number + 17 * rank) % 200
+    pinned = embedding.pin([Lookup(ids, torch.full_like(ids, number % 2))])
+    pinned.update([torch.full_like(pinned.gather(0), 0.125 * number + 0.5)])
+
+
+def own_rows(embedding: Any) -> Rows:
+    """The rows that this rank has, as copies."""
+    table = embedding.opened().own_table
+    rows = [rows.copy() for _, rows in table.scan()]
+    return np.concatenate([np.empty(0, row_dtype(table.layout.width)), *rows])
+
+
+def together(shares: list[Rows]) -> bytes:
+    """The rows of all ranks in one order. Each is of its owner."""
+    for rank, rows in enumerate(shares):
+        owners = _core.owners(rows["table"].copy(), rows["key"].copy(), len(shares))
+        assert set(owners.tolist()) <= {rank}
+    return np.sort(np.concatenate(shares), order=["table", "key"]).tobytes()
+
+
+def of_one(folder: Path, store: str, name: str) -> bytes:
+    """The rows of a snapshot, loaded by one process."""
+    with opened(None, folder, store) as embedding:
+        embedding.load_snapshot(name)
+        return np.sort(contents(embedding), order=["table", "key"]).tobytes()
+
+
+def load_and_save(world: World, folder: Path, store: str, load: str | None, save: str) -> Rows:
+    with opened(world, folder, store) as embedding:
+        if load is None:
+            for number in range(4):
+                step(embedding, number)
+            embedding.delete([5, 6], 0)
+        else:
+            report = embedding.load_snapshot(load)
+            assert (report.rows, report.left_out) == (embedding.size(), 0)
+        embedding.save_snapshot(save)
+        assert embedding.last_snapshot == save
+        return own_rows(embedding)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stores"),
+    [((2, 3, 1, 4), ("host", "ssd", "device", "cached_host")), ((1, 3, 2), ("ssd",) * 3)],
+)
+def test_rows_are_the_same_for_any_numbers_of_ranks_and_stores(
+    tmp_path: Path, ranks: tuple[int, ...], stores: tuple[str, ...]
+) -> None:
+    found: list[bytes] = []
+    for number, (size, store) in enumerate(zip(ranks, stores, strict=True)):
+        load = None if number == 0 else f"s{number - 1}"
+        found.append(together(run_ranks(size, load_and_save, tmp_path, store, load, f"s{number}")))
+        snapshot = Snapshot.open(tmp_path / "rows" / "snapshots" / f"s{number}")
+        assert snapshot.manifest.parts == (None if size == 1 else size)
+        snapshot.verify()
+    assert {*found} == {found[0]}
+    assert found[0]
+    assert of_one(tmp_path, "device", f"s{len(ranks) - 1}") == found[0]
+    exports = []
+    for number in range(len(ranks)):
+        export_snapshot(
+            Snapshot.open(tmp_path / "rows" / "snapshots" / f"s{number}"), tmp_path / f"x{number}", "snapshot"
+        )
+        files = sorted((tmp_path / f"x{number}").glob("*.npy"))
+        exports.append([(file.name, file.read_bytes()) for file in files])
+    assert all(export == exports[0] for export in exports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
+def test_ranks_on_devices_save_and_load_the_rows_of_ranks_on_processors(tmp_path: Path, store: str) -> None:
+    saved = together(run_device_ranks(2, load_and_save, tmp_path, store, None, "s0"))
+    assert together(run_ranks(2, load_and_save, tmp_path / "here", store, None, "s0")) == saved
+    assert together(run_device_ranks(3, load_and_save, tmp_path, store, "s0", "s1")) == saved
+    assert of_one(tmp_path, store, "s1") == saved
+
+
+def save_chain(world: World, folder: Path, store: str) -> list[Rows]:
+    found = []
+    with opened(world, folder, store) as embedding:
+        for number in range(4):
+            step(embedding, number)
+            embedding.delete([number, 50 + number], 0)
+            embedding.save_snapshot(f"s{number}", "full" if number == 0 else "incremental")
+            found.append(own_rows(embedding))
+        embedding.load_snapshot("s1")
+        step(embedding, 9)
+        embedding.save_snapshot("after", "incremental")
+        found.append(own_rows(embedding))
+    return found
+
+
+@pytest.mark.parametrize("store", [pytest.param("host", marks=pytest.mark.slow), "ssd"])
+def test_incremental_snapshots_have_what_changed_on_all_ranks(tmp_path: Path, store: str) -> None:
+    shares = run_ranks(2, save_chain, tmp_path, store)
+    snapshots = tmp_path / "rows" / "snapshots"
+    for number, name in enumerate(["s0", "s1", "s2", "s3", "after"]):
+        snapshot = Snapshot.open(snapshots / name)
+        snapshot.verify()
+        assert snapshot.kind == ("full" if number == 0 else "incremental")
+        rows = np.sort(np.concatenate([rows for _, rows in snapshot.chunks()]), order=["table", "key"])
+        assert rows.tobytes() == together([share[number] for share in shares])
+    assert Snapshot.open(snapshots / "s1").manifest.own_rows < Snapshot.open(snapshots / "s1").manifest.rows
+    assert Snapshot.open(snapshots / "after").manifest.parent.name == "s1"  # type: ignore[union-attr]
+    wanted = together([share[3] for share in shares])
+    assert together(run_ranks(3, load_and_save, tmp_path, store, "s3", "again")) == wanted
+
+
+def save_in_background(world: World, folder: Path, store: str, how: str) -> tuple[Rows, bool, list[str]]:
+    embedding = opened(world, folder, store)
+    for number in range(3):
+        step(embedding, number)
+    rows = own_rows(embedding)
+    save: Any = embedding.save_snapshot("s", background=True)
+    assert not save.done
+    if how == "steps":
+        for number in range(3, 2000):
+            step(embedding, number)
+            if save.done:
+                break
+    elif how == "wait":
+        step(embedding, 3)
+        assert save.wait()
+    elif how == "twice":
+        assert save.wait(60)
+        again: Any = embedding.save_snapshot("again", background=True)
+        assert again.wait()
+    elif how == "load":
+        embedding.load_snapshot("s") if save.wait() else None
+        embedding.save_snapshot("s", background=True, overwrite=True)
+        step(embedding, 3)
+        embedding.load_snapshot("s")  # waits for it
+    done = save.done
+    embedding.close()
+    if how == "close":
+        with pytest.raises(StoreError, match="closed before all ranks had written it"):
+            save.wait()
+    return rows, done, sorted(os.listdir(folder / "rows" / "snapshots"))
+
+
+@pytest.mark.parametrize("how", ["steps", "wait", "twice", "load"])
+@pytest.mark.parametrize("store", ["host", "ssd"])
+@pytest.mark.rotated("store")
+def test_a_save_in_the_background_has_the_rows_of_its_begin(tmp_path: Path, store: str, how: str) -> None:
+    found = run_ranks(2, save_in_background, tmp_path, store, how)
+    assert [done for _, done, _ in found] == [True, True]
+    snapshot = Snapshot.open(tmp_path / "rows" / "snapshots" / "s")
+    snapshot.verify()
+    rows = np.sort(np.concatenate([rows for _, rows in snapshot.chunks()]), order=["table", "key"])
+    assert rows.tobytes() == together([rows for rows, _, _ in found])
+
+
+def test_a_save_in_the_background_that_close_meets_is_dropped(tmp_path: Path) -> None:
+    found = run_ranks(2, save_in_background, tmp_path, "host", "close")
+    assert [done for _, done, _ in found] == [False, False]
+    assert all(name.startswith(".tmp-") for name in os.listdir(tmp_path / "rows" / "snapshots"))
+    assert run_ranks(2, names_when_open, tmp_path) == [[], []]
+
+
+def save_over_one_of_the_background(world: World, folder: Path) -> str:
+    with opened(world, folder) as embedding:
+        step(embedding)
+        save: Any = embedding.save_snapshot("s", background=True)
+        save._thread.wait()  # written on all ranks, which have not told each other
+        said = fails(embedding.opened().saves._check_not_saving, StoreError)
+        assert save.wait()
+        embedding.save_snapshot("t")
+    return said
+
+
+def test_a_save_of_the_background_that_is_not_there_yet_is_in_the_way_of_another(tmp_path: Path) -> None:
+    for said in run_ranks(2, save_over_one_of_the_background, tmp_path):
+        assert "snapshot 's' is still being saved in the background" in said
+
+
+def interrupt_the_wait(world: World, folder: Path) -> None:
+    def press(frame: Any, event: str, argument: Any) -> None:
+        if frame.f_code is BackgroundSave.wait.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    with opened(world, folder) as embedding:
+        step(embedding)
+        save: Any = embedding.save_snapshot("s", background=True)
+        sys.setprofile(press if world.rank == 1 else None)
+        with pytest.raises(KeyboardInterrupt) if world.rank == 1 else contextlib.nullcontext():
+            save.wait()
+        while not save.done:
+            save.wait()
+
+
+def test_an_interrupted_wait_for_a_save_says_so_where_it_was(tmp_path: Path) -> None:
+    run_ranks(2, interrupt_the_wait, tmp_path)
+    Snapshot.open(tmp_path / "rows" / "snapshots" / "s").verify()
+
+
+def names_when_open(world: World, folder: Path) -> list[str]:
+    with opened(world, folder) as embedding:
+        assert embedding.size() > 0
+        assert embedding.last_snapshot is None
+        return os.listdir(folder / "rows" / "snapshots")
+
+
+def fails(call: Callable[[], Any], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as raised:
+        call()
+    return str(raised.value)
+
+
+def refuse(world: World, folder: Path) -> list[str]:
+    with opened(world, folder) as embedding:
+        step(embedding)
+        embedding.save_snapshot("s")
+        said = [
+            fails(lambda: embedding.save_snapshot("c", "checkpoint"), OptionError),
+            fails(lambda: embedding.save_snapshot("c", "half"), OptionError),
+            fails(lambda: embedding.save_snapshot("s"), SnapshotError),
+            fails(lambda: embedding.check_save("s"), SnapshotError),
+            fails(lambda: embedding.save_snapshot("../s"), SnapshotError),
+            fails(lambda: embedding.save_snapshot("i", "incremental", True), OptionError),
+            fails(lambda: embedding.load_snapshot("none"), SnapshotError),
+            fails(lambda: embedding.load_snapshot("s", where=lambda tables, keys: keys), InputError),
+            fails(lambda: embedding.prune_snapshots(0), OptionError),
+        ]
+        embedding.check_save("t")
+        before = own_rows(embedding)
+        name = "x" if world.rank else "y"
+        with pytest.raises(GroupError, match="rank 0: snapshot=y; rank 1: snapshot=x"):
+            embedding.save_snapshot(name)
+        with file_size_limit(300) if world.rank == 1 else contextlib.nullcontext():
+            said.append(fails(lambda: embedding.save_snapshot("t"), SnapshotError))
+        assert own_rows(embedding).tobytes() == before.tobytes()
+        assert embedding.last_snapshot == "s"
+        step(embedding, 1)
+        embedding.save_snapshot("t")
+        assert embedding.last_snapshot == "t"
+        embedding.save_snapshot("s", overwrite=True)
+        step(embedding, 2)
+        embedding.save_snapshot("i", "incremental")
+        said.append(fails(lambda: embedding.save_snapshot("s", overwrite=True), SnapshotError))
+        assert embedding.prune_snapshots(1) == ["t"]
+        said.append(repr(sorted(os.listdir(folder / "rows" / "snapshots"))))
+    return said
+
+
+def test_what_one_rank_cannot_do_is_raised_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+    found = run_ranks(2, refuse, tmp_path)
+    assert found[0] == found[1]
+    for said, part in zip(
+        found[0],
+        [
+            "kind='checkpoint' is of RocksDB's files of one process",
+            "kind='half'",
+            "exists: choose another name",
+            "exists: choose another name",
+            "cannot be used",
+            "background=True",
+            "there is no snapshot 'none'",
+            "where gave int64",
+            "keep_last=0",
+            "rank 1: part 1 of 2 of a snapshot was not written",
+            "'i' would lack what it goes over",
+            "['i', 's']",
+        ],
+        strict=True,
+    ):
+        assert part in said
+
+
+def load_damaged(world: World, folder: Path) -> tuple[str, str]:
+    with opened(world, folder) as embedding:
+        for number in range(2):
+            step(embedding, number)
+        embedding.save_snapshot("s")
+        step(embedding, 2)
+        before = own_rows(embedding)
+        world.sum(torch.zeros(1))
+        files = sorted((folder / "rows" / "snapshots" / "s").glob("*-0001.npy"))
+        if world.rank == 0:
+            files[-1].write_bytes(files[-1].read_bytes()[:-1] + b"\xff")
+        world.sum(torch.zeros(1))
+        said = fails(lambda: embedding.load_snapshot("s"), SnapshotError)
+        assert own_rows(embedding).tobytes() == before.tobytes()
+        step(embedding, 3)
+        embedding.save_snapshot("t")
+        return said, files[-1].name
+
+
+def test_damage_that_one_rank_finds_keeps_all_rows_as_they_were(tmp_path: Path) -> None:
+    found = run_ranks(2, load_damaged, tmp_path)
+    assert found[0] == found[1]
+    assert found[0][0].startswith("rank 1: ")
+    assert found[0][1] in found[0][0]
+    Snapshot.open(tmp_path / "rows" / "snapshots" / "t").verify()
+
+
+def load_some(world: World, folder: Path) -> list[Any]:
+    found: list[Any] = []
+    with opened(world, folder, "ssd") as embedding:
+        for number in range(2):
+            step(embedding, number)
+        embedding.save_snapshot("s")
+        size = embedding.size()
+        for selection in (
+            {"tables": [1]},
+            {"where": lambda tables, keys: keys % 2 == 0},
+            {"weights_only": True},
+        ):
+            report = embedding.load_snapshot("s", **selection)
+            assert report.rows + report.left_out == size
+            assert report.rows == embedding.size()
+            rows = own_rows(embedding)
+            found.append((report.rows, {*rows["table"].tolist()}, {key % 2 for key in rows["key"].tolist()}))
+        assert embedding.load_snapshot("s", strict=False).remarks == []
+        step(embedding, 2)
+    return found
+
+
+def test_ranks_load_a_selection(tmp_path: Path) -> None:
+    first, second = run_ranks(2, load_some, tmp_path)
+    assert first == second
+    (some, of_table, _), (even, _, parity), (every, _, _) = first
+    assert of_table == {1}
+    assert parity == {0}
+    assert 0 < even < every
+    assert 0 < some < every
+
+
+def rows_of_a_checkpoint(world: World, folder: Path, store: str | None) -> Rows:
+    """By the calls of `graph.save` and `graph.load`."""
+    place = folder / "checkpoint" / "0" / "c"
+    with opened(world, None if store is None else folder, store or "host") as embedding:
+        step(embedding)
+        held = embedding.opened()
+        held.save_rows(place)
+        rows = own_rows(embedding)
+        step(embedding, 1)
+        held.check_rows(place)
+        held.load_rows(place)
+        assert own_rows(embedding).tobytes() == rows.tobytes()
+        step(embedding, 1)
+        held.load_rows(place, False)
+        held.discard_rows("c")
+        held.load_rows(place)
+        return rows
+
+
+@pytest.mark.parametrize("store", [None, "host", "ssd"])
+def test_the_rows_of_a_checkpoint(tmp_path: Path, store: str | None) -> None:
+    shares = run_ranks(2, rows_of_a_checkpoint, tmp_path, store)
+    snapshot = Snapshot.open(tmp_path / "checkpoint" / "0" / "c")
+    snapshot.verify()
+    rows = np.sort(np.concatenate([rows for _, rows in snapshot.chunks()]), order=["table", "key"])
+    assert rows.tobytes() == together(shares)

@@ -1,0 +1,186 @@
+"""Runs of ranks whose loaders end unevenly, raise, or give ids ahead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from support.ranked import LOSS, Ranked, assert_equal, batch, state
+from support.ranks import run_ranks
+from tierbed import InputError, TierbedError, World, make_cached_ssd_store_options
+
+COUNTS = [5, 3, 4]  # batches of each rank
+
+
+def loader(rank: int, count: int) -> list[tuple[Tensor, ...]]:
+    return [batch(rank, step) for step in range(count)]
+
+
+def uneven(world: World, how: str, ahead: int, every: int) -> dict[str, Any]:
+    graph, said = Ranked(world), []
+    graph.accumulate_grads(every)
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("tierbed").addHandler(handler)
+    logging.getLogger("tierbed").setLevel(logging.INFO)
+    run = graph.run(loader(world.rank, COUNTS[world.rank]), ahead=ahead, uneven=how)
+    losses = [loss.item() for loss in run]
+    assert next(run, None) is None
+    return {"losses": losses, "left": len(run.left), "said": said, "state": state(graph)}
+
+
+def accumulated(counts: list[list[int]], every: int = 1) -> tuple[dict[int, list[float]], dict[str, Tensor]]:
+    """One process: for each step the ranks that have a batch, whose parts are a mean. Losses by rank, and the state."""
+    graph = Ranked(None)
+    losses: dict[int, list[float]] = {}
+    for step, ranks in enumerate(counts):
+        graph.accumulate_grads(len(ranks), mean=True)
+        for rank in ranks:
+            losses.setdefault(rank, []).append(graph(*batch(rank, step)).item())
+    return losses, state(graph)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_all_ranks_stop_with_the_shortest_loader_and_say_what_is_left(ahead: int) -> None:
+    losses, expected = accumulated([[0, 1, 2]] * 3)
+    for rank, found in enumerate(run_ranks(3, uneven, "stop", ahead, 1)):
+        assert found["losses"] == losses[rank]
+        assert_equal(found["state"], expected)
+        assert found["left"] == min(COUNTS[rank] - 3, ahead + 1)
+        (said,) = [text for text in found["said"] if "rank 1 has no more batches" in text]
+        assert f"this rank has {found['left']} more" in said
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_ranks_without_a_batch_join_the_others_whose_mean_is_theirs(ahead: int) -> None:
+    losses, expected = accumulated([[0, 1, 2]] * 3 + [[0, 2], [0]])
+    for rank, found in enumerate(run_ranks(3, uneven, "join", ahead, 1)):
+        assert found["losses"] == losses[rank]
+        assert_equal(found["state"], expected)
+        assert found["left"] == 0
+
+
+def test_ranks_that_accumulate_join_as_well() -> None:
+    all_three = run_ranks(3, uneven, "join", 2, 2)
+    for found in all_three[1:]:
+        assert_equal(found["state"], all_three[0]["state"])
+    assert [len(found["losses"]) for found in all_three] == COUNTS
+
+
+def raising(rank: int, at: int) -> Iterator[tuple[Tensor, ...]]:
+    """Three batches; before the second of rank 1, an exception that the next call goes past."""
+
+    class Loader:
+        step = 0
+        raised = rank != 1
+
+        def __iter__(self) -> Loader:
+            return self
+
+        def __next__(self) -> tuple[Tensor, ...]:
+            if self.step == at and not self.raised:
+                self.raised = True
+                raise OSError("no such file")
+            if self.step == 3:
+                raise StopIteration
+            self.step += 1
+            return batch(rank, self.step - 1)
+
+    return Loader()
+
+
+def failing(world: World, ahead: int) -> tuple[list[Any], dict[str, Tensor]]:
+    graph, seen = Ranked(world), []
+    run = graph.run(raising(world.rank, 1), ahead=ahead)
+    while True:
+        try:
+            seen.append(next(run).item())
+        except StopIteration:
+            return seen, state(graph)
+        except TierbedError as error:
+            seen.append(str(error))
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_exception_of_one_loader_is_raised_on_all_and_the_run_goes_on(ahead: int) -> None:
+    losses, expected = accumulated([[0, 1]] * 3)
+    for rank, (seen, found) in enumerate(run_ranks(2, failing, ahead)):
+        assert seen == [losses[rank][0], "rank 1: OSError: no such file", *losses[rank][1:]]
+        assert_equal(found, expected)
+
+
+def failing_step(world: World) -> tuple[list[Any], dict[str, Tensor]]:
+    graph, seen = Ranked(world), []
+    mine = loader(world.rank, 5)
+    mine[2] = batch(world.rank, 2, LOSS) if world.rank == 1 else mine[2]
+    run = graph.run(mine, ahead=2)
+    while True:
+        try:
+            seen.append(next(run).item())
+        except StopIteration:
+            return seen, state(graph)
+        except TierbedError as error:
+            seen.append(str(error))
+
+
+def test_a_step_that_fails_in_a_run_uses_up_the_batch_of_all_ranks() -> None:
+    for seen, _ in run_ranks(2, failing_step):
+        assert len(seen) == 5
+        assert seen[2] == f"rank 1: ValueError: failed at {LOSS}"
+
+
+def different(world: World) -> str:
+    try:
+        list(Ranked(world).run(loader(world.rank, 2), ahead=world.rank))
+    except TierbedError as error:
+        return str(error)
+    return ""
+
+
+def test_runs_of_different_arguments_are_refused() -> None:
+    for told in run_ranks(2, different):
+        assert told.startswith("run of Ranked: ranks differ, rank 0: ahead=0; rank 1: ahead=1")
+
+
+def never(world: World) -> str:
+    try:
+        list(Ranked(world).run(loader(world.rank, 2 * (world.rank == 0)), uneven="join"))
+    except TierbedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_never_had_a_batch_cannot_join() -> None:
+    for told in run_ranks(2, never):
+        assert told.startswith("rank 1: a loader gave no batch at all")
+
+
+def test_one_process_takes_the_argument_as_well() -> None:
+    graph = Ranked(None)
+    assert len(list(graph.run(loader(0, 2), uneven="join"))) == 2
+    with pytest.raises(InputError, match="uneven='both': give one of 'stop', 'join'"):
+        graph.run([], uneven="both")
+
+
+def announced(world: World, folder: str, ahead: int, every: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    store = partial(make_cached_ssd_store_options, 1, folder)
+    graph = Ranked(world, store=store)
+    graph.accumulate_grads(every)
+    assert len(list(graph.run(loader(world.rank, 8), ahead=ahead))) == 8
+    found = state(graph)
+    return {e.name: e.metrics()["table"] for e in (graph.users, graph.items)}, found
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_steps_of_a_run_find_what_ranks_ask_of_their_rows_announced(tmp_path: Path, every: int) -> None:
+    plain = run_ranks(2, announced, str(tmp_path / "plain"), 0, every)
+    for (metrics, found), (_, expected) in zip(run_ranks(2, announced, str(tmp_path), 4, every), plain, strict=True):
+        assert_equal(found, expected)
+        assert metrics["users"]["prefetch_hits"] >= 8 // every - 1
+        assert metrics["items"]["prefetch_hits"] == 0  # an op that is not torch's makes their ids

@@ -1,0 +1,104 @@
+"""Which shares and which snapshot are those of the last run of ranks, and what takes neither away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.live_rows import alone, fails, opened, own_disks, run, step, together, trained
+from support.ranks import run_ranks
+from support.shell import Cli
+from tierbed.distributed import World
+from tierbed.engine import StoreError
+
+
+def test_ranks_without_snapshot_path_find_where_the_snapshots_are(tmp_path: Path) -> None:
+    place = tmp_path / "snapshots"
+    saved = alone(tmp_path / "live", "host", 2, "base", snapshot_path=place)
+    run(2, tmp_path / "live", "host", 1, snapshot_path=place, killed=0)
+    found = run(2, tmp_path / "live", "host", 1)
+    assert together([before for before, _, _ in found], saved)
+
+
+def saves_two_and_loads_one(world: World, folder: Path, place: Path) -> None:
+    with opened(world, folder, snapshot_path=place) as embedding:
+        for number, name in enumerate(["a", "b"]):
+            step(embedding, number)
+            embedding.save_snapshot(name)
+        embedding.load_snapshot("a")
+
+
+def test_the_shell_keeps_the_snapshot_that_ranks_go_back_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, saves_two_and_loads_one, tmp_path / "live", tmp_path / "place")
+    cli = Cli(tmp_path / "live" / "rows", capsys)
+    assert cli.json("prune", "--keep-last", "1", "--dry-run")["kept"] == ["a", "b"]
+    assert cli.json("prune", "--keep-last", "1")["kept"] == ["a", "b"]
+    assert "live rows go back to it" in cli.fails("merge", "b", "a", "--overwrite")
+
+
+def held_by_one(world: World, folder: Path) -> list[str]:
+    """Rank 0 has closed its share, and rank 1 has not."""
+    embedding = opened(world, folder)
+    step(embedding, 0)
+    said = []
+    if world.rank == 0:
+        embedding.close()
+        for way in ("resume", "fresh"):
+            with pytest.raises(StoreError) as caught:
+                opened(None, folder, open=way).size()
+            said.append(str(caught.value))
+    world.all_bytes("tried", b"")
+    embedding.close()
+    return said
+
+
+def test_a_share_that_a_process_has_open_yet_is_not_given_up(tmp_path: Path) -> None:
+    said, _ = run_ranks(2, held_by_one, tmp_path)
+    assert ["the share of rank 1 of 2, is in use by process" in one for one in said] == [True, True]
+    found = run(2, tmp_path, "host", 0)
+    assert all(before for before, _, _ in found)
+
+
+def saves_and_loses_the_snapshot(world: World, folder: Path) -> None:
+    with opened(world, folder) as embedding:
+        step(embedding, 0)
+        embedding.save_snapshot("a")
+        embedding.put([7], torch.full((1, 5), 2.0), 0)
+        embedding.opened().save_rows(folder / "checkpoint" / "b")
+        embedding.opened().discard_rows("b")  # as where the checkpoint fails after that
+
+
+def test_rows_of_a_snapshot_that_was_removed_are_not_taken_for_those_before(tmp_path: Path) -> None:
+    run_ranks(2, saves_and_loses_the_snapshot, tmp_path)
+    with pytest.raises(StoreError, match="of step 1, and no snapshot of them"):
+        opened(None, tmp_path).size()
+
+
+def test_shares_that_changed_places_are_not_used(tmp_path: Path) -> None:
+    run(2, tmp_path, "host", 2)
+    shares = tmp_path / "rows" / "ranks"
+    for name, other in (("0-of-2", "aside"), ("1-of-2", "0-of-2"), ("aside", "1-of-2")):
+        (shares / name).rename(shares / other)
+    found = run(2, tmp_path, "host", 0)
+    assert [before for before, _, _ in found] == [b"", b""]
+    assert "was not closed by rank 0, 1 of its 2" in found[0][2][0]
+
+
+def other_places(world: World, folder: Path) -> Any:
+    """The hosts give ranks in another order than before."""
+    return trained(world, folder / f"{world.size - 1 - world.rank}", "host", 1, snapshot_path=folder / "shared")
+
+
+def one_more(world: World, folder: Path) -> tuple[str, str]:
+    place = {rank: {"path": folder / f"{rank}"} for rank in range(3)}
+    return fails(world, folder, {"snapshot_path": folder / "shared"}, place)
+
+
+def test_older_shares_of_a_host_do_not_hide_those_of_the_last_run(tmp_path: Path) -> None:
+    run_ranks(2, own_disks, tmp_path, 1)
+    run_ranks(2, other_places, tmp_path)
+    for _, said in run_ranks(3, one_more, tmp_path):
+        assert "has live rows of 2 ranks, of step 1, and no snapshot of them" in said

@@ -1,0 +1,155 @@
+"""What a step raises on one rank is raised on all in that step; nothing has moved, and the next step is right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.ranked import BACKWARD, BETWEEN, IDS, LATE, LOSS, NOWHERE, Ranked, assert_equal, batch, state
+from support.ranks import run_ranks
+from tierbed import GroupError, TierbedError, World
+from tierbed.graph.trace import sizes
+
+PLACES = [IDS, BETWEEN, LOSS, BACKWARD, LATE]
+
+
+def trained(world: World, steps: list[tuple[int, list[int]]]) -> tuple[list[str], list[float], dict[str, Tensor]]:
+    """What steps raise, the losses of the others, and the state. A step: its batch, and where each rank fails."""
+    graph, told, losses = Ranked(world), [], []
+    for step, failing in steps:
+        try:
+            losses.append(graph(*batch(world.rank, step, failing[world.rank])).item())
+        except GroupError as error:
+            told.append(str(error))
+    return told, losses, state(graph)
+
+
+def test_a_failure_at_any_place_of_one_rank_is_raised_on_all_and_costs_nothing() -> None:
+    fine = [NOWHERE] * 2
+    plain = run_ranks(2, trained, [(0, fine), (1, fine), (2, fine)])
+    failures = [(place, rank) for place in PLACES for rank in range(2)]
+    failing = [(5, [place if other == rank else NOWHERE for other in range(2)]) for place, rank in failures]
+    steps = [*failing, (0, fine), *failing, (1, fine), (2, fine)]
+    texts = [f"rank {rank}: ValueError: failed at {place}" for place, rank in failures]
+    for (told, losses, found), expected in zip(run_ranks(2, trained, steps), plain, strict=True):
+        assert told == texts * 2
+        assert losses == expected[1]
+        assert_equal(found, expected[2])
+
+
+def test_ranks_that_fail_at_several_places_of_one_step_raise_one_error() -> None:
+    failing = [BACKWARD, IDS, LOSS]
+    for told, losses, _ in run_ranks(3, trained, [(0, [NOWHERE] * 3), (1, failing), (2, [NOWHERE] * 3)]):
+        assert told == ["rank 1: ValueError: failed at 1"]
+        assert len(losses) == 2
+
+
+class Wrong(Ranked):
+    """Its `build` is right where `at` has one number, as `Ranked` has it; one rank may give two."""
+
+    def build(self, users: Tensor, items: Tensor, y: Tensor, at: Tensor) -> Tensor:
+        if at.dim():
+            raise ValueError("two numbers")
+        return super().build(users, items, y, at)
+
+
+def built(world: World) -> list[str]:
+    graph, told = Wrong(world), []
+    for step in range(4):
+        users, items, y, at = batch(world.rank, step)
+        given = {1: at.expand(2), 2: None}.get(step, at) if world.rank == 1 else at
+        try:
+            graph(users, items, y, given)
+            told.append("fine")
+        except TierbedError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_a_build_that_raises_on_one_rank_is_told_to_those_that_are_in_their_step() -> None:
+    for told in run_ranks(2, built):
+        assert told[0] == told[3] == "fine"
+        assert told[1] == "GroupError: rank 1: ValueError: two numbers"
+        assert told[2].startswith("GroupError: rank 1: AttributeError: 'NoneType'")
+
+
+def differ(world: World, attribute: str) -> str:
+    graph = Ranked(world)
+    if world.rank == 1:
+        if attribute == "middle":
+            graph.middle = torch.zeros(1)
+        else:
+            graph.before.bias.requires_grad_(False)
+    try:
+        graph(*batch(world.rank, 0))
+    except TierbedError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "text"),
+    [
+        ("middle", "GraphError: parameters of Ranked: ranks differ, rank 0: 5 tensors, middle float32 []; rank 1: 5 "),
+        ("bias", "GroupError: embedding 'users', step 1: ranks differ, rank 0: graph="),
+    ],
+)
+def test_graphs_that_differ_are_refused_on_all_ranks(attribute: str, text: str) -> None:
+    for told in run_ranks(2, differ, attribute):
+        assert told.startswith(text)
+
+
+def of_many_sizes(world: World) -> tuple[list[str], list[float], bool, dict[str, Tensor]]:
+    sizes.OWN = 2  # this process ends with the test
+    graph, told, losses, many = Ranked(world), [], [], False
+    for step, size in enumerate([5, 6, 7, 8, 8]):
+        at = LOSS if step == 3 and world.rank == 1 else NOWHERE
+        try:
+            losses.append(graph(*batch(world.rank, step, at, size=size)).item())
+        except TierbedError as error:
+            told.append(str(error))
+        many = many or any(step.fits is not None for step in graph._Graph__steps.all())
+    return told, losses, many, state(graph)
+
+
+def test_a_step_of_many_sizes_that_fails_on_one_rank_is_raised_on_all_and_not_run_again() -> None:
+    both = run_ranks(2, of_many_sizes)
+    for told, losses, many, found in both:
+        assert told == [f"rank 1: ValueError: failed at {LOSS}"]
+        assert len(losses) == 4
+        assert many  # else no step served many sizes, and the test shows nothing
+        assert_equal(found, both[0][3])
+
+
+def amid_updates(world: World) -> list[str]:
+    graph, told, stumbles = Ranked(world), [], False
+
+    def hook(*_: object) -> None:
+        if stumbles:
+            raise ArithmeticError("stumbled")
+
+    graph.optimizer.register_step_pre_hook(hook)
+    for step in range(4):
+        stumbles = step == 1 and world.rank == 1
+        try:
+            graph(*batch(world.rank, step))
+            told.append("fine")
+        except (TierbedError, ArithmeticError) as error:
+            told.append(str(error))
+        if step == 0:
+            saved = copy.deepcopy(graph.get_extra_state())
+        elif step == 2:
+            graph.set_extra_state(saved)
+    return told
+
+
+def test_a_rank_that_fails_amid_the_updates_refuses_further_steps_of_all_until_a_checkpoint_is_loaded() -> None:
+    refused = "rank 1: a step of Ranked raised ArithmeticError('stumbled') amid its updates, which other ranks made; "
+    told = run_ranks(2, amid_updates)
+    assert [*map("".join, zip(*told, strict=True))][:2] == ["finefine", "finestumbled"]
+    for one in told:
+        assert one[2].startswith(refused)
+        assert one[3] == "fine"

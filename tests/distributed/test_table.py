@@ -1,0 +1,194 @@
+"""Rows of all ranks by their keys, steps without a graph, and what is refused on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from support.device_ranks import run_device_ranks
+from support.parts import PADDING
+from support.ranks import run_ranks
+from tierbed import CapacityError, GroupError, InputError, MultiTableEmbedding, OptimizerError, TierbedError, World
+from tierbed.engine import (
+    make_constant_initializer,
+    make_device_mem_store_options,
+    make_host_mem_store_options,
+    make_table_options,
+)
+from tierbed.engine.spec.inputs import Lookup
+
+DIM = 5
+Run = Callable[..., list[Any]]
+ON = {"cpu": run_ranks, "device": run_device_ranks}
+on_both = pytest.mark.parametrize("run", [pytest.param(run, id=name) for name, run in ON.items()])
+
+
+def rows(world: World | None, **more: Any) -> MultiTableEmbedding:
+    """An embedding of two tables, trained by SGD of learning rate 1."""
+    tables = [make_table_options(make_constant_initializer(value)) for value in (0.0, 1.0)]
+    given = {"store_options": make_host_mem_store_options(), "seed": 3, "padding_idx": PADDING, **more}
+    lr = given.pop("lr", 1.0)
+    embedding = MultiTableEmbedding("e", DIM, torch.float32, torch.int64, tables, world=world, **given)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=lr)
+    embedding.attach(optimizer, optimizer.param_groups[0])
+    return embedding
+
+
+def step(embedding: MultiTableEmbedding, ids: list[int], gradient: float = 1.0) -> Tensor:
+    """One training step of table 0. Returns the rows that were looked up."""
+    lookup = Lookup(torch.tensor(ids, dtype=torch.int64), torch.zeros(len(ids), dtype=torch.int64))
+    batch = embedding.pin([lookup])
+    found = batch.gather(0)
+    batch.update([torch.full((len(ids), DIM), gradient)])
+    return found
+
+
+def keyed(world: World) -> tuple[list[Tensor], list[int], int]:
+    embedding = rows(world)
+    keys = torch.arange(100 * world.rank, 100 * world.rank + 40)
+    embedding.put(keys, torch.full((40, DIM), float(world.rank)), 1)
+    embedding.put([7, 7, 500], np.array([[1] * DIM, [world.rank + 2] * DIM, [9] * DIM], np.float32), 0)
+    sizes = [embedding.size()]
+    everyone = torch.arange(100 * world.size)
+    found = [embedding.get(everyone, 1), embedding.get([7, 8, 500], 0)]
+    gone = embedding.delete([100 * rank for rank in range(world.size)], 1)
+    sizes.append(embedding.size())
+    found.append(embedding(torch.tensor([[7, 0], [PADDING, 1]])))
+    mine = sum(len(keys) for _, keys, _ in embedding.chunks())
+    embedding.close()
+    return found, [*sizes, mine], gone
+
+
+@pytest.mark.parametrize(
+    ("run", "ranks"), [(run_ranks, 2), (run_ranks, 3), pytest.param(run_device_ranks, 2, marks=pytest.mark.slow)]
+)
+def test_rows_by_their_keys(run: Run, ranks: int) -> None:
+    answers = run(ranks, keyed)
+    for found, (before, after, _), gone in answers:
+        expected = torch.ones(100 * ranks, DIM)
+        for rank in range(ranks):
+            expected[100 * rank : 100 * rank + 40] = rank
+        assert torch.equal(found[0], expected)
+        assert found[1][:, 0].tolist() == [ranks + 1, 0, 9]  # of a key that ranks put, the last rank's row
+        assert (before, after, gone) == (40 * ranks + 2, 39 * ranks + 2, ranks)
+        assert found[2][:, :, 0].tolist() == [[ranks + 1, 1], [0, 0]]
+    assert sum(sizes[2] for _, sizes, _ in answers) == 39 * ranks + 2
+
+
+def stepping(world: World) -> list[Any]:
+    embedding, told = rows(world), []
+    step(embedding, [1, 2, world.rank + 10])
+    step(embedding, [] if world.rank else [1])  # a rank without ids takes part, and every table counts the step
+    told += [embedding.get([1, 2, 10, 11], 0)[:, 0].tolist(), embedding.metrics()["table"]["step"]]
+    embedding.close()
+    return told
+
+
+@on_both
+def test_ranks_without_ids_take_part(run: Run) -> None:
+    for found in run(2, stepping):
+        assert found == [[-1.5, -1.0, -0.5, -0.5], 2]
+
+
+def refused(world: World, case: str) -> list[str]:
+    """What each rank hears where rank 1 is wrong, and then that nothing has moved and steps go on."""
+    wrong = world.rank == 1
+    more: dict[str, Any] = {}
+    if case == "seed":
+        more["seed"] = 3 + wrong
+    if case == "learning rate":
+        more["lr"] = 2.0 if wrong else 1.0
+    if case == "illegal id":
+        more = {}
+    tables = [make_table_options(make_constant_initializer(0.0), ids=50) for _ in range(2)]
+    heard = []
+    try:
+        if case == "illegal id":
+            embedding = MultiTableEmbedding(
+                "e", DIM, torch.float32, torch.int64, tables, make_host_mem_store_options(), world=world
+            )
+            optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+            embedding.attach(optimizer, optimizer.param_groups[0])
+        else:
+            embedding = rows(world, **more)
+        if case == "other call" and wrong:
+            embedding.get([1], 0)
+        elif case == "gradient":
+            batch = embedding.pin([Lookup(torch.tensor([1, 2]), torch.tensor([0, 0]))])
+            batch.gather(0)
+            batch.update([torch.ones(2, DIM + wrong)])
+        else:
+            step(embedding, [51 if wrong and case == "illegal id" else 1])
+    except TierbedError as error:
+        heard.append(f"{type(error).__name__}: {error}")
+    if case in ("illegal id", "gradient", "other call"):
+        assert not embedding.get([1, 2], 0).any()
+        assert embedding.metrics()["table"]["step"] == 0
+        step(embedding, [1])
+        heard.append(str(embedding.get([1], 0)[0, 0].item()))
+        embedding.close()
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("seed", GroupError, "seed"),
+        ("learning rate", GroupError, "its numbers"),
+        ("illegal id", InputError, "rank 1: ids of embedding 'e': "),
+        ("gradient", InputError, "rank 1: "),
+        ("other call", GroupError, "ranks are in different calls"),
+    ],
+)
+@on_both
+def test_a_mistake_of_one_rank_is_raised_on_all(run: Run, case: str, kind: type[Exception], words: str) -> None:
+    first, second = run(2, refused, case)
+    assert first == second
+    assert first[0].startswith(f"{kind.__name__}: ")
+    assert words in first[0]
+    if len(first) > 1:
+        assert first[1] == "-1.0"
+
+
+def full(world: World) -> list[Any]:
+    embedding = rows(world, store_options=make_device_mem_store_options(capacity=6), padding_idx=None)
+    step(embedding, [world.rank * 100 + i for i in range(2)])
+    heard: list[Any] = []
+    for ids in ([7, 8, 9], list(range(40, 80)), [0, 7 + world.rank]):  # too many in all, and for one rank
+        try:
+            step(embedding, ids)
+        except CapacityError as error:
+            heard.append(str(error))
+    heard += [embedding.size(), embedding.get([0, 7, 8], 0)[:, 0].tolist()]
+    embedding.close()
+    return heard
+
+
+@on_both
+def test_a_capacity_counts_the_rows_of_all_ranks(run: Run) -> None:
+    first, second = run(2, full)
+    assert first == second
+    assert all("capacity" in text and " 6 " in text.replace("=", " ") for text in first[:2])
+    assert first[2:] == [6, [-1.5, -0.5, -0.5]]
+
+
+def unlike(world: World) -> str:
+    embedding = rows(world)
+    if world.rank == 1:
+        optimizer = torch.optim.Adam(embedding.parameters())
+        embedding.attach(optimizer, optimizer.param_groups[0])
+    with pytest.raises((GroupError, OptimizerError)) as error:
+        step(embedding, [1])
+    return str(error.value)
+
+
+def test_optimizers_that_differ_are_named() -> None:
+    first, second = run_ranks(2, unlike)
+    assert first == second
+    assert "sgd" in first
+    assert "adam" in first

@@ -1,0 +1,222 @@
+"""Ranks meet in the order of their calls, get each other's bytes, and hear of it where they differ."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support.ranks import run_ranks
+from tierbed import GroupError, OptionError, World
+
+RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+
+
+def part(rank: int) -> Tensor:
+    """What rank `rank` gives: as many values as its number, so that one has none."""
+    return torch.arange(2.0 * rank).view(-1, 2) + 10 * rank
+
+
+def gathered(world: World) -> list[Tensor]:
+    whole = torch.arange(world.rank + 1) + world.rank
+    return [world.gather(part(world.rank)), world.gather(whole), world.gather(whole.to(torch.bfloat16))]
+
+
+@RANKS
+def test_gather_has_the_parts_in_the_order_of_ranks(ranks: int) -> None:
+    floats = torch.cat([part(rank) for rank in range(ranks)])
+    whole = torch.cat([torch.arange(rank + 1) + rank for rank in range(ranks)])
+    for found in run_ranks(ranks, gathered):
+        for value, expected in zip(found, [floats, whole, whole.to(torch.bfloat16)], strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=0)
+
+
+def random(rank: int) -> Tensor:
+    return torch.randn(100, 3, generator=torch.Generator().manual_seed(rank)) * 1000**rank
+
+
+def summed(world: World) -> tuple[Tensor, Tensor, Tensor]:
+    given = random(world.rank)
+    return world.sum(given), given, world.sum(torch.tensor(world.rank))
+
+
+@RANKS
+def test_sum_adds_in_the_order_of_ranks(ranks: int) -> None:
+    expected = random(0)
+    for rank in range(1, ranks):
+        expected = expected + random(rank)
+    for rank, (total, given, numbers) in enumerate(run_ranks(ranks, summed)):
+        assert torch.equal(total, expected)
+        assert torch.equal(given, random(rank))
+        assert numbers == sum(range(ranks))
+
+
+def told(world: World) -> list[list[bytes]]:
+    return [world.all_bytes("names", b"x" * length) for length in (world.rank, 0, 100_000 * (world.size - world.rank))]
+
+
+@RANKS
+def test_bytes_of_any_length_reach_every_rank(ranks: int) -> None:
+    expected = [[b"x" * rank for rank in range(ranks)], [b""] * ranks]
+    expected.append([b"x" * (100_000 * (ranks - rank)) for rank in range(ranks)])
+    assert run_ranks(ranks, told) == [expected] * ranks
+
+
+def exchanged(world: World) -> list[Tensor]:
+    """Rank r sends r + s numbers to rank s, two exchanges at a time."""
+    sizes = [world.rank + other for other in range(world.size)]
+    out = [torch.empty(sum(sizes), dtype=dtype) for dtype in (torch.int64, torch.float32)]
+    given = [torch.arange(sum(sizes)).to(of.dtype) + 100 * world.rank for of in out]
+    waiting = [world.start("numbers", *pair, sizes, sizes) for pair in zip(out, given, strict=True)]
+    for exchange in reversed(waiting):
+        exchange.wait()
+    return out
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_exchanges_under_way_together_do_not_mix(ranks: int) -> None:
+    for rank, found in enumerate(run_ranks(ranks, exchanged)):
+        expected = []
+        for other in range(ranks):
+            before = sum(other + to for to in range(rank))
+            expected.append(torch.arange(before, before + rank + other) + 100 * other)
+        for value in found:
+            assert torch.equal(value, torch.cat(expected).to(value.dtype))
+
+
+def differing(world: World) -> list[str]:
+    """What ranks hear that do different things; and then that the group still works."""
+    heard = []
+    for call in (
+        lambda: world.gather(torch.zeros(2)) if world.rank else world.sum(torch.zeros(2)),
+        lambda: world.sum(torch.zeros(2 + world.rank)),
+        lambda: world.gather(torch.zeros(2, dtype=[torch.int64, torch.float32][world.rank])),
+    ):
+        with pytest.raises(GroupError) as error:
+            call()
+        heard.append(str(error.value))
+    assert world.sum(torch.tensor(1)) == 2
+    return heard
+
+
+def test_ranks_that_differ_are_told_and_go_on() -> None:
+    first, second = run_ranks(2, differing)
+    assert first[0] == second[0]
+    assert "rank 0: sum; rank 1: gather" in first[0]
+    assert first[1:] == second[1:]
+    assert first[1].startswith("sum: ranks differ, rank 0: tensor=torch.float32 [2]; rank 1: tensor=torch.float32 [3]")
+    assert first[2].startswith("gather: ranks differ, rank 0: tensor=torch.int64 []; rank 1: tensor=torch.float32 []")
+
+
+def from_two_threads(world: World) -> str:
+    world.sum(torch.tensor(1))
+    raised = []
+
+    def other() -> None:
+        try:
+            world.sum(torch.tensor(1))
+        except GroupError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=other, name="reader")
+    thread.start()
+    thread.join()
+    assert world.sum(torch.tensor(1)) == world.size
+    return raised[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_thread_is_refused_and_the_group_goes_on(ranks: int) -> None:
+    assert all(
+        told.startswith("reader uses a world that another thread uses") for told in run_ranks(ranks, from_two_threads)
+    )
+
+
+def closed(world: World) -> str:
+    world.close()
+    world.close()
+    with pytest.raises(GroupError) as error:
+        world.sum(torch.tensor(1))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_closed_world_refuses_calls(ranks: int) -> None:
+    assert run_ranks(ranks, closed) == ["the group of ranks is at its end: this world is closed"] * ranks
+
+
+def raising(world: World) -> None:
+    if world.rank == 1:
+        raise KeyError("rank 1's own")
+
+
+def test_what_a_rank_raises_reaches_the_test() -> None:
+    with pytest.raises(KeyError) as error:
+        run_ranks(2, raising)
+    assert error.value.args == ("rank 1's own",)
+    assert "on rank 1:" in error.value.__notes__[0]
+
+
+def dtypes(world: World) -> tuple[int, int, torch.dtype, torch.dtype, float]:
+    other = World(timeout=5.5, rows=torch.bfloat16, grads=torch.float16)
+    assert world.sum(torch.tensor(1)) + other.sum(torch.tensor(1)) == 4
+    other.close()
+    assert world.sum(torch.tensor(1)) == 2
+    return other.rank, other.size, other.rows, other.grads, other.timeout
+
+
+def test_worlds_of_the_same_ranks_are_apart() -> None:
+    assert run_ranks(2, dtypes) == [(rank, 2, torch.bfloat16, torch.float16, 5.5) for rank in range(2)]
+
+
+def without_gloo(world: World) -> str:
+    import torch.testing._internal.distributed.fake_pg  # a backend that needs no GPU
+
+    with pytest.raises(OptionError) as error:
+        World(dist.new_group(backend="fake"))
+    both = World(dist.new_group(backend="cpu:gloo,cuda:fake"))
+    assert both.sum(torch.tensor(1)) == world.size
+    both.close()
+    return str(error.value)
+
+
+def test_a_group_without_gloo_is_refused_with_the_remedy() -> None:
+    for told in run_ranks(2, without_gloo):
+        assert re.match(r"group: its backends are cpu:fake.*through host memory.*cuda:nccl.*backend='gloo'", told), told
+
+
+def test_a_process_alone_is_a_group_of_one() -> None:
+    world = World.from_env(timeout=1)
+    assert (world.rank, world.size, world.failure) == (0, 1, None)
+    x = torch.randn(3)
+    assert torch.equal(world.gather(x), x)
+    assert torch.equal(world.sum(x), x)
+
+
+def test_arguments_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="timeout=0"):
+        World(timeout=0)
+    with pytest.raises(OptionError, match=r"rows=torch.int8: give one of torch.float32, torch.bfloat16, torch.float16"):
+        World(rows=torch.int8)
+    with pytest.raises(OptionError, match=r"grads=torch.float64"):
+        World(grads=torch.float64)
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="there is no process group"):
+        World()
+
+
+def made_again(world: World) -> str:
+    world.close()
+    with pytest.raises(OptionError) as told:
+        World()
+    return str(told.value)
+
+
+def test_a_second_world_after_the_first_is_refused_not_waited_for() -> None:
+    for said in run_ranks(2, made_again):
+        assert "make one World, and close it at the end" in said

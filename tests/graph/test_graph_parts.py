@@ -1,0 +1,247 @@
+"""Accumulated calls are parts of a step: the gradients of each are summed by row, then those of the parts in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from support.embeddings import contents, make
+from support.examples import examples
+from support.graphs import id_batches
+from support.stores import STORES, options
+from tierbed.engine import CapacityError, MultiTableEmbedding
+from tierbed.engine.ops import naive
+from tierbed.engine.optim.optimizers import row_optimizer
+from tierbed.graph import Graph
+
+PADDING = 3
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+class Call(NamedTuple):
+    """Ids of table 0, and jagged bags of ids of table 1, with the gradients of both results."""
+
+    ids: Tensor
+    of_ids: Tensor
+    bagged: Tensor
+    offsets: Tensor
+    weights: Tensor
+    of_bags: Tensor
+
+
+class Given(Graph):
+    """Trains rows with the gradients that are given."""
+
+    def __init__(self, rows: MultiTableEmbedding) -> None:
+        super().__init__()
+        self.rows = rows
+        self.add_optimizer(torch.optim.Adagrad(rows.parameters(), lr=0.1))
+
+    def build(self, *given: Tensor) -> Tensor:
+        call = Call(*given)
+        rows = self.rows(call.ids, 0)
+        bags = self.rows(call.bagged, 1, offsets=call.offsets, pooling="mean", weights=call.weights)
+        ((rows * call.of_ids).sum() + (bags * call.of_bags).sum()).backward()
+        return rows
+
+
+def call_of(seed: int, ids: int, bags: int, dim: int, dtype: torch.dtype) -> Call:
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = rng.integers(0, 6, bags)
+    bagged = torch.from_numpy(rng.zipf(1.5, int(lengths.sum())) % 40)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return Call(
+        torch.from_numpy(rng.zipf(1.2, ids) % 300 - 2),
+        normal(ids, dim).to(dtype),
+        bagged,
+        torch.from_numpy(np.cumsum([0, *lengths])),
+        normal(len(bagged)),
+        normal(bags, dim).to(dtype),
+    )
+
+
+def part_of(call: Call) -> tuple[naive.Unique, naive.F32]:
+    """The rows of a call, and one gradient for each."""
+    keys = torch.cat([call.ids, call.bagged]).numpy().view(np.uint64)
+    tables = np.repeat(np.array([0, 1], np.uint32), [len(call.ids), len(call.bagged)])
+    rows = naive.unique(keys, tables, PADDING)
+    bags = call.of_bags.to(torch.float32).numpy()
+    of_bagged = naive.pool_grad(bags, rows.inverse[len(call.ids) :], call.offsets.numpy(), True, call.weights.numpy())
+    grads = np.concatenate([call.of_ids.to(torch.float32).numpy(), of_bagged])
+    return rows, naive.reduce(grads, rows.occurrences, rows.offsets)
+
+
+Rows = dict[tuple[int, int], tuple[NDArray[np.float32], int]]  # floats of embedding and state, and updates
+
+
+def expected_rows(embedding: MultiTableEmbedding, calls: Sequence[Call], every: int, mean: bool) -> Rows:
+    """What so many calls of one update each leave, by the references."""
+    optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    rule, dim = row_optimizer(optimizer, optimizer.param_groups[0]), embedding.dim
+    found: Rows = {}
+    for step in range(1, len(calls) // every + 1):
+        parts = [part_of(call) for call in calls[(step - 1) * every : step * every]]
+        keys, tables = (np.concatenate([getattr(rows, name) for rows, _ in parts]) for name in ("keys", "tables"))
+        together = naive.unique(keys, tables)
+        grads = naive.reduce(np.concatenate([sums for _, sums in parts]), together.occurrences, together.offsets)
+        names = list(zip(together.tables.tolist(), together.keys.tolist(), strict=True))
+        new = [(together.keys[i : i + 1].view(np.int64), table) for i, (table, _) in enumerate(names)]
+        started = [
+            found.get(name) or (np.append(embedding.get(key, table).numpy()[0], np.zeros(dim, np.float32)), 0)
+            for name, (key, table) in zip(names, new, strict=True)
+        ]
+        values = np.array([row for row, _ in started], np.float32).reshape(len(names), 2 * dim)
+        updates = np.array([count for _, count in started], np.uint32)
+        scaled = grads * np.float32(1 / every) if mean else grads
+        naive.update(values, updates, scaled, rule.rule, rule.hyper(step), step)
+        found |= {name: (row, int(count)) for name, row, count in zip(names, values, updates, strict=True)}
+    return found
+
+
+def rows_of(embedding: MultiTableEmbedding) -> dict[tuple[int, int], tuple[bytes, int]]:
+    rows = contents(embedding)
+    floats = np.ascontiguousarray(rows["values"])
+    return {
+        (int(table), int(key)): (values.tobytes(), int(updates))
+        for table, key, values, updates in zip(rows["table"], rows["key"], floats, rows["updates"], strict=True)
+    }
+
+
+def check(embedding: MultiTableEmbedding, calls: Sequence[Call], every: int, mean: bool) -> None:
+    with make(options("device"), padding_idx=PADDING, seed=embedding.spec.seed) as fresh:  # for initial rows
+        expected = expected_rows(fresh, calls, every, mean)
+    assert rows_of(embedding) == {name: (row.tobytes(), count) for name, (row, count) in expected.items()}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("ahead", [0, 8])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.pairs
+def test_rows_are_those_of_the_reference(
+    tmp_path: Path,
+    native_threads: Callable[[int], None],
+    store: str,
+    dtype: torch.dtype,
+    mean: bool,
+    ahead: int,
+    threads: int,
+) -> None:
+    native_threads(threads)
+    with make(options(store, tmp_path), padding_idx=PADDING, output_dtype=dtype) as rows:
+        calls = [call_of(seed, 200, 30, rows.dim, dtype) for seed in range(9)]
+        graph = Given(rows)
+        graph.accumulate_grads(3, mean=mean)
+        list(graph.run(calls, ahead=ahead))
+        check(rows, calls, 3, mean)
+        assert rows.metrics()["table"]["prefetch_hits"] == (3 if ahead else 0)
+
+
+sizes = st.tuples(st.integers(0, 2**32), st.sampled_from([0, 1, 40]), st.sampled_from([0, 4]))
+
+
+@examples(0.5)
+@given(st.lists(sizes, min_size=2, max_size=6), st.sampled_from([2, 3]), st.booleans(), st.sampled_from(DTYPES))
+def test_calls_of_any_sizes(given: list[tuple[int, int, int]], every: int, mean: bool, dtype: torch.dtype) -> None:
+    with make(options("device"), padding_idx=PADDING, output_dtype=dtype) as rows:
+        calls = [call_of(seed, ids, bags, rows.dim, dtype) for seed, ids, bags in given]
+        graph = Given(rows)
+        graph.accumulate_grads(every, mean=mean)
+        for call in calls:
+            graph(*call)
+        check(rows, calls, every, mean)
+
+
+def test_a_call_of_one_part_has_the_bits_of_a_plain_step() -> None:
+    found: list[Any] = []
+    for mean in (None, False, True):
+        with make(options("device"), padding_idx=PADDING) as rows:
+            graph = Given(rows)
+            if mean is not None:
+                graph.accumulate_grads(1, mean)
+            for seed in range(3):
+                graph(*call_of(seed, 50, 9, rows.dim, torch.float32))
+            found.append(rows_of(rows))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_row_of_many_calls_is_summed_in_float32() -> None:
+    with make(options("device"), output_dtype=torch.bfloat16) as rows:
+        graph = Given(rows)
+        graph.accumulate_grads(3)
+        ids, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        grads = [torch.full((1, rows.dim), value, dtype=torch.bfloat16) for value in (1.0, 2.0**-9, 2.0**-9)]
+        before = rows.get([0], 0)
+        for grad in grads:
+            graph(ids, grad, none, torch.zeros(1, dtype=torch.int64), torch.zeros(0), grad[:0])
+        accumulators = np.ascontiguousarray(contents(rows)["values"])[:, rows.dim :]
+        assert (accumulators == np.float32((1 + 2.0**-8) ** 2)).all()  # rounded to bfloat16, 1
+        assert not torch.equal(rows.get([0], 0), before)
+
+
+class Flat(Graph):
+    def __init__(self, rows: MultiTableEmbedding) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.out = rows, nn.Linear(rows.spec.dim, 1)
+        self.add_optimizer(torch.optim.Adagrad([*rows.parameters(), *self.out.parameters()], lr=0.1))
+
+    def build(self, ids: Tensor) -> Tensor:
+        loss = (self.out(self.rows(ids)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_accumulated_steps_are_the_same_bits_on_every_store(tmp_path: Path, store: str) -> None:
+    def run(name: str, path: Path | None) -> bytes:
+        with make(options(name, path), tables=2) as rows:
+            graph = Flat(rows)
+            graph.accumulate_grads(2)
+            graph.clip_grad_norm(0.1)
+            for ids in id_batches(16, 2, steps=8):
+                graph(ids)
+            return contents(rows).tobytes()
+
+    assert run(store, tmp_path) == run("device", None)
+
+
+def test_a_capacity_that_accumulated_rows_exceed_drops_them_and_lets_go() -> None:
+    with make(options("device", capacity=30), None, tables=2) as rows:
+        graph = Flat(rows)
+        graph.accumulate_grads(2)
+        first, second = torch.arange(40).view(20, 2), torch.arange(100, 140).view(20, 2)
+        graph(first)
+        with pytest.raises(CapacityError, match="capacity=30"):
+            graph(second)
+        assert rows.size() == 0
+        graph(first[:5])
+        graph(first[:5])
+        assert rows.size() == 10
+        graph.state_dict()
+
+
+def test_ids_that_numpy_changed_between_accumulated_calls_are_those_of_their_call() -> None:
+    buffer = np.zeros((4, 2), dtype=np.int64)
+    ids = torch.from_numpy(buffer)
+    with make(options("device"), None, tables=2) as rows:
+        graph = Flat(rows)
+        graph.accumulate_grads(2)
+        for call in range(2):
+            buffer[:] = np.arange(8).reshape(4, 2) + 100 * call
+            graph(ids)
+        assert rows.size() == 16

@@ -1,0 +1,290 @@
+"""Snapshots in parts, format 3: as a snapshot of one writer for every reader, and each part for one reader."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from support.embeddings import contents, make, train
+from support.examples import examples
+from support.forged import command, is_sound
+from support.small_snapshots import Chunk, chunked, description, joined, make_buckets, save
+from support.snapshot_parts import in_parts, save_changes_in_parts, save_in_parts
+from support.stores import options
+from tierbed.engine import SnapshotError, _core
+from tierbed.engine.row_format import KEY, Rows, keys_of, row_dtype
+from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
+from tierbed.snapshots.exchange import export_snapshot
+from tierbed.snapshots.files.may_replace import going_over
+from tierbed.snapshots.files.merged import merged
+from tierbed.snapshots.files.parts import place_of, write_part
+from tierbed.snapshots.files.row_files import MOST_PARTS, Part, part_of
+from tierbed.snapshots.files.writer import new_snapshot
+from tierbed.snapshots.looking.row import snapshot_row
+
+COUNTS = {0: 20, 5: 1, 17: 40, 63: 9}
+parts_of = st.sampled_from([1, 2, 3, 4, 7, 64, MOST_PARTS])
+
+
+@examples(0.6)
+@given(width=st.integers(1, 6), parts=parts_of, max_rows=st.integers(1, 50))
+@example(width=6, parts=2, max_rows=1)
+def test_parts_are_read_as_one_snapshot_of_the_same_rows(
+    tmp_path_factory: pytest.TempPathFactory, width: int, parts: int, max_rows: int
+) -> None:
+    folder = tmp_path_factory.mktemp("parts")
+    buckets = make_buckets(width, COUNTS)
+    write_snapshot(folder / "one", description(width), chunked(buckets))
+    save_in_parts(folder / "parts", description(width), chunked(buckets), parts)
+    one, other = Snapshot.open(folder / "one"), Snapshot.open(folder / "parts")
+    assert (one.manifest.parts, other.manifest.parts) == (None, parts)
+    assert other.manifest.rows == other.manifest.own_rows == one.manifest.rows
+    other.verify()
+    assert joined(other.chunks(max_rows)) == joined(one.chunks())
+    assert max(len(rows) for _, rows in other.chunks(max_rows)) <= max_rows
+
+
+@examples(0.4)
+@given(parts=parts_of, readers=st.integers(1, 5), max_rows=st.integers(1, 50))
+def test_each_row_is_of_one_reader_and_of_its_owner(
+    tmp_path_factory: pytest.TempPathFactory, parts: int, readers: int, max_rows: int
+) -> None:
+    folder = tmp_path_factory.mktemp("readers")
+    save_in_parts(folder / "s", description(2), chunked(make_buckets(2, COUNTS)), parts)
+    save(folder / "one", COUNTS, 2)
+    for snapshot in (Snapshot.open(folder / "s"), Snapshot.open(folder / "one")):
+        found: list[Rows] = []
+        for number in range(readers):
+            reader = snapshot.of_part(Part(number, readers))
+            rows = np.concatenate([np.empty(0, row_dtype(2)), *(rows for _, rows in reader.chunks(max_rows))])
+            assert reader.found == {snapshot.name: len(rows)}
+            owners = _core.owners(rows["table"].copy(), rows["key"].copy(), readers)
+            assert set(owners.tolist()) <= {number}
+            found.append(rows)
+        whole = np.concatenate([rows for _, rows in snapshot.chunks()])
+        order = ["table", "key"]
+        assert np.sort(np.concatenate(found), order=order).tobytes() == np.sort(whole, order=order).tobytes()
+
+
+def test_a_reader_of_a_part_opens_the_files_of_parts_that_meet_it(tmp_path: Path) -> None:
+    save_in_parts(tmp_path / "s", description(2), chunked(make_buckets(2, {9: 200})), 3)
+    for file in (tmp_path / "s").glob("*-0002.npy"):
+        file.unlink()
+    snapshot = Snapshot.open(tmp_path / "s")
+    for part in (Part(0, 3), Part(1, 3), Part(0, 2), Part(2, 4)):
+        if not part.meets(Part(2, 3)):
+            list(snapshot.of_part(part).chunks())
+        else:
+            with pytest.raises(SnapshotError, match=r"bucket-09-0002.npy"):
+                list(snapshot.of_part(part).chunks())
+    assert [part.meets(Part(2, 3)) for part in (Part(0, 3), Part(1, 3), Part(0, 2), Part(2, 4))] == [0, 0, 0, 1]
+
+
+@given(a=st.integers(1, MOST_PARTS), b=st.integers(1, MOST_PARTS), keys=st.lists(st.integers(0, 2**64 - 1)))
+def test_the_parts_of_a_row_meet(a: int, b: int, keys: list[int]) -> None:
+    tables, ids = np.zeros(len(keys), np.uint32), np.array(keys, np.uint64)
+    for x, y in zip(_core.owners(tables, ids, a).tolist(), _core.owners(tables, ids, b).tolist(), strict=True):
+        assert Part(x, a).meets(Part(y, b))
+    assert [Part(0, a).begin, Part(a - 1, a).end] == [0, 1 << 16]
+
+
+@given(
+    parts=st.lists(st.lists(st.lists(st.integers(0, 300), max_size=5), max_size=4), max_size=5),
+)
+def test_streams_are_merged_in_order(parts: list[list[list[int]]]) -> None:
+    seen: set[int] = set()
+    streams: list[list[Rows]] = []
+    for part in parts:
+        chunks = []
+        own = sorted({key for chunk in part for key in chunk} - seen)
+        seen |= {*own}
+        for chunk in part:
+            rows = np.array([(0, key) for key in own[: len(chunk)]], KEY)
+            own = own[len(chunk) :]
+            chunks.append(rows)
+        chunks.append(np.array([(0, key) for key in own], KEY))
+        streams.append(chunks)
+    found = list(merged([iter(stream) for stream in streams]))
+    assert all(len(rows) for rows in found)
+    assert [int(row["key"]) for rows in found for row in rows] == sorted(seen)
+
+
+def versions() -> list[dict[int, Rows]]:
+    """Three tables: rows change, come and go."""
+    first = make_buckets(2, COUNTS)
+    second = {bucket: rows[::2].copy() for bucket, rows in first.items()} | make_buckets(2, {40: 12})
+    third = {bucket: rows.copy() for bucket, rows in second.items()} | {17: first[17]}
+    for rows in third.values():
+        rows["updates"][::3] += 1
+    return [first, second, third]
+
+
+def changes(before: dict[int, Rows], after: dict[int, Rows]) -> Iterator[tuple[int, Rows, Rows]]:
+    for bucket in sorted({*before, *after}):
+        old, new = (table.get(bucket, np.empty(0, row_dtype(2))) for table in (before, after))
+        names = {row.tobytes() for row in keys_of(new)}
+        gone = np.array([name.tobytes() not in names for name in keys_of(old)], bool)
+        held = {row.tobytes() for row in old}
+        yield bucket, new[[row.tobytes() not in held for row in new]], keys_of(old)[gone]
+
+
+def save_chain(folder: Path, parts: list[int | None]) -> list[dict[int, Rows]]:
+    tables = versions()
+    if parts[0] is None:
+        write_snapshot(folder / "s0", description(2), chunked(tables[0]))
+    else:
+        save_in_parts(folder / "s0", description(2), chunked(tables[0]), parts[0])
+    for number, (before, after) in enumerate(itertools.pairwise(tables), 1):
+        parent, of = Snapshot.open(folder / f"s{number - 1}"), parts[number]
+        rows = sum(len(rows) for rows in after.values())
+        made: Any = changes(before, after)
+        if of is None:
+            write_incremental(folder / f"s{number}", parent, description(2), rows, made)
+        else:
+            save_changes_in_parts(folder / f"s{number}", parent, description(2), rows, made, of)
+    return tables
+
+
+@examples(0.4)
+@given(parts=st.lists(st.sampled_from([None, 1, 2, 3, 5]), min_size=3, max_size=3), readers=st.integers(1, 4))
+@example(parts=[None, 3, 2], readers=4)
+@example(parts=[3, None, 2], readers=3)
+def test_a_chain_over_any_numbers_of_parts_is_the_table(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[int | None], readers: int
+) -> None:
+    folder = tmp_path_factory.mktemp("chain")
+    tables = save_chain(folder, parts)
+    for number, table in enumerate(tables):
+        snapshot = Snapshot.open(folder / f"s{number}")
+        snapshot.verify()
+        assert joined(snapshot.chunks(7)) == {bucket: rows.tobytes() for bucket, rows in table.items()}
+    last = Snapshot.open(folder / "s2")
+    shares = [last.of_part(Part(number, readers)) for number in range(readers)]
+    rows = sum(len(rows) for share in shares for _, rows in share.chunks(7))
+    assert rows == last.manifest.rows
+    for link in last.chain:
+        assert sum(share.found[link.name] for share in shares) == link.manifest.rows
+    assert going_over(folder / "s1") == ["s2"]
+    for bucket, table in tables[2].items():
+        for row in table[:: len(table)]:
+            name = int(row["table"]), int(row["key"].astype(np.int64))
+            assert snapshot_row(last, *name) == row
+        for row in tables[1].get(bucket, table)[:3]:
+            there = keys_of(table).tolist()
+            found = snapshot_row(last, int(row["table"]), int(row["key"].astype(np.int64)))
+            assert (found is not None) == ((int(row["table"]), int(row["key"])) in there)
+
+
+@pytest.mark.parametrize("format", ["parquet", "npz", "safetensors", "snapshot"])
+def test_equal_rows_are_exported_as_equal_bytes(tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierbed.snapshots.exchange.parquet._GROUP_ROWS", 17)
+    save(tmp_path / "one", COUNTS)
+    in_parts(Snapshot.open(tmp_path / "one"), tmp_path / "three", 3)
+    made = []
+    for name in ("one", "three"):
+        path = tmp_path / f"{name}.{format}"
+        export_snapshot(Snapshot.open(tmp_path / name), path, format)
+        files = sorted(path.glob("*.npy")) if format == "snapshot" else [path]
+        made.append([(file.name.removeprefix(name), file.read_bytes()) for file in files])
+    assert made[0] == made[1]
+    assert made[0]
+
+
+def test_the_command_line_reads_parts(tmp_path: Path) -> None:
+    with make(options("host", tmp_path), "adagrad") as embedding:
+        train(embedding, range(100))
+        embedding.save_snapshot("one")
+    store = tmp_path / "rows"
+    in_parts(Snapshot.open(store / "snapshots" / "one"), store / "snapshots" / "three", 3)
+    assert "three" in str(command("list", store)[1])
+    assert is_sound(store / "snapshots", "three")
+    assert command("diff", store, "one", "three")[0] == 0
+    shown = [command("inspect", store, name, "--rows", 3)[1]["first_rows"] for name in ("one", "three")]
+    assert len(shown[0]) == 3
+    assert shown[0] == shown[1]
+    assert command("export", store, "three", tmp_path / "x.npz")[0] == 0
+    assert command("import", store, "back", tmp_path / "x.npz")[0] == 0
+    assert command("diff", store, "one", "back")[0] == 0
+    assert command("load", store, "three")[0] == 0
+
+
+@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
+def test_parts_load_into_any_store_and_are_gone_over(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        train(embedding, range(100))
+        embedding.save_snapshot("one")
+        rows = contents(embedding).tobytes()
+        snapshots = tmp_path / "rows" / "snapshots"
+        in_parts(Snapshot.open(snapshots / "one"), snapshots / "three", 3)
+        train(embedding, range(50, 150))
+        embedding.load_snapshot("three")
+        assert contents(embedding).tobytes() == rows
+        train(embedding, range(20, 40))
+        embedding.delete([3], 0)
+        embedding.save_snapshot("after", "incremental")
+        rows = contents(embedding).tobytes()
+    after = Snapshot.open(snapshots / "after")
+    assert (after.manifest.parts, after.manifest.parent and after.manifest.parent.name) == (None, "three")
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        embedding.load_snapshot("three")
+        embedding.load_snapshot("after")
+        assert contents(embedding).tobytes() == rows
+
+
+def test_a_snapshot_in_parts_replaces_another(tmp_path: Path) -> None:
+    save(tmp_path / "s", {3: 4})
+    save_in_parts(tmp_path / "s", description(), chunked(make_buckets(6, COUNTS)), 2, overwrite=True)
+    assert Snapshot.open(tmp_path / "s").manifest.parts == 2
+    save(tmp_path / "t", {3: 4})
+    with pytest.raises(SnapshotError, match="exists: choose another name"):
+        save_in_parts(tmp_path / "t", description(), [], 2)
+    assert Snapshot.open(tmp_path / "t").manifest.sequence > Snapshot.open(tmp_path / "s").manifest.sequence
+    assert sorted(os.listdir(tmp_path)) == ["s", "t"]
+
+
+def test_a_table_without_rows_has_parts_without_files(tmp_path: Path) -> None:
+    save_in_parts(tmp_path / "s", description(), [], 4)
+    snapshot = Snapshot.open(tmp_path / "s")
+    snapshot.verify()
+    assert (snapshot.manifest.parts, snapshot.manifest.files, list(snapshot.chunks())) == (4, {}, [])
+
+
+ROWS = make_buckets(6, {3: 50, 5: 50})
+WRONG: dict[str, tuple[list[Chunk], str]] = {
+    "another part": ([(3, Part(0, 2).rows(ROWS[3]))], "bucket 3 cannot be written: it has rows of another part"),
+    "backwards": ([(bucket, Part(1, 2).rows(ROWS[bucket])) for bucket in (5, 3)], "buckets must ascend"),
+    "no folder": ([(3, Part(1, 2).rows(ROWS[3]))], "part 1 of 2 of a snapshot was not written"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_part_that_fails_leaves_nothing_and_spoils_nothing(tmp_path: Path, case: str) -> None:
+    save(tmp_path / "before")
+    chunks, problem = WRONG[case]
+    place = place_of(tmp_path / "s")
+
+    def write() -> None:
+        with new_snapshot(tmp_path / "s", description()):
+            write_part(place, description(), Part(0, 2), [(3, Part(0, 2).rows(ROWS[3]))])
+            write_part(tmp_path / "elsewhere" if case == "no folder" else place, description(), Part(1, 2), chunks)
+
+    with pytest.raises(SnapshotError, match=problem):
+        write()
+    assert os.listdir(tmp_path) == ["before"]
+    Snapshot.open(tmp_path / "before").verify()
+
+
+def test_files_have_the_names_of_their_parts(tmp_path: Path) -> None:
+    manifest = save_in_parts(tmp_path / "s", description(2), chunked(make_buckets(2, {9: 200})), 3)
+    assert [*manifest.files] == [f"bucket-09-000{part}.npy" for part in range(3)]
+    for name in manifest.files:
+        rows = np.load(tmp_path / "s" / name)
+        assert set(_core.owners(rows["table"].copy(), rows["key"].copy(), 3).tolist()) == {part_of(name)}

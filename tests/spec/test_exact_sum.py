@@ -1,0 +1,50 @@
+"""Sums of float32 are exact, rounded once, and the same however the numbers are ordered and spread."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierbed.engine.exact_sum import partial, total
+
+LARGEST, LEAST = float(np.finfo(np.float32).max), 2.0**-149
+numbers = st.floats(0, width=32, allow_infinity=False) | st.sampled_from([0.0, LEAST, 2.0**-126, 1.0, LARGEST])
+
+
+def sum_of(*parts: list[float]) -> float:
+    return total([partial(np.array(part, np.float32)) for part in parts])
+
+
+@given(st.lists(st.lists(numbers, max_size=9), min_size=1, max_size=5), st.randoms())
+def test_the_sum_is_that_of_fractions_for_any_order_and_ranks(parts: list[list[float]], random: object) -> None:
+    every = [number for part in parts for number in part]
+    expected = float(sum(map(Fraction, every)))
+    assert sum_of(*parts) == expected
+    random.shuffle(every)  # type: ignore[attr-defined]
+    assert sum_of(every) == expected
+
+
+def test_many_numbers_of_all_sizes() -> None:
+    rng = np.random.default_rng(0)
+    given = np.abs(rng.standard_normal(100_000, np.float32)) * np.float32(2) ** rng.integers(-140, 60, 100_000)
+    given = given.astype(np.float32)
+    expected = math.fsum(given.tolist())
+    assert total([partial(given)]) == total([partial(part) for part in np.array_split(given[::-1], 7)]) == expected
+    largest = np.full(1 << 20, LARGEST, np.float32)
+    assert total([partial(largest)] * 1024) == LARGEST * 2.0**30
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"), [([[1.0, math.inf], [2.0]], math.inf), ([[math.inf], [math.nan]], math.nan), ([[]], 0.0)]
+)
+def test_what_is_not_finite_is_told(parts: list[list[float]], expected: float) -> None:
+    np.testing.assert_equal(sum_of(*parts), expected)
+
+
+def test_a_nan_with_a_sign_is_one() -> None:
+    assert math.isnan(total([partial(np.array([0xFFC00000], np.uint32).view(np.float32))]))

@@ -1,0 +1,106 @@
+"""A function in the processes of a group, forked from the suite's warm process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from support.forked import with_pipe
+from support.warm import Child
+
+
+def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
+    """What `function(world, *arguments)` returns on each rank of a new group, whose ranks wait `timeout` seconds.
+
+    What the first rank to fail raised is raised here, with its traceback as a note. No process is left.
+    """
+    with started(ranks, function, *arguments, timeout=timeout) as group:
+        answers = {}
+        while left := [pipe for _, pipe in group if pipe not in answers]:
+            for pipe in wait(left):
+                answers[pipe] = answer(pipe)
+        codes = [child.wait() for child, _ in group]
+    assert codes == [0] * ranks, f"exit codes of ranks: {codes}"
+    return [answers[pipe] for _, pipe in group]
+
+
+@contextlib.contextmanager
+def started(
+    ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60, whole: bool = False
+) -> Iterator[list[tuple[Child, Connection]]]:
+    """The processes of `run_ranks` in the order of ranks, each with a pipe to `answer`. They end with the block.
+
+    whole: whether they free at their end what they and torch hold, as scripts do.
+    """
+    from torch.distributed import TCPStore  # not where the workers of a run are started
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with contextlib.ExitStack() as group:
+        members = []
+        for rank in range(ranks):
+            place = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is this one
+            member = with_pipe(be_rank, rank, ranks, place, timeout, function, arguments, whole=whole)
+            for part in member:
+                group.enter_context(part)
+            members.append(member)
+        yield members
+
+
+def survivors(group: Sequence[tuple[Child, Connection]], lost: int) -> dict[int, Any]:
+    """By rank, what all ranks but one returned; each of them ends in good order."""
+    left = {rank: member for rank, member in enumerate(group) if rank != lost}
+    found = {rank: answer(pipe) for rank, (_, pipe) in left.items()}
+    assert {rank: child.wait() for rank, (child, _) in left.items()} == dict.fromkeys(left, 0)
+    return found
+
+
+def answer(pipe: Connection) -> Any:
+    """What a rank's function returned; what it raised is raised."""
+    try:
+        passed, value = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        raise AssertionError("a rank ended without an answer") from None
+    if not passed:
+        raise value
+    return value
+
+
+def be_rank(
+    rank: int,
+    ranks: int,
+    place: Mapping[str, str],
+    timeout: float,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    pipe: Connection,
+) -> None:
+    """Call `function(world, *arguments)` and send `answer` what it comes to. place: environment variables of torch."""
+    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= place
+    warnings.simplefilter("error")
+    from tierbed import World
+
+    try:
+        world = World.from_env(timeout=timeout)
+        found = True, function(world, *arguments)
+        world.close()
+    except BaseException as error:
+        error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
+        found = False, error
+    pipe.send_bytes(_pickled(found))
+
+
+def _pickled(found: tuple[bool, Any]) -> bytes:
+    """By pickle itself: that of `Connection` shares the memory of tensors with the process, which ends."""
+    try:
+        data = pickle.dumps(found)
+        pickle.loads(data)
+    except Exception:
+        data = pickle.dumps((False, AssertionError(f"a rank came to {found!r}: {traceback.format_exc()}")))
+    return data

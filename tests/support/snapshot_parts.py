@@ -1,0 +1,49 @@
+"""Snapshots in parts, which one process writes as several ranks would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tierbed.engine.row_format import Change
+from tierbed.snapshots import Manifest, Snapshot
+from tierbed.snapshots.files.parts import commit, place_of, write_changed_part, write_part
+from tierbed.snapshots.files.row_files import Part
+from tierbed.snapshots.files.writer import check_over, new_snapshot
+
+from .small_snapshots import Chunk
+
+
+def save_in_parts(
+    folder: Path, description: dict[str, Any], chunks: Iterable[Chunk], parts: int, overwrite: bool = False
+) -> Manifest:
+    """Write a full snapshot, one part after the other."""
+    held = list(chunks)
+    with new_snapshot(folder, description, overwrite):
+        place = place_of(folder)
+        files = []
+        for part in (Part(number, parts) for number in range(parts)):
+            files.append(write_part(place, description, part, [(bucket, part.rows(rows)) for bucket, rows in held]))
+        return commit(place, description, sum(len(rows) for _, rows in held), files)
+
+
+def save_changes_in_parts(
+    folder: Path, parent: Snapshot, description: dict[str, Any], rows: int, changes: Iterable[Change], parts: int
+) -> Manifest:
+    """Write an incremental snapshot, one part after the other."""
+    check_over(folder, parent, description)
+    held = list(changes)
+    with new_snapshot(folder, description):
+        place = place_of(folder)
+        files = []
+        for part in (Part(number, parts) for number in range(parts)):
+            own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in held]
+            files.append(write_changed_part(place, description, part, own))
+        return commit(place, description, rows, files, parent)
+
+
+def in_parts(snapshot: Snapshot, folder: Path, parts: int) -> Snapshot:
+    """The table of a snapshot, written again in parts."""
+    save_in_parts(folder, snapshot.description, snapshot.chunks(), parts)
+    return Snapshot.open(folder)
