@@ -203,7 +203,7 @@ class Group:
     def _addresses(self, own: bytes) -> list[bytes]:
         given = torch.frombuffer(bytearray(own.ljust(ADDRESS)), dtype=torch.uint8).repeat(self.size)
         sizes = [ADDRESS] * self.size
-        found = self.start("addresses of ranks", torch.empty_like(given), given, sizes, sizes).wait()
+        found = self.start("start of the world", torch.empty_like(given), given, sizes, sizes).wait()
         return [part.numpy().tobytes() for part in found.split(ADDRESS)]
 
 

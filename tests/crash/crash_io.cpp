@@ -1,8 +1,8 @@
 // Preloaded into a process: kills it at a chosen call that changes files below a folder, and traces those calls.
 //
 // The trace is what a simulated power cut needs: power.py reads it. A line is what was done, the path, and what that
-// needs more, separated by tabs; it is written when the call has returned. Names that a rename or an unlink takes away
-// are linked aside before.
+// needs more, separated by tabs, and a full stop behind a last tab; it is written when the call has returned. A kill may
+// cut a line off, so each begins a line of its own. Names that a rename or an unlink takes away are linked aside before.
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -76,7 +76,7 @@ bool is_time(const char* call) {
 void trace(const char* done, const std::string& path, const std::string& more = "") {
     if (trace_file < 0) return;
     static auto* const real = next<ssize_t(int, const void*, size_t)>("write");
-    const std::string line = std::string(done) + "\t" + path + "\t" + more + "\n";
+    const std::string line = "\n" + std::string(done) + "\t" + path + "\t" + more + "\t.";
     if (real(trace_file, line.data(), line.size()) != static_cast<ssize_t>(line.size())) std::abort();
 }
 

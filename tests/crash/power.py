@@ -97,7 +97,8 @@ class Disk:
         self._all = [self.root]
         self.files: dict[int, File] = {}
         for number, line in enumerate(trace.splitlines()):
-            self._replay(number, *line.split("\t"))
+            if line.endswith("\t."):  # else a kill cut it off, and what was done lasts
+                self._replay(number, *line.split("\t")[:-1])
 
     def cut(self, chance: random.Random) -> int:
         """Lose what is not synced. Returns how many changes of names and contents."""

@@ -12,6 +12,7 @@ from support.stores import STORES
 
 from .history import LIVES, History, in_order
 from .plan import draw_round
+from .power import Disk
 from .rounds import Rounds
 
 SEEDS, SLOW_SEEDS = range(101, 107), range(107, 116)
@@ -51,6 +52,17 @@ def test_a_broken_contract_is_found(tmp_path: Path, script: str) -> None:
             break
     broken.close()
     assert found
+
+
+def test_a_line_that_a_kill_cut_off_does_not_change_the_next(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    for name in ("first", "second"):
+        (store / name).touch()
+    lines = [f"\ncreate\t{store / name}\t{(store / name).stat().st_ino}\t." for name in ("first", "second")]
+    for cut in range(len(lines[0])):
+        disk = Disk(store, lines[0][:cut] + lines[1])
+        assert [change.name for change in disk.root.changes] == ["second"]
 
 
 @pytest.mark.parametrize("life", LIVES)
