@@ -105,6 +105,8 @@ class RankTrainer(Trainer):
         self.meet()
 
     def close(self) -> None:
+        if self.going is not None and self.going[0] is not None and self.going[0].done:
+            self.settle()  # a step has committed it
         self.meet()
         with self.logged("close"):
             self.embedding.close()
