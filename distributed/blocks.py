@@ -72,12 +72,17 @@ class Message:
     ) -> None:
         """error, counts, note: as of `Agreement`. With an error the blocks hold anything."""
         self._headers = Agreement(group, op, error, None, counts, note)
-        sent, received = given.sizes, taken.sizes
-        self._rows: Exchange = group.start(op, taken.travelling, given.travelling, received, sent)
-        traffic.bytes_sent += sum(sent)
-        traffic.bytes_received += sum(received)
+        self._rows = start(group, op, given, taken, traffic)
 
     def wait(self) -> Answer:
         """Wait for the blocks of all ranks. Raises on every rank where one could not give its own."""
         self._rows.wait()
         return self._headers.settle()
+
+
+def start(group: Group, op: str, given: Blocks, taken: Blocks, traffic: Traffic) -> Exchange:
+    """Begin to send the blocks of `given` to the other ranks, and to receive those of `taken`."""
+    sent, received = given.sizes, taken.sizes
+    traffic.bytes_sent += sum(sent)
+    traffic.bytes_received += sum(received)
+    return group.start(op, taken.travelling, given.travelling, received, sent)

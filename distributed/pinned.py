@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -11,14 +12,16 @@ from torch import Tensor
 from ..engine.errors import CapacityError, StoreError
 from ..engine.exact_sum import partial, total
 from ..engine.spec.inputs import Gradients, checked_gradients
-from .agreement import Agreement, Answer, attempt
+from .agreement import Agreement, agree, attempt
 from .asked import Local
-from .blocks import Blocks, Message, Traffic
+from .blocks import Blocks, Message, Traffic, start
 
 if TYPE_CHECKING:
     from ..engine.spec.inputs import Lookup
     from ..engine.table.pinned import PinnedBatch
-    from .group import Group
+    from .group import Exchange, Group
+
+T = TypeVar("T")
 
 
 class Steps(Protocol):
@@ -70,7 +73,7 @@ class ShardedBatch:
         wire = dtype if not pools and self._world.rows == torch.float32 else self._world.rows
         self._taken = Blocks(self._world, local.counts, self._dim, wire)
         self._rows: Tensor | None = None  # [m, dim] float32, once they are here
-        self._sent: Message | None = None
+        self._sent: Exchange | None = None
         self._sums: Blocks | None = None  # the gradients of rows that this rank has, by rank
         self._own_sums = torch.empty(0)  # those of the rows that this rank asked itself for
         rows, new = (0, 0) if own is None else table.rows_and_new(own)
@@ -103,7 +106,7 @@ class ShardedBatch:
         """Wait for the rows. Where a rank could not give its own, or they exceed `capacity`, raises on every rank."""
         if self._rows is not None:
             return
-        answer = self._in_time(self._coming)
+        answer = self._ending(self._coming.wait)
         capacity = self._table.capacity
         if capacity is not None and any(answer.counts) and sum(answer.notes) + sum(answer.counts) > capacity:
             self.release()
@@ -127,20 +130,18 @@ class ShardedBatch:
     def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
         """Start to send the gradients, one number for each element of this rank's unique rows, to who has the rows.
 
-        What is wrong with them is raised by `receive`, on every rank.
+        Raises what is wrong with them, on this rank alone. Then ranks agree, before an update: a rank that had nothing
+        to send says so there, after `send_nothing`.
         """
         self._check()
         self.arrive()
         given = weights or [None] * len(self.lookups)
-        blocks, error = attempt(
-            lambda: self._summed(checked_gradients(self.local.spec, self.lookups, grads, given, self.dtype))
-        )
-        self._start(blocks, error)
+        self._start(self._summed(checked_gradients(self.local.spec, self.lookups, grads, given, self.dtype)))
 
-    def send_nothing(self, error: BaseException) -> None:
-        """Take part in the exchange of gradients, and let `receive` raise `error` on every rank."""
+    def send_nothing(self) -> None:
+        """Take part in the exchange of gradients where `send` failed or was not called; nothing where it was."""
         if self._sent is None:
-            self._start(None, error)
+            self._start(Blocks(self._world, self.local.counts, self._dim, self._world.grads))
 
     def _summed(self, gradients: Gradients) -> Blocks:
         """The gradients of this rank's unique rows."""
@@ -154,25 +155,24 @@ class ShardedBatch:
             blocks.rows.copy_(sums)
         return blocks
 
-    def _start(self, blocks: Blocks | None, error: BaseException | None) -> None:
+    def _start(self, given: Blocks) -> None:
         world = self._world
-        given = Blocks(world, self.local.counts, self._dim, world.grads) if blocks is None else blocks
         self._sums, self._own_sums = Blocks(world, self._asked_counts, self._dim, world.grads), given.of(world.rank)
-        self._sent = Message(world, f"gradients of {self._op}", given, self._sums, self._table.traffic, error)
+        self._sent = start(world, f"gradients of {self._op}", given, self._sums, self._table.traffic)
         world.passed += 1
 
-    def receive(self) -> list[Tensor]:
-        """Wait for the gradients: for each rank, [rows that it asked for, dim] float32. Raises on all ranks or none."""
+    def _receive(self) -> list[Tensor]:
+        """Wait for the gradients: for each rank, [rows that it asked for, dim] float32."""
         assert self._sent is not None
         assert self._sums is not None
-        self._in_time(self._sent)
+        self._sent.wait()
         sums = [self._sums.of(rank) for rank in range(self._world.size)]
         sums[self._world.rank] = self._own_sums
         return [part.to(self.local.processor.device, torch.float32) for part in sums]
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """The sum of the squares of the gradients of all rows, summed over ranks, the same on every rank."""
-        own, sums, world, op = self._ready(grads, weights), self.receive(), self._world, f"norm of {self._op}"
+        own, sums, world, op = self._ready(grads, weights), self._receive(), self._world, f"norm of {self._op}"
         squares, error = attempt(lambda: own.partial_squares(sums))
         with world.whole(op):
             headers = Agreement(world, op, error)
@@ -193,10 +193,11 @@ class ShardedBatch:
         """Apply the optimizer to the rows that this rank has, for all ranks, and end the pin.
 
         scale: multiplies a row's summed gradient; left out, it is one over the number of ranks: the mean of their
-        losses is trained. The gradients are sent here, unless `send` was called.
+        losses is trained. The gradients are sent here, unless `send` was called; what is wrong with them is then raised
+        on every rank.
         """
         own = self._ready(grads, weights)
-        sums = self.receive()
+        sums = self._receive()
         self._table.count_write()
         own.update(sums, None, 1.0 / self._world.size if scale is None else scale, clip_value)
         self._table.pinned = None
@@ -205,19 +206,23 @@ class ShardedBatch:
         """End the pin; the rows stay as they are."""
         self._table.release()
 
-    def _in_time(self, message: Message) -> Answer:
-        """Wait for a message; where a rank refuses, the pin ends."""
+    def _ready(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> PinnedBatch:
+        if self._sent is None:
+            self._check()
+            self.arrive()
+            _, error = attempt(lambda: self.send(grads, weights))
+            self.send_nothing()
+            self._ending(lambda: agree(self._world, f"gradients of {self._op}", error))
+        assert self.own is not None
+        return self.own
+
+    def _ending(self, call: Callable[[], T]) -> T:
+        """The result of a call; where it raises, the pin ends."""
         try:
-            return message.wait()
+            return call()
         except BaseException:
             self.release()
             raise
-
-    def _ready(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> PinnedBatch:
-        if self._sent is None:
-            self.send(grads, weights)
-        assert self.own is not None
-        return self.own
 
     def _check(self) -> None:
         if self._table.pinned is not self:

@@ -153,7 +153,7 @@ class EagerOptimizer(torch.optim.Optimizer):
                     if batch is not None:
                         pinned.append((gradients, batch))
                 if self._world is not None:
-                    exchange(pinned)
+                    send_all(self._world, pinned)
                 for gradients, batch in pinned:
                     gradients.update(batch)
                     # so that a backward() that needs the rows as they were says so
@@ -181,9 +181,13 @@ class EagerOptimizer(torch.optim.Optimizer):
         ]
 
 
-def exchange(pinned: list[tuple[RowGradients, Any]]) -> None:
-    """Send all gradients to the ranks that have the rows, then wait for those that come. What fails, fails on all."""
+def send_all(world: Ranks, pinned: list[tuple[RowGradients, Any]]) -> None:
+    """Send all gradients to the ranks that have the rows. What fails on one rank is raised on all."""
+    error: BaseException | None = None
     for gradients, batch in pinned:
-        batch.send(*gradients.grads())
-    for _, batch in pinned:
-        batch.receive()
+        try:
+            batch.send(*gradients.grads())
+        except Exception as wrong:
+            batch.send_nothing()
+            error = error or wrong
+    world.meet("gradients of an EagerOptimizer", error)

@@ -190,7 +190,7 @@ class Exchanges:
             elif passed:
                 passed -= 1
             elif kind == "send":
-                batch.send_nothing(error)
+                batch.send_nothing()
             else:
                 agree(self._world, self._named(kind), error)
 
