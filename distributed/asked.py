@@ -50,7 +50,7 @@ class IdsOnTheirWay:
         me, words = world.rank, ids.shape[1]
         self._rank, self._device = me, local.processor.device
         given, self._own = ids.split([len(ids) - counts[me], counts[me]])  # those of this rank are the last
-        self._takes, gives = (_but(part, me) for part in (counts, local.counts))
+        self._takes, gives = (without(part, me) for part in (counts, local.counts))
         taken = empty((sum(self._takes), words), torch.int64)
         traffic.ids_sent += sum(gives)
         traffic.ids_received += sum(self._takes)
@@ -66,7 +66,7 @@ class IdsOnTheirWay:
         return [Lookup(*(column.contiguous().to(self._device) for column in part.unbind(1))) for part in parts]
 
 
-def _but(counts: list[int], rank: int) -> list[int]:
+def without(counts: list[int], rank: int) -> list[int]:
     """The counts, with 0 for one rank."""
     return [*counts[:rank], 0, *counts[rank + 1 :]]
 

@@ -13,7 +13,7 @@ from ..engine.errors import CapacityError, StoreError
 from ..engine.exact_sum import partial, total
 from ..engine.spec.inputs import Gradients, checked_gradients
 from .agreement import Agreement, agree, attempt
-from .asked import Local
+from .asked import Local, without
 from .blocks import Blocks, Message, Traffic, start
 
 if TYPE_CHECKING:
@@ -71,8 +71,10 @@ class ShardedBatch:
         self._dim = local.spec.dim
         # what an unpooled lookup returns is rounded once, here or there
         wire = dtype if not pools and self._world.rows == torch.float32 else self._world.rows
-        self._taken = Blocks(self._world, local.counts, self._dim, wire)
-        self._rows: Tensor | None = None  # [m, dim] float32, once they are here
+        self._stay = wire == torch.float32  # else those of this rank are rounded as well
+        taken = without(local.counts, self._world.rank) if self._stay else local.counts
+        self._taken = Blocks(self._world, taken, self._dim, wire)
+        self._rows: Tensor | None = None  # [m, dim] float32, those that travelled, once they are here
         self._sent: Exchange | None = None
         self._sums: Blocks | None = None  # the gradients of rows that this rank has, by rank
         self._own_sums = torch.empty(0)  # those of the rows that this rank asked itself for
@@ -87,19 +89,22 @@ class ShardedBatch:
             [new] * self._world.size,
             rows,
         )
-        table.traffic.rows_received += len(self._taken.rows) - local.counts[self._world.rank]
+        table.traffic.rows_received += sum(without(local.counts, self._world.rank))
 
     def _given(self, wire: torch.dtype) -> Blocks:
-        """The rows that this rank has, for each rank. Its own stay here."""
-        blocks = Blocks(self._world, self._asked_counts, self._dim, wire)
+        """The rows that this rank has, for each other rank."""
+        me = self._world.rank
+        blocks = Blocks(self._world, without(self._asked_counts, me), self._dim, wire)
         if self.own is not None:
             for rank in range(self._world.size):
-                block = (self._taken if rank == self._world.rank else blocks).of(rank)
+                if rank == me and self._stay:
+                    continue
+                block = (self._taken if rank == me else blocks).of(rank)
                 if wire == torch.float32 and self.own.lookups[rank].ids.device.type == "cpu":
                     self.own.gather(rank, out=block)
                 else:
                     block.copy_(self.own.gather(rank))
-        self._table.traffic.rows_sent += len(blocks.rows) - self._asked_counts[self._world.rank]
+        self._table.traffic.rows_sent += len(blocks.rows)
         return blocks
 
     def arrive(self) -> None:
@@ -113,7 +118,9 @@ class ShardedBatch:
             self._world.told = no_room(self.local.spec.name, capacity, sum(answer.notes), sum(answer.counts))
             raise self._world.told
         self._rows = self._taken.rows.to(self.local.processor.device, torch.float32)
-        self.local.processor.set_lines(self.core, self._rows, self.local.by_owner.places)
+        assert self.own is not None
+        stay = (self.own.core, sum(self._asked_counts[: self._world.rank])) if self._stay else None
+        self.local.processor.set_lines(self.core, self._rows, self.local.by_owner.places, stay)
 
     def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
         """The rows of lookup number `index`, as `Pinned.gather`."""

@@ -104,8 +104,13 @@ def sum_gradients(
 ) -> None:
     """The gradient of row u, reduced as in `update`, to place places[u] of out [*, dim]; without places, to place u."""
 
-def set_lines(batch: Batch, layout: Layout, rows: F32, places: I64) -> None:
-    """Let the line of row u be rows[places[u]], of rows [*, dim], which live as long as the batch. For `gather`."""
+def set_lines(
+    batch: Batch, layout: Layout, rows: F32, places: I64, rest: Batch | None = None, position: int = 0
+) -> None:
+    """Let the line of row u be rows[places[u]], of rows [*, dim], which live as long as the batch. For `gather`.
+
+    Place len(rows) + i is what lookups read at position `position` + i of the batch `rest`.
+    """
 
 def update(
     batch: Batch,

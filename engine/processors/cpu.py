@@ -146,8 +146,14 @@ class CpuProcessor:
         _core.by_owner(batch, last, keys.numpy(), tables.numpy(), places, counts)
         return ByOwner(keys, tables, places, counts.tolist())
 
-    def set_lines(self, batch: _core.Batch, rows: Tensor, places: NDArray[np.int64]) -> None:
-        _core.set_lines(batch, self.layout, array_of(rows), places)
+    def set_lines(
+        self,
+        batch: _core.Batch,
+        rows: Tensor,
+        places: NDArray[np.int64],
+        rest: tuple[_core.Batch, int] | None = None,
+    ) -> None:
+        _core.set_lines(batch, self.layout, array_of(rows), places, *(rest or ()))
 
     def assign(self, batch: _core.Batch, values: NDArray[np.float32], step: int) -> None:
         _core.assign(batch, self.layout, values, step, self._written)

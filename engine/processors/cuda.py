@@ -203,9 +203,16 @@ class CudaProcessor:
         counts = np.bincount(owners, minlength=ranks).tolist()
         return ByOwner(keys[chosen], tables[chosen].to(torch.int64), places, counts)
 
-    def set_lines(self, batch: Batch, rows: Tensor, places: NDArray[np.int64]) -> None:
-        addresses = batch.own(rows.contiguous()) + 4 * self._layout.dim * places
-        batch.lines[: len(places)] = torch.from_numpy(addresses).to(self.device)
+    def set_lines(
+        self, batch: Batch, rows: Tensor, places: NDArray[np.int64], rest: tuple[Batch, int] | None = None
+    ) -> None:
+        there = torch.from_numpy(places).to(self.device)
+        lines = batch.own(rows.contiguous()) + 4 * self._layout.dim * there
+        if rest is not None:
+            other, position = rest
+            behind = there >= len(rows)
+            lines[behind] = other.views[other.inverse[position + there[behind] - len(rows)].to(torch.int64)]
+        batch.lines[: len(places)] = lines
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
         """(gradients, whether bags are means, weights) in the form that kernels take."""

@@ -159,8 +159,12 @@ class Processor(Protocol[B]):
         May wait for the device.
         """
 
-    def set_lines(self, batch: B, rows: Tensor, places: NDArray[np.int64]) -> None:
-        """Let `gather` and `weights_grad` take row u of the batch from rows[places[u]], of rows [*, dim] float32."""
+    def set_lines(self, batch: B, rows: Tensor, places: NDArray[np.int64], rest: tuple[B, int] | None = None) -> None:
+        """Let `gather` and `weights_grad` take row u of the batch from rows[places[u]], of rows [*, dim] float32.
+
+        rest: a batch of this processor and a position in it. Place len(rows) + i is then what that batch has at i
+        behind the position, and stays there: the batch has to be pinned as long as this one is read.
+        """
 
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:
         """Write values [positions, dim] to the rows of a lookup without bags. The last occurrence of a row stands."""

@@ -124,14 +124,20 @@ def test_rows_by_owner(device: Device, ranks: int) -> None:
 @on_devices
 @pytest.mark.parametrize("dim", [8, DIM])
 def test_lookups_take_rows_from_a_tensor(device: Device, dim: int) -> None:
+    """Some of them are what another batch has."""
     given, weights = lookups()
     both = Both(device, given, dim)
     count = len(both.names)
     places = np.random.default_rng(0).permutation(count + 3)[:count]
     rows = torch.randn((count + 3, dim), generator=torch.Generator().manual_seed(0))
     both.here.set_lines(both.host, rows, places)
-    there = rows.to(both.device, copy=True)
-    both.there.set_lines(both.batch, there, places[both.from_host])
+    here, ids = count // 2, torch.arange(2 + count + 3 - count // 2, device=both.device) + 10
+    rest = both.there.batch([Lookup(ids, torch.zeros_like(ids))])
+    of_rest = torch.zeros((len(ids), dim), device=both.device)
+    of_rest[rest.inverse[2 : len(ids)].to(torch.int64)] = rows[here:].to(both.device)
+    both.there.set_lines(rest, of_rest, np.arange(len(ids)))
+    there = rows[:here].to(both.device, copy=True)
+    both.there.set_lines(both.batch, there, places[both.from_host], (rest, 2))
     del there  # the batch keeps it
     for index, lookup in enumerate(given):
         for dtype in DTYPES:

@@ -211,15 +211,24 @@ def test_owners_among_too_many_ranks_are_refused(ranks: int) -> None:
         _core.owners(np.zeros(1, np.uint32), np.zeros(1, np.uint64), ranks)
 
 
-@given(lookups(), st.sampled_from([1, 3, 17]), st.sampled_from(DTYPES))
-def test_lookups_take_rows_from_a_tensor(given: list[Given], dim: int, dtype: torch.dtype) -> None:
+@given(lookups(), st.sampled_from([1, 3, 17]), st.sampled_from(DTYPES), st.booleans())
+def test_lookups_take_rows_from_a_tensor(given: list[Given], dim: int, dtype: torch.dtype, both: bool) -> None:
+    """both: some of the rows are what another batch has."""
     processor = processor_of(dim)
     batch = processor.batch([lookup for lookup, _ in given])
     places = np.random.default_rng(0).permutation(batch.unique + 3)[: batch.unique]
     rows = torch.randn((batch.unique + 3, dim), generator=generator(5))
-    processor.set_lines(batch, rows, places)
     mine = rows.numpy()[places]
-    del rows  # the batch keeps it
+    here, rest = len(rows) // 2 if both else len(rows), None
+    if both:
+        ids = torch.arange(2 + len(rows) - here).flip(0) + 10
+        rest = processor.batch([Lookup(ids, torch.zeros_like(ids))]), 2
+        numbers = torch.from_numpy(rest[0].inverse[2:].copy()).long()
+        there = torch.zeros(len(ids), dim)
+        there[numbers] = rows[here:]
+        processor.set_lines(rest[0], there, np.arange(len(ids)))
+    processor.set_lines(batch, rows[:here].clone(), places, rest)
+    del rows  # the batch keeps its part
     begin = 0
     for index, (lookup, weights) in enumerate(given):
         if lookup.places is not None:
@@ -253,4 +262,7 @@ def test_places_that_are_not_there_are_refused() -> None:
             processor.set_lines(batch, torch.zeros(2, 2), np.array(places))
         with pytest.raises(ValueError, match="place"):
             processor.sum_gradients(batch, gradients, np.array(places), torch.zeros(2, 2))
+    for position, places in ((0, [0, 4]), (1, [0, 3]), (0, [1, 3]), (4, [0, 0])):  # the third is of padding
+        with pytest.raises(ValueError, match=r"place|position"):
+            processor.set_lines(processor.batch([lookup]), torch.zeros(1, 2), np.array(places), (batch, position))
     assert not any(batch.lines)

@@ -294,13 +294,27 @@ void bind_step(nb::module_& m) {
         nb::arg("places").none() = nb::none(), nb::arg("dtype") = "float32");
     m.def(
         "set_lines",
-        [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> places) {
+        [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> places, const Batch* rest,
+           std::size_t position) {
             require(rows.shape(1) == layout.shape.dim, "rows must be [*, dim]");
-            require_places(batch, places, rows.shape(0));
-            for (std::size_t row = 0; row < batch.unique; ++row)
-                batch.lines[row] = reinterpret_cast<u64>(rows.data() + places.data()[row] * rows.shape(1));
+            require(!rest || position <= rest->size, "position must be one of the batch");
+            const std::size_t here = rows.shape(0);
+            require_places(batch, places, here + (rest ? rest->size - position : 0));
+            const i64* const place_of = places.data();
+            const u64* const there = !rest ? nullptr : rest->views.size() ? rest->views.data() : rest->lines.data();
+            for (std::size_t row = 0; row < batch.unique; ++row) {
+                const std::size_t place = static_cast<std::size_t>(place_of[row]);
+                if (place >= here) {
+                    const i32 other = rest->inverse[position + place - here];
+                    require(other >= 0, "a place is of padding");
+                    batch.lines[row] = there[other];
+                } else {
+                    batch.lines[row] = reinterpret_cast<u64>(rows.data() + place * rows.shape(1));
+                }
+            }
         },
-        nb::keep_alive<1, 3>());
+        nb::arg("batch"), nb::arg("layout"), nb::arg("rows"), nb::arg("places"), nb::arg("rest").none() = nb::none(),
+        nb::arg("position") = 0, nb::keep_alive<1, 3>());
     m.def("settle",
           [](Batch& batch, const Layout& layout, const std::string& rule, std::vector<double> hyper, u32 step) {
               const BoundRule bound(layout, rule, std::move(hyper));
