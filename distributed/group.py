@@ -66,6 +66,7 @@ class Group:
         self.script = 0  # a checksum of the step under way, which all ranks must be in
         self.pending: Settles | None = None  # headers on their way
         self.told: BaseException | None = None  # what was raised on all ranks last
+        self.differed = 0  # how often all ranks were told that they differ
         self.failure: GroupError | None = None
         self._user: tuple[int, int] | None = None  # the process and the thread that make the calls
         self._calls = self._under_way = 0
