@@ -54,7 +54,7 @@ class Agreement:
         if world.pending is not None:
             world.pending.settle()  # in the place of its headers a rank may have sent others: all are told before these
         self._answer: Answer | None = None
-        self._refused: BaseException | None = None
+        self.refused: BaseException | None = None  # what `settle` raised
         given = np.empty((world.size, FIELDS), np.int64)  # by NumPy, whose small calls take a fraction of torch's time
         given[:] = (error is not None, _checksum(op), _checksum(self._same), 0, note, asks)
         if counts is not None:
@@ -71,8 +71,8 @@ class Agreement:
 
         Raises the class of the lowest refusing rank's error where that is a TierbedError, else GroupError.
         """
-        if self._refused is not None:
-            raise self._refused
+        if self.refused is not None:
+            raise self.refused
         if self._answer is not None:
             return self._answer
         self._world.pending = None
@@ -82,7 +82,7 @@ class Agreement:
             try:
                 self._refuse()
             except BaseException as error:
-                self._refused = error
+                self.refused = error
                 raise
         counts, notes, asks = ([header[field] for header in headers] for field in range(3, FIELDS))
         self._answer = Answer(counts, notes, any(asks))
@@ -92,6 +92,7 @@ class Agreement:
         said = {"op": self._op, "same": self._same, "error": _told(self._error)}
         every = [msgpack.unpackb(data) for data in raw_bytes(self._world, self._op, msgpack.packb(said))]
         raise_first([one["error"] for one in every], self._error, self._world)
+        self._world.differed += 1
         self._world.told = GroupError(_difference(every))
         raise self._world.told
 

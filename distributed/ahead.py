@@ -41,19 +41,33 @@ class Coming:
         self.local = local
         self.asked: list[Lookup] | None = None
         self.dropped = False  # whether a rank does not know its lookups
-        self.wanted = lookups is not None  # whether a step of this rank may still take it
         self._group, self._op, self._traffic = group, op, traffic
-        self._lookups = [] if lookups is None else [copied(lookup) for lookup in lookups]
+        self._lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
         counts = [0] * group.size if local is None else local.counts
         self._headers = Agreement(group, op, counts=counts, note=local is None)
         self._ids: IdsOnTheirWay | None = None
 
     @property
+    def is_refused(self) -> bool:
+        """Whether a rank was in another call, of which all were told."""
+        return self._headers.refused is not None
+
+    @property
     def is_over(self) -> bool:
-        return self.dropped or self.asked is not None
+        """Whether nothing of it is to come."""
+        return self.dropped or self.asked is not None or self.is_refused
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a step of this rank may still take it."""
+        return self._lookups is not None and not self.dropped and not self.is_refused
+
+    def forget(self) -> None:
+        """No step of this rank takes it any more."""
+        self._lookups = None
 
     def is_of(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> bool:
-        if not self.wanted or self.dropped or self.local is None or self.local.processor is not processor:
+        if self._lookups is None or not self.is_wanted or self.local is None or self.local.processor is not processor:
             return False  # a table that was opened anew has another processor
         return same_lookups(self._lookups, lookups)
 
@@ -89,17 +103,19 @@ class Ahead:
                 local = make()
             except TierbedError:
                 lookups = None
-        self._count += 1
-        op = f"coming step {self._count} of embedding {self._name!r}"
-        self._coming.append(Coming(self._group, op, self._count, lookups, local, self._traffic))
+        number = self._count + 1
+        op = f"coming step {number} of embedding {self._name!r}"
+        self._coming.append(Coming(self._group, op, number, lookups, local, self._traffic))
+        self._count = number  # only now: on no rank it is announced where the headers before these are refused
         if len(self._coming) > QUEUE and self._coming[0].is_over:
             self._coming.popleft()
 
     def advance(self) -> None:
         """Go on with every announced step. All ranks call this at the same points."""
+        self._free()
         for coming in self._coming:
             self._advance(coming)
-        self._coming = deque(coming for coming in self._coming if coming.wanted or not coming.is_over)
+        self._free()
 
     def number_of(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> int:
         """The number of the announcement of these lookups on a processor, from 1; 0 where there is none."""
@@ -123,12 +139,19 @@ class Ahead:
     def skip(self, number: int) -> None:
         """No step takes the announcements up to this one any more."""
         for coming in self._coming:
-            coming.wanted = coming.wanted and coming.number > number
+            if coming.number <= number:
+                coming.forget()
+        self._free()
 
     def forget(self) -> None:
         """No step of this rank takes what was announced. What is on its way still arrives."""
-        for coming in self._coming:
-            coming.wanted = False
+        self.skip(self._count)
+
+    def _free(self) -> None:
+        """Let go of what is over and taken by no step."""
+        if self._coming and self._coming[-1].is_refused:
+            self._count -= 1  # the others announced nothing, or as little as this rank
+        self._coming = deque(coming for coming in self._coming if coming.is_wanted or not coming.is_over)
 
     def _of(self, number: int) -> Coming:
         return next(coming for coming in self._coming if coming.number == number)

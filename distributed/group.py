@@ -66,6 +66,7 @@ class Group:
         self.script = 0  # a checksum of the step under way, which all ranks must be in
         self.pending: Settles | None = None  # headers on their way
         self.told: BaseException | None = None  # what was raised on all ranks last
+        self.differed = 0  # how often all ranks were told that they differ
         self.failure: GroupError | None = None
         self._user: tuple[int, int] | None = None  # the process and the thread that make the calls
         self._calls = self._under_way = 0
@@ -110,6 +111,7 @@ class Group:
         """
         self.check_thread()
         self.check_alive()
+        self.check_others(op, self._calls + 1)  # what they still wait for may be of other sizes
         assert self._group is not None
         # what all_to_all_single calls, without the half of its time that is Python's
         work = self._group.alltoall_base(out, given, [*out_sizes], [*given_sizes], dist.AllToAllOptions())
@@ -139,10 +141,17 @@ class Group:
         """An exchange is over."""
         self._under_way -= 1
 
-    def check_others(self, op: str) -> None:
-        """Raises GroupError where another rank has ended the group, of which this one is told while it waits."""
-        if self._roll_call is not None and self._roll_call.left is not None:
+    def check_others(self, op: str, call: int) -> None:
+        """Raises GroupError where another rank has ended the group, or closed its world before this call.
+
+        This one is told of that whatever it does.
+        """
+        if self._roll_call is None:
+            return
+        if self._roll_call.left is not None:
             raise self._ended_by(op, self._roll_call.left)
+        if self._roll_call.closed_before(call):
+            raise self.lost(op, call, "a rank closed its world")
 
     def lost(self, op: str, call: int, how: str) -> GroupError:
         """The group is at its end: what the ranks say that `op`, of this number, failed by. how: as it showed here."""
@@ -230,7 +239,7 @@ class Exchange:
             self._group.check_alive()
             came = None
             while not self._over():
-                self._group.check_others(self._op)
+                self._group.check_others(self._op, self._call)
                 now = monotonic()
                 if now > self._end:
                     raise self._group.lost(self._op, self._call, f"no answer in {self._group.timeout:g} s")

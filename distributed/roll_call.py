@@ -38,6 +38,7 @@ class RollCall:
         self._changed = Condition()
         self._here: dict[int, int] = {}  # the call at which a rank is, of those that answered the roll call
         self._ended: dict[int, str] = {}  # how the connection to a rank ended
+        self._closed: dict[int, int] = {}  # the last call of each rank that closed its world
         self._selector = selectors.DefaultSelector()
         for rank, connection in connections.items():
             connection.settimeout(BOUND)
@@ -47,7 +48,8 @@ class RollCall:
     def missing(self, call: int) -> dict[int, str]:
         """The ranks that keep this one from ending its call, and what is known of each. Raises `left`.
 
-        Where ranks are gone or silent, it is these; else those that have not come to the call.
+        Where ranks are gone or silent, it is these; else those that have not come to the call. A rank that closed its
+        world after the call is none of them, unless nobody else is.
         """
         self._tell({"call": call})
         others = self._connections.keys()
@@ -55,9 +57,13 @@ class RollCall:
             self._changed.wait_for(lambda: self.left or others <= self._here.keys() | self._ended.keys(), BOUND)
             if self.left is not None:
                 raise self.left
-            gone = {rank: self._ended.get(rank, "no sign of it") for rank in others if rank not in self._here}
-            gone |= self._ended
-            return gone or {rank: LIVES for rank, at in self._here.items() if at < call}
+            silent = dict.fromkeys(others - self._here.keys() - self._ended.keys(), "no sign of it")
+            gone = silent | {rank: why for rank, why in self._ended.items() if self._closed.get(rank, 0) < call}
+            return gone or {rank: LIVES for rank, at in self._here.items() if at < call} or dict(self._ended)
+
+    def closed_before(self, call: int) -> bool:
+        """Whether a rank closed its world and will never come to this call."""
+        return any(at < call for at in [*self._closed.values()])
 
     def leave(self, rank: int, why: Mapping[int, str]) -> None:
         """Tell all ranks that one of them, this or what this one was told of, has ended the group because of these.
@@ -68,7 +74,7 @@ class RollCall:
 
     def close(self, why: str) -> None:
         """End the connections, and tell the others why."""
-        self._tell({"closed": why})
+        self._tell({"closed": why, "at": self.at})
         with self._changed:
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
@@ -110,5 +116,5 @@ class RollCall:
                 self._here[rank] = at
             case {"left": by, "why": why}:
                 self.left = self.left or Left(by, dict(why))
-            case {"closed": why}:
-                self._ended[rank] = why
+            case {"closed": why, "at": at}:
+                self._ended[rank], self._closed[rank] = why, at

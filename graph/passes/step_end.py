@@ -24,6 +24,7 @@ from ...engine.optim.base import LARGEST, SMALLEST
 from ...engine.signals import uninterrupted
 from ...engine.spec.inputs import Lookup
 from .dense import dense_step
+from .norm import sum_of_squares
 
 if TYPE_CHECKING:
     from ...distributed.dense import Vote
@@ -195,9 +196,7 @@ def end_step(end: StepEnd, rows: list[RowGrads], dense: list[DenseGrads], vote: 
         _tell(scaler, finite)
     if finite:
         if end.max_norm is not None:
-            squares = float(get_total_norm(grads)) ** 2 + sum(
-                r.batch.square_gradients(r.grads, r.weights) for r in rows
-            )
+            squares = sum_of_squares(grads) + sum(r.batch.square_gradients(r.grads, r.weights) for r in rows)
             share = end.max_norm / (math.sqrt(squares) * scale + 1e-6)  # as torch.nn.utils.clip_grad_norm_
             scale *= 1.0 if share > 1.0 else share
         for batch, of_rows, weights in rows:

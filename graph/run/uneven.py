@@ -45,6 +45,11 @@ class _Slot:
         self._telling = Agreement(world, op, note=has)
         self._told: list[int] | None = None
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether a rank was in another call, of which all were told."""
+        return self._telling.refused is not None
+
     def told(self) -> list[int]:
         """What each rank told. Waits for it."""
         if self._told is None:
@@ -66,6 +71,7 @@ class RunOfRanks(Run):
         self._slots: deque[_Slot] = deque()
         self._coming: Coming | None = None  # of the batch that was drawn last
         self._begun = self._ended = False
+        self._differed = world.differed
         self._steps = 0
 
     def __next__(self) -> Any:
@@ -74,6 +80,9 @@ class RunOfRanks(Run):
         if not self._begun:
             agree(self._world, self._op, same={"ahead": self._ahead, "uneven": self._uneven})
             self._begun = True
+        if self._differs:  # some of what ranks told was heard by none
+            self._differed = self._world.differed
+            self._forget_slots()
         try:
             while True:
                 self._fill()
@@ -91,6 +100,11 @@ class RunOfRanks(Run):
                     self._join()
         finally:
             self._announce_slots()
+
+    @property
+    def _differs(self) -> bool:
+        """Whether ranks were in different calls since this run looked."""
+        return self._differed != self._world.differed
 
     def _fill(self) -> None:
         """Draw batches, and tell of each. What goes wrong in the loader waits for its turn."""
@@ -122,7 +136,7 @@ class RunOfRanks(Run):
 
     def _announce_told_slots(self) -> None:
         for place, slot in enumerate(self._slots):
-            if not self._ahead or slot.is_announced or self._world.failure is not None:
+            if not self._ahead or slot.is_announced or self._differs or self._world.failure is not None:
                 continue
             told, slot.is_announced = slot.told(), True
             runs = any(told) if self._uneven == "join" else all(has & _BATCH for has in told)
@@ -161,7 +175,8 @@ class RunOfRanks(Run):
 
     def _forget_slots(self) -> None:
         for slot in self._slots:
-            slot.told()  # so that nothing is on its way
+            if not slot.is_refused:
+                slot.told()  # so that nothing is on its way
         self._slots.clear()
         forget_announced(self._graph)
 

@@ -6,10 +6,12 @@ import contextlib
 import os
 import signal
 import threading
+from datetime import timedelta
 from time import monotonic, sleep
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from support.lost import Heard, calls, end_after, heard, until_told
 from support.ranks import run_ranks, started, survivors
@@ -103,6 +105,45 @@ def test_a_rank_that_closed_its_world_is_named() -> None:
     for one in (first, third):
         assert "rank 1 did not answer (it closed its world)" in one.said
         assert one.ranks == (1,)
+
+
+def close_and_live(world: World) -> Heard | None:
+    """Rank 1 closes its world amid an exchange, and lives on until the others have told what they heard."""
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60))
+    ones, given = [1] * world.size, torch.full((world.size,), world.rank)
+    under_way = world.start("numbers", torch.empty_like(given), given, ones, ones)
+    if world.rank == 1:
+        world.close()
+        store.wait(["heard by 0", "heard by 2"])
+        return None
+    assert under_way.wait().tolist() == [0, 1, 2]
+    found = heard(world, lambda: gather(world))
+    store.set(f"heard by {world.rank}", "")
+    return found
+
+
+def test_a_rank_that_closed_its_world_and_lives_is_named_at_once() -> None:
+    first, _, third = run_ranks(3, close_and_live)
+    for one in (first, third):
+        assert "rank 1 did not answer (it closed its world)" in one.said
+        assert one.ranks == (1,)
+        assert one.seconds < 60  # where nothing notices it, the timeout
+
+
+def close_in_time(world: World) -> Heard | None:
+    """Rank 1 closes its world after it began the call to which rank 2 does not come."""
+    if world.rank == 2:
+        until_told(world)
+        return heard(world, lambda: gather(world))
+    ones, given = [1] * world.size, torch.zeros(world.size)
+    under_way = world.start("numbers", torch.empty_like(given), given, ones, ones)
+    return heard(world, under_way.wait) if world.rank == 0 else None
+
+
+def test_a_rank_that_began_the_call_before_it_closed_is_not_named() -> None:
+    first, _, third = run_ranks(3, close_in_time, timeout=0.5)
+    assert first[:2] == ("numbers: rank 2 did not answer (it runs, but has not come to this call)", (2,))
+    assert third.ranks == (2,)
 
 
 def interrupt(world: World, number: int) -> Heard:

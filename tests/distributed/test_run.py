@@ -14,6 +14,7 @@ from torch import Tensor
 from support.ranked import LOSS, Ranked, assert_equal, batch, state
 from support.ranks import run_ranks
 from tierbed import InputError, TierbedError, World, make_cached_ssd_store_options
+from tierbed.engine.spec.inputs import Lookup
 
 COUNTS = [5, 3, 4]  # batches of each rank
 
@@ -133,6 +134,70 @@ def test_a_step_that_fails_in_a_run_uses_up_the_batch_of_all_ranks() -> None:
     for seen, _ in run_ranks(2, failing_step):
         assert len(seen) == 5
         assert seen[2] == f"rank 1: ValueError: failed at {LOSS}"
+
+
+def astray(world: World, ahead: int) -> tuple[list[Any], int, dict[str, Tensor]]:
+    """Rank 1 looks rows up in the middle of a run, which rank 0 goes on with."""
+    graph, seen = Ranked(world), []
+    run = graph.run(loader(world.rank, 6), ahead=ahead)
+    next(run)
+    for call in (lambda: next(run), lambda: graph.items.get(range(3)) if world.rank else next(run)):
+        try:
+            call()
+        except TierbedError as error:
+            seen.append(str(error))
+    return seen, len(list(run)), state(graph)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_run_goes_on_after_a_rank_was_elsewhere(ahead: int) -> None:
+    one, two = run_ranks(2, astray, ahead)
+    assert one[0] == two[0]
+    assert len(one[0]) == 1
+    assert "; rank 1: embedding 'items', lookup at step 2; " in one[0][0]
+    assert one[1] == two[1] == 4 - bool(ahead)  # the batch of the step that was refused on rank 0
+    assert_equal(one[2], two[2])
+
+
+def announces_alone(world: World) -> tuple[list[str], dict[str, Tensor]]:
+    """Rank 0 announces a step, twice, while rank 1 looks rows up."""
+    graph, said = Ranked(world), []
+    for step in range(3):
+        if step:
+            table: Any = graph.users.opened().table
+            try:
+                if world.rank == 0:
+                    table.announce([Lookup(batch(0, step)[0], None)], together=True)
+                graph.users.get(range(3))
+            except TierbedError as error:
+                said.append(str(error))
+        graph.users.prefetch(batch(world.rank, step)[0])
+        graph(*batch(world.rank, step))
+    return said, state(graph)
+
+
+def test_an_announcement_that_was_refused_is_told_once() -> None:
+    _, expected = accumulated([[0, 1]] * 3)
+    for said, found in run_ranks(2, announces_alone):
+        assert len(said) == 2
+        for number, text in enumerate(said, 2):
+            assert f"rank 0: coming step {number} of embedding 'users'" in text
+        assert_equal(found, expected)
+
+
+def known_to_one(world: World) -> int:
+    """How many announced steps are kept, of which rank 1 does not know what it looks up."""
+    graph = Ranked(world)
+    graph(*batch(world.rank, 0))
+    table: Any = graph.users.opened().table
+    for step in range(1, 4):
+        table.announce(None if world.rank else [Lookup(batch(0, step)[0], None)], together=True)
+    graph(*batch(world.rank, 0))
+    return len(table.ahead._coming)
+
+
+def test_announcements_that_no_step_can_take_are_let_go() -> None:
+    assert run_ranks(2, known_to_one) == [0, 0]
 
 
 def different(world: World) -> str:
