@@ -14,7 +14,7 @@ from support.ranked import Ranked, batch
 from support.ranks import run_ranks, started, survivors
 from tierbed import World
 
-EXCHANGES = 16  # of a step of `Ranked`, and one more
+EXCHANGES = 14  # of a step of `Ranked`, and one more
 
 
 def step_exchanges(world: World) -> int:
