@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable
 from contextlib import ExitStack
 from time import monotonic
+from typing import NamedTuple
 
 from ..engine.errors import GroupError
 
@@ -19,8 +20,15 @@ ADDRESS = 256  # bytes at most of what a rank tells of its own
 HELLO = struct.Struct("32si")  # the listener's token, and the rank that connects
 
 
-def connect(rank: int, size: int, tell: Callable[[bytes], list[bytes]], timeout: float) -> dict[int, socket.socket]:
-    """A socket to each other rank, made within `timeout` seconds.
+class Connected(NamedTuple):
+    """A socket to each other rank, and how many ranks have this one's host, itself included."""
+
+    sockets: dict[int, socket.socket]
+    on_host: int
+
+
+def connect(rank: int, size: int, tell: Callable[[bytes], list[bytes]], timeout: float) -> Connected:
+    """Connect this rank to each other one, within `timeout` seconds.
 
     tell: gives ADDRESS bytes to every rank, filled up with blanks, and has those of each.
 
@@ -40,7 +48,7 @@ def connect(rank: int, size: int, tell: Callable[[bytes], list[bytes]], timeout:
             other, connection = _accepted(listener, token, missing, end)
             found[other] = opened.enter_context(connection)
         opened.pop_all()
-    return found
+    return Connected(found, sum(where == host for where, *_ in told))
 
 
 def _reached(other: int, place: tuple[str, int, str], rank: int, end: float) -> socket.socket:

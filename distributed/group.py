@@ -62,6 +62,7 @@ class Group:
                 raise OptionError(f"{name}={dtype}: give one of {', '.join(map(str, WIRE))}")
         self.rank, self.size = _place(group)
         self.timeout, self.rows, self.grads = timeout, rows, grads
+        self.on_host = 1  # how many of the ranks are on this host
         self.passed = 0  # exchanges of steps that began
         self.script = 0  # a checksum of the step under way, which all ranks must be in
         self.pending: Settles | None = None  # headers on their way
@@ -203,7 +204,8 @@ class Group:
         except RuntimeError as error:
             raise GroupError(f"the ranks {ranks} did not meet: {error}") from error
         try:
-            self._roll_call = RollCall(connect(self.rank, self.size, self._addresses, MEETING))
+            sockets, self.on_host = connect(self.rank, self.size, self._addresses, MEETING)
+            self._roll_call = RollCall(sockets)
         except BaseException:
             self.close()
             raise

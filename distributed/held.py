@@ -87,7 +87,7 @@ class ShardedHeld:
         device: torch.device,
     ) -> HeldTable:
         world = self._world
-        share = Share(world.rank, world.size)
+        share = Share(world.rank, world.size, world.on_host)
         rows = None if self.home is None else LiveRows(world, op, self.home, options.open)
         decide = None if rows is None else rows.decide
         own, error = attempt(lambda: HeldTable(spec, options, optimizer, device, share, decide))

@@ -63,7 +63,7 @@ class TablePersistence:
         self.options = options = options if share is None else share.options(options)
         self.life = None if share is None else Life(share)
         self._processor = processor_of(device, options)
-        self._budgets = AutoBudgets(spec.name, options)
+        self._budgets = AutoBudgets(spec.name, options, ranks=1 if share is None else share.on_host)
         self.folder: StoreFolder | None = None
         if options.persistent_path is not None:
             path, user = Path(options.persistent_path) / spec.name, f"embedding {spec.name!r}"

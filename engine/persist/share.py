@@ -12,10 +12,11 @@ from ..store.shares import share_folder
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What rank `rank` of `ranks` has of a table's rows."""
+    """What rank `rank` of `ranks` has of a table's rows. on_host: how many of the ranks divide this host's memory."""
 
     rank: int
     ranks: int
+    on_host: int = 1
 
     def folder(self, store: Path) -> Path:
         """The store folder of the share, in that of the table."""

@@ -24,11 +24,11 @@ class AutoBudgets:
     """The options of one embedding with numbers for budgets that are "auto".
 
     A memory is looked at once, so a table that opens again has the budgets that it had. root: the folder that proc and
-    sys are in.
+    sys are in. ranks: how many processes share the host's memory, each an equal part.
     """
 
-    def __init__(self, name: str, options: StoreOptions, root: Path = ROOT) -> None:
-        self._name, self._options, self._root = name, options, root
+    def __init__(self, name: str, options: StoreOptions, root: Path = ROOT, ranks: int = 1) -> None:
+        self._name, self._options, self._root, self._ranks = name, options, root, ranks
         self._free: dict[str, FreeMemory] = {}
         self._promised: dict[str, int] = {}  # bytes of each memory, which the caches may not have touched yet
         self._told: set[str] = set()
@@ -67,6 +67,8 @@ class AutoBudgets:
         given += options.get("rocksdb_cache_mb") or 0
         beside: Beside = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
         free = free_host_memory(self._root)
+        if free is not None and self._ranks > 1:
+            free = FreeMemory(free.bytes // self._ranks, f"{free.where} for each of {self._ranks} ranks")
         part = self._divide(name, str(self._root), free, row_bytes, beside, options.overflow_mb, given)
         numbers: dict[str, Any] = {name: part.cache_mb, "overflow_mb": part.overflow_mb}
         if name == TOP and options.get(BELOW) == "auto":

@@ -190,6 +190,14 @@ def test_a_group_without_gloo_is_refused_with_the_remedy() -> None:
         assert re.match(r"group: its backends are cpu:fake.*through host memory.*cuda:nccl.*backend='gloo'", told), told
 
 
+def counts_ranks_of_this_host(world: World) -> int:
+    return world.on_host
+
+
+def test_ranks_know_how_many_of_them_are_on_their_host() -> None:
+    assert run_ranks(3, counts_ranks_of_this_host) == [3, 3, 3]
+
+
 def test_a_process_alone_is_a_group_of_one() -> None:
     world = World.from_env(timeout=1)
     assert (world.rank, world.size, world.failure) == (0, 1, None)

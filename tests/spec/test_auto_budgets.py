@@ -95,6 +95,13 @@ def test_auto_is_what_the_division_of_free_memory_says(tmp_path: Path) -> None:
     assert numbers(known, root / "nothing is looked at") is known
 
 
+def test_each_rank_of_a_host_divides_an_equal_part(tmp_path: Path, capsys: Any) -> None:
+    options, root = ssd(tmp_path / "store"), machine(tmp_path, 1000)
+    one_of_four = AutoBudgets("rows", options, root, ranks=4).numbers(processor(options))
+    assert one_of_four == {**options, "cache_budget_mb": 125, "overflow_mb": 31.25}
+    assert "divides 250.0 MiB free on this machine for each of 4 ranks: cache 125.0 MiB" in capsys.readouterr().err
+
+
 def test_what_other_options_take_of_the_same_memory_is_not_divided(tmp_path: Path) -> None:
     root = machine(tmp_path, 1000)
     options = ssd(tmp_path / "store", overflow_mb=8, host_cache_budget_mb=100, read_mode="direct")
