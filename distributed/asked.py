@@ -44,26 +44,30 @@ class IdsOnTheirWay:
 
     def __init__(self, world: Group, op: str, local: Local, counts: list[int], traffic: Traffic) -> None:
         """counts: how many ids come from each rank, this one included."""
-        ids = local.by_owner.keys.view(-1, 1)
+        columns = [local.by_owner.keys]
         if local.spec.num_tables > 1:
-            ids = torch.stack((local.by_owner.keys, local.by_owner.tables), 1)
-        me, words = world.rank, ids.shape[1]
-        self._rank, self._device = me, local.processor.device
-        given, self._own = ids.split([len(ids) - counts[me], counts[me]])  # those of this rank are the last
+            columns.append(local.by_owner.tables)
+        me = world.rank
+        self._rank, self._device, self._width = me, local.processor.device, len(columns)
         self._takes, gives = (without(part, me) for part in (counts, local.counts))
-        taken = empty((sum(self._takes), words), torch.int64)
+        self._own = [column[sum(gives) :] for column in columns]  # those of this rank are the last
+        sizes, given_sizes = ([self._width * count for count in part] for part in (self._takes, gives))
+        given = columns[0][: sum(gives)]
+        if self._width > 1:  # for each rank its keys, then its tables
+            of_ranks = zip(*(column[: sum(gives)].split(gives) for column in columns), strict=True)
+            given = torch.cat([part for parts in of_ranks for part in parts])
         traffic.ids_sent += sum(gives)
         traffic.ids_received += sum(self._takes)
-        traffic.bytes_sent += 8 * words * sum(gives)
-        traffic.bytes_received += 8 * words * sum(self._takes)
-        sizes = ([words * count for count in part] for part in (self._takes, gives))
-        self._exchange: Exchange = world.start(op, taken.view(-1), given.reshape(-1), *sizes)
+        traffic.bytes_sent += 8 * sum(given_sizes)
+        traffic.bytes_received += 8 * sum(sizes)
+        self._exchange: Exchange = world.start(op, empty((sum(sizes),), torch.int64), given, sizes, given_sizes)
 
     def wait(self) -> list[Lookup]:
         """One lookup for each rank, of rows that this rank has."""
-        parts = list(self._exchange.wait().view(-1, self._own.shape[1]).split(self._takes))
+        came = self._exchange.wait().split([count for count in self._takes for _ in range(self._width)])
+        parts = [list(came[at : at + self._width]) for at in range(0, len(came), self._width)]
         parts[self._rank] = self._own
-        return [Lookup(*(column.contiguous().to(self._device) for column in part.unbind(1))) for part in parts]
+        return [Lookup(*(column.to(self._device) for column in part)) for part in parts]
 
 
 def without(counts: list[int], rank: int) -> list[int]:
