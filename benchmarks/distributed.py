@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rank_figures import SMALL, ahead, alone, bytes_of, narrow, of_ranks
 from rank_group import on_ranks
+from rank_stages import stages
 from rank_steps import STEPS, Steps, against_parts, against_torchrec, quick
 from sections import measured, options, prepared
 from tier_report import Figure, report
@@ -38,6 +39,7 @@ def ranks(given: Callable[[Steps], Steps], _: Path) -> list[Figure]:
 
 SECTIONS: dict[str, Callable[[Callable[[Steps], Steps], Path], list[Figure]]] = {
     "parts": parts,
+    "stages": lambda given, _: [f for steps in STEPS for f in on_ranks(RANKS, stages, given(steps))],
     "torchrec": torchrec,
     "bytes": lambda given, _: on_ranks(RANKS, bytes_of, given(STEPS[0])),
     "alone": lambda given, _: on_ranks(1, alone, given(SMALL)),
