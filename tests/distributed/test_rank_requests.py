@@ -22,9 +22,10 @@ KEYS = torch.arange(100)
 
 
 def trains(world: World, folder: Path, reads: bool = False) -> int:
-    """Steps, or reads after a first step, until the file `stop` is there. Returns the number of steps."""
+    """Steps, or reads after two steps, until the file `stop` is there. Returns the number of steps."""
     embedding = make(options("host", folder), "sgd", tables=1, world=world)
     train(embedding, KEYS)
+    train(embedding, KEYS + 7 * world.rank)
     (folder / f"ready-{world.rank}").touch()
     while not world.all_bytes("whether to stop", b"1" if (folder / "stop").exists() else b"")[0]:
         if reads:
@@ -94,7 +95,7 @@ def test_ranks_that_only_read_save_as_well(tmp_path: Path) -> None:
         until(tmp_path / "ready-0", tmp_path / "ready-1")
         assert ask_save(tmp_path / "rows", "asked") is not None
         (tmp_path / "stop").touch()
-        assert [answer(pipe) for _, pipe in group] == [1, 1]
+        assert [answer(pipe) for _, pipe in group] == [2, 2]
 
 
 def test_a_save_that_waits_in_vain_says_that_no_step_came(tmp_path: Path) -> None:
