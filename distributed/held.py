@@ -72,7 +72,7 @@ class ShardedHeld:
         if folder is not None:
             _by_folder[folder] = self
         self.table = ShardedTable(world, self.own, options.capacity if options.eviction == "none" else None)
-        self.saves = RankSnapshots(world, spec.name, self.own, self.home)
+        self.saves = RankSnapshots(world, spec.name, self.own, self.home, self.close)
         self.table.between_steps = self.saves.at_step
         self.table.requests = Requests(world, self.own, self.home, self.saves, spec.name)
         self._server: StoreServer | None = None

@@ -102,7 +102,13 @@ class PartSave:
         manifest = commit(place_of(self._folder), self._description, rows, files, self._parent)
         self._open.close()
         if then is not None:
-            then()
+            try:
+                then()
+            except StoreError as error:
+                raise StoreError(
+                    f"{self._op}: the snapshot is there, and its folder could not note which rows it has: {error}; "
+                    "make room, and save once more before another number of ranks opens the rows"
+                ) from error
         return manifest.id
 
 
@@ -171,7 +177,7 @@ class BackgroundPartSave:
         elif self._error is not self._world.told:
             raise self._error
         else:
-            log.error("%s was not saved: %s", self.what, self._error)
+            log.error("saving %s failed: %s", self.what, self._error)
 
     def drop(self) -> None:
         """Give the save up, unless the snapshot is there. Waits for this rank's thread alone."""

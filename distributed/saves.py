@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,15 +29,17 @@ if TYPE_CHECKING:
     from .group import Group
     from .home import Home
 
+log = logging.getLogger("tierbed")
+
 
 class RankSnapshots:
     """The snapshots of an embedding, in the folder that all ranks see, of which each writes and reads its part.
 
-    own: the rows of this rank. home: the store folder of all, None where there is none.
+    own: the rows of this rank. home: the store folder of all, None where there is none. close: closes both.
     """
 
-    def __init__(self, world: Group, name: str, own: HeldTable, home: Home | None) -> None:
-        self._world, self._name, self._own, self._home = world, name, own, home
+    def __init__(self, world: Group, name: str, own: HeldTable, home: Home | None, close: Callable[[], None]) -> None:
+        self._world, self._name, self._own, self._home, self._close = world, name, own, home, close
         self._part = Part(world.rank, world.size)
         self._saving: BackgroundPartSave | None = None
 
@@ -300,11 +303,30 @@ class RankSnapshots:
             raise error
         if error is not None and not voted:
             agree(world, f"{op}: its rows", error)
-        if error is not None or report is None:
-            agree(world, f"{op}: done", error)
-        counts = told(world, f"{op}: done", lambda: [report.rows, report.left_out])
+
+        def loaded() -> list[int]:
+            if report is None:
+                raise error or AssertionError("a load without a report")
+            return [report.rows, report.left_out]
+
+        try:
+            counts = told(world, f"{op}: done", loaded)
+        except BaseException:
+            if world.failure is None:  # else nobody uses the rows of this group any more
+                self._give_up(snapshot.name)
+            raise
+        assert report is not None
         report.rows, report.left_out = (sum(column) for column in zip(*counts, strict=True))
         return report
+
+    def _give_up(self, name: str) -> None:
+        """Close the rows, where some ranks have those of a load and others do not: every rank comes here."""
+        said = f"embedding {self._name!r}: loading snapshot {name!r} failed amid its changes, and the rows are closed"
+        base = f"goes back to snapshot {self.base!r}" if self.base else "begins empty"
+        log.error("%s on all ranks; create it again, and it %s", said, base)
+        _, error = attempt(self._close)
+        if error is not None:
+            log.error("closing the rows of embedding %r failed as well: %s", self._name, error)
 
     def _note_base(self, home: Home, base: str | None) -> None:
         if base is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -10,11 +11,24 @@ from typing import Any
 
 import pytest
 
-from support.live_rows import STORES, alone, fails, opened, own_disks, own_rows, run, step, together, trained
+from support.live_rows import (
+    STORES,
+    alone,
+    fails,
+    left_open,
+    opened,
+    own_disks,
+    own_rows,
+    remarks_of,
+    run,
+    step,
+    together,
+    trained,
+)
 from support.ranks import run_ranks
 from support.shell import Cli
 from tierbed.distributed import World
-from tierbed.engine import StoreError
+from tierbed.engine import ClosedError, SnapshotError, StoreError
 from tierbed.engine.store.shares import marks_in
 
 IN_MEMORY, ON_DISK = pytest.param("host", marks=pytest.mark.slow), pytest.param("ssd", marks=pytest.mark.slow)
@@ -279,3 +293,63 @@ def test_the_shell_tells_where_ranks_did_not_all_close(tmp_path: Path, capsys: p
         3,
     )
     assert "which did not all close them" in cli.fails("save", "more")
+
+
+def loads_but_for_one(world: World, folder: Path) -> tuple[str, str, bytes, bytes, list[str]]:
+    """Rank 1 fails while the loaded rows take the place of those before."""
+    from tierbed.engine.store.folder import StoreFolder
+
+    said = remarks_of()
+    embedding = opened(world, folder, "ssd")
+    step(embedding, 0)
+    embedding.save_snapshot("base")
+    saved = own_rows(embedding)
+    step(embedding, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(StoreFolder, "replace_live", full_disk)
+        with pytest.raises(Exception, match="No space left") as caught:
+            embedding.load_snapshot("base")
+    with pytest.raises(ClosedError) as closed:
+        embedding.get([1], 0)
+    with opened(world, folder, "ssd") as again:
+        return str(caught.value), str(closed.value), saved, own_rows(again), said
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_load_that_fails_on_one_rank_amid_its_changes_closes_the_rows_of_all(tmp_path: Path) -> None:
+    for error, closed, saved, after, said in run_ranks(2, loads_but_for_one, tmp_path):
+        assert "No space left" in error
+        assert "create it again" in closed
+        assert after == saved
+        assert any("create it again, and it goes back to snapshot 'base'" in line for line in said)
+
+
+def opens_without_a_file(world: World, folder: Path) -> str:
+    with pytest.raises(SnapshotError) as caught:
+        opened(world, folder, "ssd").size()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_snapshot_that_lacks_a_file_is_refused_by_ranks_that_go_back_to_it(tmp_path: Path) -> None:
+    run(2, tmp_path, "ssd", 2)
+    alone_saved = run_ranks(2, saves_and_ends, tmp_path)
+    assert alone_saved == [None, None]
+    lost = sorted((tmp_path / "rows" / "snapshots" / "base").rglob("bucket-*-*.npy"))[3]
+    lost.unlink()
+    one, other = run_ranks(2, opens_without_a_file, tmp_path)
+    assert one == other
+    assert "damaged: No such file" in one
+
+
+def saves_and_ends(world: World, folder: Path) -> None:
+    """Leave the rows as a killed rank does."""
+    embedding = opened(world, folder, "ssd")
+    step(embedding, 7)
+    embedding.save_snapshot("base")
+    step(embedding, 8)
+    left_open(embedding)
