@@ -13,10 +13,11 @@ NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engin
 demo: install
 	$(BIN)/python examples/movielens.py $(if $(DATA),--data $(DATA)) --store ssd --out build/movielens
 
-# processes of one thread each, two for a core: tests wait for disks and children. Tests of threads set their number
+# processes of one thread each, two for a core: tests wait for disks and children. Tests of threads set their number.
+# Bytecode is kept whatever the environment says: else each process compiles all that it imports
 test: install peers
 	$(MAKE) --jobs=2 instructions types lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(TESTERS) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(TESTERS) --dist worksteal
 
 test-slow: install peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=slow -n $(TESTERS) --dist worksteal
