@@ -138,7 +138,13 @@ class SharedStep(CompiledStep):
 
     exchanges: Exchanges = field(kw_only=True)
     first_values: list[tuple[str, int]] = field(kw_only=True)  # parameters and buffers, by name and place in tensors
+    in_training: bool = field(kw_only=True)  # whether it is for a graph in the mode of `train()`
     together: Together = field(kw_only=True)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it updates rows or parameters."""
+        return self.exchanges.trains
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         self.together.runs(self)
@@ -275,4 +281,6 @@ def compile_step(
         return step
     first = {id(t): (paths[id(t)], i) for i, t in reversed([*enumerate(tensors)]) if id(t) not in by_shadow}
     first_values = [(name, len(traced.inputs) + place) for name, place in reversed(first.values())]
-    return SharedStep(**vars(step), exchanges=exchanges, first_values=first_values, together=together)
+    return SharedStep(
+        **vars(step), exchanges=exchanges, first_values=first_values, in_training=root.training, together=together
+    )

@@ -36,23 +36,42 @@ class Together:
 
     def __init__(self) -> None:
         self.began = False  # whether parameters and buffers are those of rank 0
-        self._last: Callable[[], SharedStep | None] = lambda: None  # a weak reference: the step holds this object
+        self._last: dict[tuple[bool, bool], weakref.ref[SharedStep]] = {}  # weak: the step holds this object
         self.torn = ""  # what this rank alone raised amid the updates of a step
 
     def runs(self, step: SharedStep) -> None:
-        """Note the step that ran last."""
-        self._last = weakref.ref(step)
+        """Note the step that ran last of its kind: in this mode, and whether it trains."""
+        self._last[step.in_training, step.trains] = weakref.ref(step)
 
     def join(self, root: nn.Module) -> None:
-        """Take part in a step for which this rank has no batch, and the others do. GraphError: it never had one."""
-        last = self._last()
-        if last is not None:
-            last.join()
-            return
-        tell_ranks(root, GraphError("a loader gave no batch at all: to join the steps of others it takes one at least"))
+        """Take part in a step for which this rank has no batch, and the others do.
+
+        It is the last step in the mode of `root`, of those that train if there are any. GraphError where there is none.
+        """
+        for trains in (True, False):
+            last = self._last.get((root.training, trains), lambda: None)()
+            if last is not None:
+                last.join()
+                return
+        mode = "train()" if root.training else "eval()"
+        tell_ranks(
+            root,
+            GraphError(
+                f"a loader gave no batch at all, and this rank made no step in the mode of {mode} yet: to join the "
+                "steps of others it takes one at least"
+            ),
+        )
 
 
 class SharedStep(Protocol):
+    @property
+    def in_training(self) -> bool:
+        """Whether it is for a graph in the mode of `train()`."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether it updates rows or parameters."""
+
     def join(self) -> None:
         """Take part in the step without a batch."""
 
@@ -63,7 +82,7 @@ class Exchanges:
     def __init__(self, world: World, together: Together, owner: str, end: StepEnd, trains: bool) -> None:
         """owner: the name of the graph. trains: whether the step does."""
         self._world, self._together, self._owner = world, together, owner
-        self._end, self._trains = end, trains
+        self._end, self.trains = end, trains
         self._script: list[Exchange] = []
         self._checksum = 0
         self._trained: list[Rows] = []
@@ -147,19 +166,19 @@ class Exchanges:
         world.check_thread()
         world.script, self._passed, world.told = self._checksum, world.passed, None
         try:
-            if self._trains and self._together.torn:
+            if self.trains and self._together.torn:
                 raise GraphError(
                     f"a step of {self._owner} raised {self._together.torn} amid its updates, which other ranks made; "
                     "load a checkpoint on all ranks"
                 )
-            if self._trains and not self._together.began:
+            if self.trains and not self._together.began:
                 share_first_values(world, f"parameters of {self._owner}", first_values())
                 self._together.began = True
             yield
         except BaseException as error:
             if world.failure is None and world.told is not error:
                 self._tell(error)
-                if self._trains and not isinstance(error, FailedForSizes):
+                if self.trains and not isinstance(error, FailedForSizes):
                     self._together.torn = self._together.torn or repr(error)
             raise
         finally:

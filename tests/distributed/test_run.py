@@ -226,6 +226,33 @@ def test_a_rank_that_never_had_a_batch_cannot_join() -> None:
         assert told.startswith("rank 1: a loader gave no batch at all")
 
 
+class Evaluated(Ranked):
+    """Reads alone where it is evaluated."""
+
+    def build(self, users: Tensor, items: Tensor, y: Tensor, at: Tensor) -> Tensor:
+        if self.training:
+            return super().build(users, items, y, at)
+        return self.users(users).sum()
+
+
+def evaluates_between(world: World, counts: list[int]) -> tuple[list[float], dict[str, Tensor]]:
+    """A step, an evaluation, and a run in which a rank without a batch joins training steps."""
+    graph = Evaluated(world)
+    graph(*batch(world.rank, 0))
+    graph.eval()
+    graph(*batch(world.rank, 0))
+    graph.train()
+    later = (batch(world.rank, 1 + step) for step in range(counts[world.rank]))
+    return [loss.item() for loss in graph.run(later, uneven="join")], state(graph)
+
+
+def test_a_rank_joins_training_steps_after_an_evaluation() -> None:
+    expected = accumulated([[0, 1], [0], [0]])
+    for rank, (losses, found) in enumerate(run_ranks(2, evaluates_between, [2, 0])):
+        assert losses == expected[0][rank][1:]
+        assert_equal(found, expected[1])
+
+
 def test_one_process_takes_the_argument_as_well() -> None:
     graph = Ranked(None)
     assert len(list(graph.run(loader(0, 2), uneven="join"))) == 2
