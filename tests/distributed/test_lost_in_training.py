@@ -64,6 +64,7 @@ def test_a_rank_that_is_killed_in_a_step(exchanges: int) -> None:
         check(survivors(group, lost), lost, "its process ended")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_frozen_in_a_step() -> None:
     timeout = 2
     with contextlib.ExitStack() as groups:

@@ -80,7 +80,10 @@ def load_and_save(world: World, folder: Path, store: str, load: str | None, save
 
 @pytest.mark.parametrize(
     ("ranks", "stores"),
-    [((2, 3, 1, 4), ("host", "ssd", "device", "cached_host")), ((1, 3, 2), ("ssd",) * 3)],
+    [
+        ((2, 3, 1, 4), ("host", "ssd", "device", "cached_host")),
+        pytest.param((1, 3, 2), ("ssd",) * 3, marks=pytest.mark.slow),
+    ],
 )
 def test_rows_are_the_same_for_any_numbers_of_ranks_and_stores(
     tmp_path: Path, ranks: tuple[int, ...], stores: tuple[str, ...]
@@ -385,6 +388,7 @@ def rows_of_a_checkpoint(world: World, folder: Path, store: str | None) -> Rows:
 
 
 @pytest.mark.parametrize("store", [None, "host", "ssd"])
+@pytest.mark.rotated("store")
 def test_the_rows_of_a_checkpoint(tmp_path: Path, store: str | None) -> None:
     shares = run_ranks(2, rows_of_a_checkpoint, tmp_path, store)
     snapshot = Snapshot.open(tmp_path / "checkpoint" / "0" / "c")

@@ -290,7 +290,7 @@ def announced(world: World, folder: str, ahead: int, every: int) -> tuple[dict[s
     return {e.name: e.metrics()["table"] for e in (graph.users, graph.items)}, found
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_steps_of_a_run_find_what_ranks_ask_of_their_rows_announced(tmp_path: Path, every: int) -> None:
     plain = run_ranks(2, announced, str(tmp_path / "plain"), 0, every)
     for (metrics, found), (_, expected) in zip(run_ranks(2, announced, str(tmp_path), 4, every), plain, strict=True):
