@@ -34,6 +34,7 @@ def lose(world: World, lost: int, number: int, exchanges: int, is_sent: bool) ->
 
 @pytest.mark.parametrize(("exchanges", "is_sent"), [(1, False), (2, True), (3, True), (8, False)])
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.rotated("ranks")
 def test_a_killed_rank_is_named_at_once(ranks: int, exchanges: int, is_sent: bool) -> None:
     for lost in (exchanges % ranks, ranks - 1 - exchanges % ranks):
         with started(ranks, lose, lost, KILL, exchanges, is_sent) as group:

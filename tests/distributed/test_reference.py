@@ -91,15 +91,16 @@ def drawn(seed: int, ranks: int, calls: int) -> list[list[list[Part]]]:
     return steps
 
 
+@pytest.mark.rotated("seed")
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("calls", [1, 3])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_steps_equal_the_reference(ranks: int, calls: int) -> None:
-    for seed in range(3):
-        steps = drawn(seed, ranks, calls)
-        expected, found = reference(steps), {}
-        for rows in run_ranks(ranks, trained, steps):
-            assert not rows.keys() & found.keys()
-            found |= rows
-        assert found.keys() == expected.keys()
-        for key, row in expected.items():
-            assert found[key] == row.tolist()
+def test_steps_equal_the_reference(ranks: int, calls: int, seed: int) -> None:
+    steps = drawn(seed, ranks, calls)
+    expected, found = reference(steps), {}
+    for rows in run_ranks(ranks, trained, steps):
+        assert not rows.keys() & found.keys()
+        found |= rows
+    assert found.keys() == expected.keys()
+    for key, row in expected.items():
+        assert found[key] == row.tolist()

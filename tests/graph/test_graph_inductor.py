@@ -55,15 +55,16 @@ def test_options_that_inductor_does_not_know_are_refused() -> None:
         graph(id_batches(12, 3)[0])
 
 
+@pytest.mark.parametrize("modes", [[True], pytest.param([True, False], marks=pytest.mark.slow)], ids=str)
 def test_a_step_for_many_sizes_that_is_not_compiled_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, modes: list[bool]
 ) -> None:
     monkeypatch.setattr("tierbed.graph.trace.sizes.OWN", 1)
     graph = graph_over(embedding(), nn.Linear(8, 1))
     graph.compile_dense()
-    for training in (True, False):
+    for training in modes:
         graph.train(training)
         for rows in (12, 20, 30):
             graph(id_batches(rows, 3)[0])
-    assert str(graph).count("# compiled step") == 4
+    assert str(graph).count("# compiled step") == 2 * len(modes)
     assert len([record for record in caplog.records if "compile_dense" in record.message]) == 1
