@@ -130,6 +130,7 @@ def poisoned_memory() -> Iterator[None]:
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
         torch.use_deterministic_algorithms(True, warn_only=True)
+        gc.set_threshold(10_000)  # a twentieth of the time of tests
         gc.freeze()  # collections leave what was imported alone: a seventh of the time of tests
         yield
         torch.use_deterministic_algorithms(False)

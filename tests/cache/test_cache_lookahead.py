@@ -54,7 +54,7 @@ def test_it_keeps_the_rows_that_the_plain_one_keeps(
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize(
     ("sets", "overflow_rows", "threads"),
-    [(1, 400, 1), (2, 400, 1), (67, 40_000, 2), (67, 40_000, 16)],
+    [(1, 400, 1), (2, 400, 1), pytest.param(67, 40_000, 2, marks=pytest.mark.slow), (67, 40_000, 16)],
     indirect=["threads"],
 )
 @pytest.mark.rotated("policy")

@@ -38,7 +38,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="crash-", dir=arguments.folder))
     ranks = arguments.ranks
-    rounds: Any = Rounds(folder) if ranks is None else RankRounds(folder)
+    rounds = Rounds(folder) if ranks is None else RankRounds(folder)
     results, failed = list[Result](), list[int]()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     with warm.servers(), contextlib.suppress(KeyboardInterrupt):  # the summary is of the rounds so far

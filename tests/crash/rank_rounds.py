@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import random
 import signal
 import time
-from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,43 +25,16 @@ from tierbed.snapshots import Snapshot
 
 from .expected import Expected
 from .history import DIM, History
-from .power import Disk
 from .rank_plan import RankRound, RankSession
 from .rank_trainer import UNSAVED, RankHistory, train
-from .rounds import HUNG, KILLED, Check, Result, rows_of, way_of
+from .rounds import HUNG, KILLED, AnyRounds, Check, rows_of
 from .trainer import Recovered, tierbed
 
 
-class RankRounds:
-    """Runs rounds below a folder."""
+class RankRounds(AnyRounds):
+    """Rounds of several ranks."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def run(self, plan: RankRound) -> Result:
-        """Raises AssertionError where the folder is not as it must be."""
-        begin = time.perf_counter()
-        place = self.folder / f"round-{plan.seed}"
-        (place / "store").mkdir(parents=True)
-        (place / "aside").mkdir()
-        result, expected, history = Result(), Expected(), History(plan.keys, plan.life)
-        for number, (session, stores) in enumerate(zip(plan.sessions, plan.checks, strict=True)):
-            self._train(place, plan, number, session, expected, result)
-            check = RankCheck(place / "store", history, expected, random.Random(session.seed), Recovered())
-            result.snapshots_checked += check.snapshots()
-            if stores is not None:
-                result.recovered += check.ranks(stores, f"check-{number}", plan)
-        result.seconds = time.perf_counter() - begin
-        return result
-
-    def _train(
-        self, place: Path, plan: RankRound, number: int, session: RankSession, expected: Expected, result: Result
-    ) -> None:
-        fields = {name: getattr(plan, name) for name in ("keys", "life", "power")}
-        orders = dataclasses.asdict(session) | fields | {"number": number}
+    def train(self, place: Path, plan: RankRound, session: RankSession, orders: dict[str, Any]) -> None:
         (place / "trace").write_text("")
         ends = run_until_killed(session, place, orders)
         assert HUNG not in ends, "a rank hung"
@@ -72,13 +43,9 @@ class RankRounds:
         allowed = {0, KILLED} if session.all_die else {0}
         others = {end for rank, end in enumerate(ends) if rank != session.victim}
         assert others <= allowed, f"the ranks ended with {ends}"
-        lines = expected.follow(place / "log")
-        done = [line for line in lines if line["at"] == "end"]
-        result.saves += Counter(line["kind"] for line in done if line["op"] == "save")
-        result.saves += Counter(line["op"] for line in done if line["op"] in ("background", "merge"))
-        result.kills[way_of(expected, session.kill)] += 1
-        if plan.power:
-            result.lost_in_cuts += Disk(place / "store", (place / "trace").read_text()).cut(random.Random(session.seed))
+
+    def checker(self, place: Path, plan: RankRound, session: RankSession, expected: Expected) -> RankCheck:
+        return RankCheck(place / "store", plan, expected, random.Random(session.seed))
 
 
 def run_until_killed(session: RankSession, place: Path, orders: dict[str, Any]) -> list[int]:
@@ -120,12 +87,16 @@ def _kill(child: Child) -> None:
 class RankCheck(Check):
     """Comparisons of a folder by ranks that open it."""
 
-    def ranks(self, stores: list[dict[str, Any]], name: str, plan: RankRound) -> bool:
+    def __init__(self, path: Path, plan: RankRound, expected: Expected, chance: random.Random) -> None:
+        super().__init__(path, History(plan.keys, plan.life), expected, chance, Recovered())
+        self.plan = plan
+
+    def opened(self, stores: list[dict[str, Any]], name: str) -> bool:
         """They go on from the right step with the right rows. Returns whether they went back to a snapshot."""
         expected = self.expected
         steps = self.chance.randrange(4)
         other = self.chance.choice([None, *sorted({*expected.saved, name})])
-        orders = (self.path, stores, plan.keys, plan.life, steps, name, other)
+        orders = (self.path, stores, self.plan.keys, self.plan.life, steps, name, other)
         found = run_ranks(len(stores), checked, *orders)
         if isinstance(found[0], str):  # rows of another number of ranks, which no snapshot has
             step = int(UNSAVED.search(found[0])[1])  # type: ignore[index]

@@ -41,11 +41,59 @@ class Result:
     seconds: float = 0.0
 
 
-class Rounds:
-    """Runs rounds below a folder, by trainers that run a script first, for tests of the harness."""
+class AnyRounds:
+    """Runs rounds below a folder, whose trainers `train` until killed and whose folders a `checker` compares."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def close(self) -> None:
+        """Let go of what is held."""
+
+    def train(self, place: Path, plan: Any, session: Any, orders: dict[str, Any]) -> None:
+        """Raises AssertionError where a trainer ended otherwise than its session says."""
+        raise NotImplementedError
+
+    def checker(self, place: Path, plan: Any, session: Any, expected: Expected) -> Check:
+        """Of the folder that a session left."""
+        raise NotImplementedError
+
+    def run(self, plan: Any) -> Result:
+        """Raises AssertionError where the folder is not as it must be."""
+        begin = time.perf_counter()
+        place = self.folder / f"round-{plan.seed}"
+        (place / "store").mkdir(parents=True)
+        (place / "aside").mkdir()
+        result, expected = Result(), Expected()
+        for number, (session, check) in enumerate(zip(plan.sessions, plan.checks, strict=True)):
+            fields = {name: getattr(plan, name) for name in ("keys", "life", "power")}
+            self.train(place, plan, session, dataclasses.asdict(session) | fields | {"number": number})
+            self._note(place, plan, session, expected, result)
+            checker = self.checker(place, plan, session, expected)
+            result.snapshots_checked += checker.snapshots()
+            if check is not None:
+                result.recovered += checker.opened(check, f"check-{number}")
+        result.seconds = time.perf_counter() - begin
+        return result
+
+    def _note(self, place: Path, plan: Any, session: Any, expected: Expected, result: Result) -> None:
+        """What the log of a session says; then the power is cut, where the plan has that."""
+        lines = expected.follow(place / "log")
+        done = [line for line in lines if line["at"] == "end"]
+        result.saves += Counter(line["kind"] for line in done if line["op"] == "save")
+        result.saves += Counter(line["op"] for line in done if line["op"] in ("background", "merge"))
+        result.kills[way_of(expected, session.kill)] += 1
+        if plan.power:
+            disk = Disk(place / "store", (place / "trace").read_text() if (place / "trace").exists() else "")
+            result.lost_in_cuts += disk.cut(random.Random(session.seed))
+
+
+class Rounds(AnyRounds):
+    """Rounds of trainers that run a script first, for tests of the harness."""
 
     def __init__(self, folder: Path, script: str = "") -> None:
-        self.folder, self.script = folder, script
+        super().__init__(folder)
+        self.script = script
         self._warm = Warm(run, SHIMMED)
         self._recovered = Recovered()
         logging.getLogger("tierbed").addHandler(self._recovered)
@@ -53,40 +101,16 @@ class Rounds:
     def close(self) -> None:
         logging.getLogger("tierbed").removeHandler(self._recovered)
 
-    def run(self, plan: Round) -> Result:
-        """Raises AssertionError where the folder is not as it must be."""
-        begin = time.perf_counter()
-        place = self.folder / f"round-{plan.seed}"
-        (place / "store").mkdir(parents=True)
-        (place / "aside").mkdir()
-        result, expected, history = Result(), Expected(), History(plan.keys, plan.life)
-        for number, (session, check) in enumerate(zip(plan.sessions, plan.checks, strict=True)):
-            self._train(place, plan, number, session, expected, result)
-            checker = Check(place / "store", history, expected, random.Random(session.seed), self._recovered)
-            result.snapshots_checked += checker.snapshots()
-            if check is not None:
-                result.recovered += checker.training(check, f"check-{number}")
-        result.seconds = time.perf_counter() - begin
-        return result
-
-    def _train(
-        self, place: Path, plan: Round, number: int, session: Session, expected: Expected, result: Result
-    ) -> None:
-        fields = {name: getattr(plan, name) for name in ("keys", "life", "power")}
+    def train(self, place: Path, plan: Round, session: Session, orders: dict[str, Any]) -> None:
         kill = session.kill
         after = [kill.events, kill.wait] if kill.inside is None else None
-        orders = dataclasses.asdict(session) | fields | {"number": number}
         answer = self._warm.order({"place": str(place), "plan": orders, "script": self.script}, after)
         assert answer["signal"] != HUNG, "the trainer hung"
         assert answer["signal"] == KILLED, f"the trainer ended by itself: {answer['signal'], answer['code']}"
-        lines = expected.follow(place / "log")
-        done = [line for line in lines if line["at"] == "end"]
-        result.saves += Counter(line["kind"] for line in done if line["op"] == "save")
-        result.saves += Counter(line["op"] for line in done if line["op"] in ("background", "merge"))
-        result.kills[way_of(expected, kill)] += 1
-        if plan.power:
-            disk = Disk(place / "store", (place / "trace").read_text() if (place / "trace").exists() else "")
-            result.lost_in_cuts += disk.cut(random.Random(session.seed))
+
+    def checker(self, place: Path, plan: Round, session: Session, expected: Expected) -> Check:
+        history = History(plan.keys, plan.life)
+        return Check(place / "store", history, expected, random.Random(session.seed), self._recovered)
 
 
 class Check:
@@ -111,7 +135,7 @@ class Check:
             self.same(rows_of(snapshot), saved.step)
         return len(listing.snapshots)
 
-    def training(self, store: dict[str, Any], name: str) -> bool:
+    def opened(self, store: Any, name: str) -> bool:
         """It goes on from the right step with the right rows. Returns whether it went back to a snapshot."""
         expected, history = self.expected, self.history
         self._recovered.seen = False

@@ -9,7 +9,7 @@ import pytest
 from .rank_plan import draw_rank_round
 from .rank_rounds import RankRounds
 
-SEEDS, SLOW_SEEDS = range(301, 303), range(303, 310)
+SEEDS, SLOW_SEEDS = [301], range(302, 310)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

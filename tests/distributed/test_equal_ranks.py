@@ -56,7 +56,7 @@ def test_equal_runs(
         assert all(one.hits >= 4 for one in found), "a step took no batch that was announced"
 
 
-@pytest.mark.parametrize("ahead", [0, 8])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 8])
 def test_equal_runs_of_uneven_parts(tmp_path: Path, ahead: int) -> None:
     one = Case(2, "cached_host", "adam", torch.float32, 1, ahead, uneven=True)
     check(one, tmp_path / "uneven")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tierbed import InputError, TierbedError, World, make_cached_ssd_store_optio
 from tierbed.engine.spec.inputs import Lookup
 
 COUNTS = [5, 3, 4]  # batches of each rank
+AHEAD = pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
 
 
 def loader(rank: int, count: int) -> list[tuple[Tensor, ...]]:
@@ -47,7 +48,7 @@ def accumulated(counts: list[list[int]], every: int = 1) -> tuple[dict[int, list
     return losses, state(graph)
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@AHEAD
 def test_all_ranks_stop_with_the_shortest_loader_and_say_what_is_left(ahead: int) -> None:
     losses, expected = accumulated([[0, 1, 2]] * 3)
     for rank, found in enumerate(run_ranks(3, uneven, "stop", ahead, 1)):
@@ -58,7 +59,7 @@ def test_all_ranks_stop_with_the_shortest_loader_and_say_what_is_left(ahead: int
         assert f"this rank has {found['left']} more" in said
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@AHEAD
 def test_ranks_without_a_batch_join_the_others_whose_mean_is_theirs(ahead: int) -> None:
     losses, expected = accumulated([[0, 1, 2]] * 3 + [[0, 2], [0]])
     for rank, found in enumerate(run_ranks(3, uneven, "join", ahead, 1)):
@@ -74,7 +75,7 @@ def test_ranks_that_accumulate_join_as_well() -> None:
     assert [len(found["losses"]) for found in all_three] == COUNTS
 
 
-def raising(rank: int, at: int) -> Iterator[tuple[Tensor, ...]]:
+def raising(rank: int) -> Iterator[tuple[Tensor, ...]]:
     """Three batches; before the second of rank 1, an exception that the next call goes past."""
 
     class Loader:
@@ -85,7 +86,7 @@ def raising(rank: int, at: int) -> Iterator[tuple[Tensor, ...]]:
             return self
 
         def __next__(self) -> tuple[Tensor, ...]:
-            if self.step == at and not self.raised:
+            if self.step == 1 and not self.raised:
                 self.raised = True
                 raise OSError("no such file")
             if self.step == 3:
@@ -96,9 +97,16 @@ def raising(rank: int, at: int) -> Iterator[tuple[Tensor, ...]]:
     return Loader()
 
 
-def failing(world: World, ahead: int) -> tuple[list[Any], dict[str, Tensor]]:
+def with_a_step_that_fails(rank: int) -> list[tuple[Tensor, ...]]:
+    """Five batches, of which the third of rank 1 fails."""
+    mine = loader(rank, 5)
+    return [*mine[:2], batch(1, 2, LOSS), *mine[3:]] if rank == 1 else mine
+
+
+def past_errors(world: World, batches: Callable[[int], Any], ahead: int) -> tuple[list[Any], dict[str, Tensor]]:
+    """What each turn of a run came to, over the batches of this rank, and the state at its end."""
     graph, seen = Ranked(world), []
-    run = graph.run(raising(world.rank, 1), ahead=ahead)
+    run = graph.run(batches(world.rank), ahead=ahead)
     while True:
         try:
             seen.append(next(run).item())
@@ -108,30 +116,16 @@ def failing(world: World, ahead: int) -> tuple[list[Any], dict[str, Tensor]]:
             seen.append(str(error))
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@AHEAD
 def test_an_exception_of_one_loader_is_raised_on_all_and_the_run_goes_on(ahead: int) -> None:
     losses, expected = accumulated([[0, 1]] * 3)
-    for rank, (seen, found) in enumerate(run_ranks(2, failing, ahead)):
+    for rank, (seen, found) in enumerate(run_ranks(2, past_errors, raising, ahead)):
         assert seen == [losses[rank][0], "rank 1: OSError: no such file", *losses[rank][1:]]
         assert_equal(found, expected)
 
 
-def failing_step(world: World) -> tuple[list[Any], dict[str, Tensor]]:
-    graph, seen = Ranked(world), []
-    mine = loader(world.rank, 5)
-    mine[2] = batch(world.rank, 2, LOSS) if world.rank == 1 else mine[2]
-    run = graph.run(mine, ahead=2)
-    while True:
-        try:
-            seen.append(next(run).item())
-        except StopIteration:
-            return seen, state(graph)
-        except TierbedError as error:
-            seen.append(str(error))
-
-
 def test_a_step_that_fails_in_a_run_uses_up_the_batch_of_all_ranks() -> None:
-    for seen, _ in run_ranks(2, failing_step):
+    for seen, _ in run_ranks(2, past_errors, with_a_step_that_fails, 2):
         assert len(seen) == 5
         assert seen[2] == f"rank 1: ValueError: failed at {LOSS}"
 
@@ -200,29 +194,22 @@ def test_announcements_that_no_step_can_take_are_let_go() -> None:
     assert run_ranks(2, known_to_one) == [0, 0]
 
 
-def different(world: World) -> str:
+def refused(world: World, counts: Sequence[int], ahead: Sequence[int], how: str) -> str:
+    """What the run of a rank says, of so many batches and so far ahead."""
     try:
-        list(Ranked(world).run(loader(world.rank, 2), ahead=world.rank))
+        list(Ranked(world).run(loader(world.rank, counts[world.rank]), ahead=ahead[world.rank], uneven=how))
     except TierbedError as error:
         return str(error)
     return ""
 
 
 def test_runs_of_different_arguments_are_refused() -> None:
-    for told in run_ranks(2, different):
+    for told in run_ranks(2, refused, [2, 2], [0, 1], "stop"):
         assert told.startswith("run of Ranked: ranks differ, rank 0: ahead=0; rank 1: ahead=1")
 
 
-def never(world: World) -> str:
-    try:
-        list(Ranked(world).run(loader(world.rank, 2 * (world.rank == 0)), uneven="join"))
-    except TierbedError as error:
-        return str(error)
-    return ""
-
-
 def test_a_rank_that_never_had_a_batch_cannot_join() -> None:
-    for told in run_ranks(2, never):
+    for told in run_ranks(2, refused, [2, 0], [1, 1], "join"):
         assert told.startswith("rank 1: a loader gave no batch at all")
 
 
@@ -290,7 +277,7 @@ def announced(world: World, folder: str, ahead: int, every: int) -> tuple[dict[s
     return {e.name: e.metrics()["table"] for e in (graph.users, graph.items)}, found
 
 
-@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_steps_of_a_run_find_what_ranks_ask_of_their_rows_announced(tmp_path: Path, every: int) -> None:
     plain = run_ranks(2, announced, str(tmp_path / "plain"), 0, every)
     for (metrics, found), (_, expected) in zip(run_ranks(2, announced, str(tmp_path), 4, every), plain, strict=True):

@@ -53,17 +53,13 @@ def run(policy: str | None, script: str) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def of_torch() -> tuple[str, str]:
-    return run(None, STEPS)
+    return run(None, STEPS + FORK)
 
 
-def test_steps_add_no_thread_beside_those_that_spin(of_torch: tuple[str, str]) -> None:
+def test_steps_add_no_thread_beside_those_that_spin_and_a_fork_without_them_trains(of_torch: tuple[str, str]) -> None:
     assert of_torch[0] == "0"
 
 
 @pytest.mark.slow
 def test_steps_have_a_thread_of_their_own_where_those_of_torch_sleep(of_torch: tuple[str, str]) -> None:
     assert run("PASSIVE", STEPS) == ("1", of_torch[1])
-
-
-def test_a_child_trains_after_a_fork_that_left_torchs_threads_behind(of_torch: tuple[str, str]) -> None:
-    assert run(None, STEPS + FORK)[1] == of_torch[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -255,12 +256,19 @@ def test_callers_that_read_at_once_get_their_rows(tmp_path: Path, read_threads: 
     tier.close()
 
 
-def test_more_threads_read_where_they_wait_for_the_disk(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+@pytest.fixture
+def disk_folder() -> Iterator[Path]:
+    """A folder where temporary files are by default, though `tmp_path` may be in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_more_threads_read_where_they_wait_for_the_disk(disk_folder: Path, pytestconfig: pytest.Config) -> None:
     """Rows that were just written wait for nothing. Direct reads do, where the system counts what they read."""
     if pytestconfig.getoption("--core"):
         pytest.skip("a core with a sanitizer works longer at a row than it waits for a disk")
     rows = own_values(20_000)
-    tier = RocksDB(tmp_path, WIDTH)
+    tier = RocksDB(disk_folder, WIDTH)
     tier.write(rows.tables, rows.keys, rows.lines)
     tier.flush()
     at_first = tier.metrics()["ssd"]["read_threads"]
@@ -268,7 +276,7 @@ def test_more_threads_read_where_they_wait_for_the_disk(tmp_path: Path, pytestco
     assert tier.metrics()["ssd"]["read_threads"] == at_first
     tier.close()
     try:
-        tier = RocksDB(tmp_path, WIDTH, rocksdb.SHARDS, read_mode="direct", cache_mb=0)
+        tier = RocksDB(disk_folder, WIDTH, rocksdb.SHARDS, read_mode="direct", cache_mb=0)
     except OptionError:
         pytest.skip("this file system reads through the page cache alone")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock

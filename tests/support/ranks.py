@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
+
 from support.forked import with_pipe
 from support.warm import Child
 
@@ -58,6 +60,20 @@ def survivors(group: Sequence[tuple[Child, Connection]], lost: int) -> dict[int,
     found = {rank: answer(pipe) for rank, (_, pipe) in left.items()}
     assert {rank: child.wait() for rank, (child, _) in left.items()} == dict.fromkeys(left, 0)
     return found
+
+
+def fails(call: Callable[[], Any], kind: type[Exception]) -> str:
+    """What the error says that a call raises."""
+    with pytest.raises(kind) as raised:
+        call()
+    return str(raised.value)
+
+
+def assert_all_heard(told: Sequence[Sequence[str]], parts: Sequence[str]) -> None:
+    """Each rank was told the same, and of each message this part."""
+    assert all(of_rank == told[0] for of_rank in told)
+    for said, part in zip(told[0], parts, strict=True):
+        assert part in said
 
 
 def answer(pipe: Connection) -> Any:
