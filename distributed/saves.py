@@ -324,6 +324,8 @@ class RankSnapshots:
         said = f"embedding {self._name!r}: loading snapshot {name!r} failed amid its changes, and the rows are closed"
         base = f"goes back to snapshot {self.base!r}" if self.base else "begins empty"
         log.error("%s on all ranks; create it again, and it %s", said, base)
+        if self._own.is_open:  # no mark: rows of a rank that kept the old ones are not to pass for those of the load
+            self._own.table.failure = self._own.table.failure or StoreError(said)
         _, error = attempt(self._close)
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self._name, error)

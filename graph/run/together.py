@@ -35,7 +35,7 @@ class Together:
     """What a graph did with other ranks so far."""
 
     def __init__(self) -> None:
-        self.begun: set[str] = set()  # the parameters and buffers that are those of rank 0
+        self.began = False  # whether parameters and buffers are those of rank 0
         self._last: dict[tuple[bool, bool], weakref.ref[SharedStep]] = {}  # weak: the step holds this object
         self.torn = ""  # what this rank alone raised amid the updates of a step
 
@@ -89,7 +89,6 @@ class Exchanges:
         self._dense: list[DenseGrads] = []
         self._schedulers: list[LRScheduler] = []
         self._passed = 0  # the world's count of exchanges when the step began
-        self._begun = False  # whether all that the step reads began as it is on rank 0
 
     def follow(
         self,
@@ -172,12 +171,9 @@ class Exchanges:
                     f"a step of {self._owner} raised {self._together.torn} amid its updates, which other ranks made; "
                     "load a checkpoint on all ranks"
                 )
-            if not self._begun:
-                begin = [(name, tensor) for name, tensor in first_values() if name not in self._together.begun]
-                if begin:
-                    share_first_values(world, f"parameters of {self._owner}", begin)
-                    self._together.begun.update(name for name, _ in begin)
-                self._begun = True
+            if self.trains and not self._together.began:
+                share_first_values(world, f"parameters of {self._owner}", first_values())
+                self._together.began = True
             yield
         except BaseException as error:
             if world.failure is None and world.told is not error:

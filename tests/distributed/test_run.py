@@ -240,27 +240,6 @@ def test_a_rank_joins_training_steps_after_an_evaluation() -> None:
         assert_equal(found, expected[1])
 
 
-class Scored(Ranked):
-    """Scores with dense parameters where it is evaluated."""
-
-    def build(self, users: Tensor, items: Tensor, y: Tensor, at: Tensor) -> Tensor:
-        if self.training:
-            return super().build(users, items, y, at)
-        return self.before(self.users(users)).sum() + self.middle
-
-
-def evaluates_first(world: World | None) -> tuple[float, float]:
-    graph = Scored(world)
-    graph.eval()
-    score = graph(*batch(0, 0)).item()
-    graph.train()
-    return score, graph(*batch(0, 0)).item()
-
-
-def test_an_evaluation_before_any_training_is_of_the_parameters_of_rank_0() -> None:
-    assert run_ranks(2, evaluates_first) == [evaluates_first(None)] * 2
-
-
 def test_one_process_takes_the_argument_as_well() -> None:
     graph = Ranked(None)
     assert len(list(graph.run(loader(0, 2), uneven="join"))) == 2
