@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.persist.held_table import HeldTable
 from ..engine.persist.share import Share
-from ..engine.signals import uninterrupted
 from ..engine.store.shares import remove_other_shares
 from ..engine.version import __version__
-from ..snapshots.asking.serving import StoreServer, start_server
+from ..snapshots.asking.serving import Service
 from .agreement import agree, attempt, everywhere
 from .home import Home
 from .live_rows import LiveRows
@@ -75,7 +74,7 @@ class ShardedHeld:
         self.saves = RankSnapshots(world, spec.name, self.own, self.home, self.close)
         self.table.between_steps = self.saves.at_step
         self.table.requests = Requests(world, self.own, self.home, self.saves, spec.name)
-        self._server: StoreServer | None = None
+        self._service = Service()
         self._serve()
 
     def _open(
@@ -197,7 +196,7 @@ class ShardedHeld:
     def close(self) -> None:
         """As `HeldTable.close`, for the rows of this rank. Waits for no other rank."""
         self.saves.drop()
-        self._stop_serving()
+        self._service.stop()
         try:
             self.own.close()
         except BaseException:
@@ -211,21 +210,14 @@ class ShardedHeld:
     def finish(self) -> None:
         """Close at the end of the embedding or the process, as `HeldTable.finish`. Waits for no other rank."""
         self.saves.drop()
-        self._stop_serving()
+        self._service.stop()
         self.own.finish()
         self._let_go()
 
     def _serve(self) -> None:
         """Answer other processes that ask for snapshots, on rank 0."""
         if self.home is not None and self.home.folder is not None and self.table.requests is not None:
-            with uninterrupted():
-                self._server = start_server(self.home.path, self.table.requests)
-
-    def _stop_serving(self) -> None:
-        if self._server is not None:
-            with uninterrupted():
-                self._server.close()
-                self._server = None
+            self._service.start(self.home.path, self.table.requests)
 
     def _let_go(self) -> None:
         if self.home is not None:

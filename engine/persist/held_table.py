@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...snapshots.asking.serving import StoreServer, start_server
+from ...snapshots.asking.serving import Service
 from ...snapshots.files.format import Manifest
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import LoadReport, Selection
 from ..durable import remedy_for
 from ..errors import ClosedError, OptimizerError, StoreError
 from ..optim.optimizers import RowOptimizer
-from ..signals import uninterrupted
 from ..spec.options import StoreOptions
 from ..spec.table_spec import TableSpec
 from ..table.background_save import BackgroundSave
@@ -57,7 +56,7 @@ class HeldTable:
         self._process = os.getpid()
         self._table: OpenTable | None = None
         self._closed_at = 0  # the step of the rows when they were closed
-        self._server: StoreServer | None = None
+        self._service = Service()
         folder = None
         if options.persistent_path is not None:
             place = Path(options.persistent_path) / spec.name
@@ -284,7 +283,7 @@ class HeldTable:
         if self._table is not None and self._process == os.getpid():
             with _disable_current_modes():  # a trace may be under way, and would record what this does
                 unsaved = self._table.watch.finish_saving()
-                self._stop_serving()
+                self._service.stop()
                 late = self._table.deferred_error(wait=True) or unsaved  # raised at the end: the rows are kept first
                 try:
                     self._persistence.close(self._table)
@@ -306,7 +305,7 @@ class HeldTable:
             if self._table is None:  # closed: the error is of an earlier call
                 log.error("embedding %r: %s", self._name, error)
                 return
-            self._stop_serving()
+            self._service.stop()
             kept = self._persistence.after_failed_close(self._table)
             log.error("embedding %r could not be closed: %s; %s", self._name, error, kept)
 
@@ -316,21 +315,14 @@ class HeldTable:
             self._table = build()
         except BaseException:
             if before.stack is None:  # it failed while the new table took its place
-                self._stop_serving()
+                self._service.stop()
                 self._let_go()
             raise
 
     def _serve(self) -> None:
         """Answer other processes that ask for snapshots, while the folder is held. A share cannot save one alone."""
         if self._persistence.folder is not None and self._persistence.life is None:
-            with uninterrupted():
-                self._server = start_server(self._persistence.folder.path, self)
-
-    def _stop_serving(self) -> None:
-        if self._server is not None:
-            with uninterrupted():
-                self._server.close()
-                self._server = None
+            self._service.start(self._persistence.folder.path, self)
 
     def _let_go(self) -> None:
         if self._table is not None:

@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from ...engine.errors import SnapshotError, StoreError, TierbedError
+from ...engine.signals import uninterrupted
 from ...engine.threads import Thread
 from ..files.format import Manifest
 from .channel import Message, listen, open_folder, peer_of, receive, remove, send
@@ -59,13 +60,26 @@ class Served(Protocol):
         """`name`, `step`, and the number of `rows`. Raises TierbedError."""
 
 
-def start_server(folder: Path, served: Served) -> StoreServer | None:
-    """Serve the store in `folder`, which this process holds. Returns None, and logs why, where it cannot be served."""
-    try:
-        return StoreServer(folder, served)
-    except (OSError, RuntimeError) as error:  # such as a file system without sockets, or no descriptor or thread left
-        log.info("store folder %s: `tierbed snapshot save` cannot ask this process for one: %s", folder, error)
-        return None
+class Service:
+    """The server of a store, which may be started and stopped again. Handlers of signals wait for both."""
+
+    def __init__(self) -> None:
+        self._server: StoreServer | None = None
+
+    def start(self, folder: Path, served: Served) -> None:
+        """Serve the store in `folder`, which this process holds. Logs why, where it cannot be served."""
+        with uninterrupted():
+            try:
+                self._server = StoreServer(folder, served)
+            except (OSError, RuntimeError) as error:  # such as no sockets there, or no descriptor or thread left
+                log.info("store folder %s: `tierbed snapshot save` cannot ask this process for one: %s", folder, error)
+
+    def stop(self) -> None:
+        """End the server, if there is one."""
+        if self._server is not None:
+            with uninterrupted():
+                self._server.close()
+                self._server = None
 
 
 class StoreServer:
