@@ -19,8 +19,11 @@ from ..engine.errors import GroupError, TierbedError
 
 if TYPE_CHECKING:
     from .group import Exchange, Group
+    from .script import Script
 
 FIELDS = 6  # of a header: whether it refuses, the checksums of op and numbers, the count for the receiver, a note, asks
+
+MOST_NAMED = 3  # of what differs between ranks, an error names so much
 
 
 class Answer(NamedTuple):
@@ -90,7 +93,9 @@ class Agreement:
 
     def _refuse(self) -> NoReturn:
         said = {"op": self._op, "same": self._same, "error": _told(self._error)}
-        every = [msgpack.unpackb(data) for data in raw_bytes(self._world, self._op, msgpack.packb(said))]
+        every = [
+            msgpack.unpackb(data) for data in raw_bytes(self._world, self._op, msgpack.packb(said, default=_parts))
+        ]
         raise_first([one["error"] for one in every], self._error, self._world)
         self._world.differed += 1
         self._world.told = GroupError(_difference(every))
@@ -164,8 +169,12 @@ def raw_bytes(world: Group, op: str, data: bytes) -> list[bytes]:
 
 
 def _checksum(value: Any) -> int:
-    data = value.encode() if isinstance(value, str) else msgpack.packb(value)
+    data = value.encode() if isinstance(value, str) else msgpack.packb(value, default=lambda script: script.checksum)
     return zlib.crc32(data)
+
+
+def _parts(script: Script) -> dict[str, str]:
+    return script.parts
 
 
 def _told(error: BaseException | None) -> dict[str, str] | None:
@@ -182,10 +191,12 @@ def _difference(every: Sequence[Mapping[str, Any]]) -> str:
         )
     said = [_flat(one["same"]) for one in every]
     names = [name for name in dict.fromkeys(name for one in said for name in one) if _differs(name, said)]
+    shown = names[:MOST_NAMED]
     values = "; ".join(
-        f"rank {rank}: " + ", ".join(f"{name}={one.get(name)}" for name in names) for rank, one in enumerate(said)
+        f"rank {rank}: " + ", ".join(f"{name}={one.get(name)}" for name in shown) for rank, one in enumerate(said)
     )
-    return f"{every[0]['op']}: ranks differ, {values}; give all ranks the same"
+    more = f" (and {len(names) - len(shown)} more differ)" if len(names) > len(shown) else ""
+    return f"{every[0]['op']}: ranks differ, {values}{more}; give all ranks the same"
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ def share_first_values(world: World, op: str, tensors: Sequence[tuple[str, Tenso
     tensors: names and tensors, in an order of their own. GraphError on all ranks, before anything is written, where
     ranks have others or in another order.
     """
-    described = [f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors]
-    every = [data.decode().split("\n") for data in world.all_bytes(f"names of {op}", "\n".join(described).encode())]
+    names = "\n".join(described(tensors)).encode()
+    every = [data.decode().split("\n") for data in world.all_bytes(f"names of {op}", names)]
     for rank, other in enumerate(every):
         if other != every[0]:
             pairs = zip_longest(every[0], other, fillvalue="nothing more")
@@ -36,6 +36,11 @@ def share_first_values(world: World, op: str, tensors: Sequence[tuple[str, Tenso
         agree(world, op)
         for _, tensor in tensors:
             _copy_of_first(world, op, tensor)
+
+
+def described(tensors: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Name, dtype and shape of each tensor, for people."""
+    return [f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors]
 
 
 @torch.no_grad()

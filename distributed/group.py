@@ -21,6 +21,7 @@ from ..engine.numeric import real
 from ..engine.signals import held, uninterrupted
 from .connections import ADDRESS, connect
 from .roll_call import Left, RollCall
+from .script import NONE
 
 LOOK = timedelta(seconds=0.1)  # a wait looks for signals, and for ranks that ended the group, so often
 PATIENCE = 1.0  # seconds that a wait goes on after a signal, so that a step whose ranks all answer is made whole
@@ -64,7 +65,7 @@ class Group:
         self.timeout, self.rows, self.grads = timeout, rows, grads
         self.on_host = 1  # how many of the ranks are on this host
         self.passed = 0  # exchanges of steps that began
-        self.script = 0  # a checksum of the step under way, which all ranks must be in
+        self.script = NONE  # of the step under way, which all ranks must be in
         self.pending: Settles | None = None  # headers on their way
         self.told: BaseException | None = None  # what was raised on all ranks last
         self.differed = 0  # how often all ranks were told that they differ

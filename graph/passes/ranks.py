@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor, fx
 
 from ...distributed.dense import Vote
+from ...distributed.first_values import described
+from ...distributed.script import Script
 from ...engine.errors import GraphError
 from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import Rows
@@ -172,11 +173,13 @@ def _script(module: fx.GraphModule) -> list[Exchange]:
     return script
 
 
-def checksum(script: list[Exchange], trained: list[tuple[str, Tensor]]) -> int:
-    """A number that is equal on ranks whose steps exchange the same. trained: dense parameters by name, in order."""
-    exchanges = [(kind, embedding.name if embedding else None, like) for kind, embedding, like in script]
-    parameters = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in trained]
-    return crc32(repr((exchanges, parameters)).encode())
+def in_words(script: list[Exchange], trained: list[tuple[str, Tensor]]) -> Script:
+    """The script as ranks compare it. trained: dense parameters by name, in order."""
+    exchanges = [
+        kind + ("" if embedding is None else f" of {embedding.name!r}") + ("" if like is None else f", ids of {like}")
+        for kind, embedding, like in script
+    ]
+    return Script(exchanges, described(trained))
 
 
 def _refuse_sparse(name: str, grad: Tensor) -> None:

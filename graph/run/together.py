@@ -19,11 +19,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...distributed.agreement import agree
 from ...distributed.dense import Vote, reduce
 from ...distributed.first_values import share_first_values
+from ...distributed.script import NONE
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import Rows
 from ...engine.spec.inputs import Lookup
 from ..passes.dense import numbers_of
-from ..passes.ranks import Exchange, checksum, sum_over_ranks
+from ..passes.ranks import Exchange, in_words, sum_over_ranks
 from ..passes.step_end import DenseGrads, LookupGrads, RowGrads, StepEnd, accumulate, end_step, schedule
 from .attempt import FailedForSizes
 
@@ -84,7 +85,7 @@ class Exchanges:
         self._world, self._together, self._owner = world, together, owner
         self._end, self.trains = end, trains
         self._script: list[Exchange] = []
-        self._checksum = 0
+        self._in_words = NONE
         self._trained: list[Rows] = []
         self._dense: list[DenseGrads] = []
         self._schedulers: list[LRScheduler] = []
@@ -103,7 +104,7 @@ class Exchanges:
         parameters: by name, in the order in which gradients are summed. dense: the same by optimizer, their gradients
         of any value.
         """
-        self._script, self._checksum = script, checksum(script, parameters)
+        self._script, self._in_words = script, in_words(script, parameters)
         self._trained, self._dense, self._schedulers = trained, dense, schedulers
 
     def vote(self, dense: list[DenseGrads], *, finite: bool, present: bool = True) -> Vote:
@@ -164,7 +165,7 @@ class Exchanges:
         """
         world = self._world
         world.check_thread()
-        world.script, self._passed, world.told = self._checksum, world.passed, None
+        world.script, self._passed, world.told = self._in_words, world.passed, None
         try:
             if self.trains and self._together.torn:
                 raise GraphError(
@@ -182,7 +183,7 @@ class Exchanges:
                     self._together.torn = self._together.torn or repr(error)
             raise
         finally:
-            world.script = 0
+            world.script = NONE
             if not nested:
                 world.told = None  # its frames hold what the step computed
 
