@@ -1,4 +1,7 @@
-"""Parameters and buffers begin as those of rank 0, so that ranks which draw their own train one model."""
+"""Parameters and buffers begin as those of rank 0, so that ranks which draw their own train one model.
+
+A buffer that has begun is its rank's own, whichever graph meets it next.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..engine.errors import GraphError
 from .agreement import agree
@@ -16,11 +19,13 @@ _PIECE = 16 << 20  # bytes that rank 0 sends to each other rank at once
 
 
 def share_first_values(world: World, op: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Give these tensors the values that they have on rank 0. Collective.
+    """Give these parameters the values that they have on rank 0, and those buffers that have not begun. Collective.
 
     tensors: names and tensors, in an order of their own. GraphError on all ranks, before anything is written, where
     ranks have others or in another order.
     """
+    begun = world.begun
+    tensors = [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) or tensor not in begun]
     names = "\n".join(described(tensors)).encode()
     every = [data.decode().split("\n") for data in world.all_bytes(f"names of {op}", names)]
     for rank, other in enumerate(every):
@@ -36,6 +41,7 @@ def share_first_values(world: World, op: str, tensors: Sequence[tuple[str, Tenso
         agree(world, op)
         for _, tensor in tensors:
             _copy_of_first(world, op, tensor)
+            begun[tensor] = True
 
 
 def described(tensors: Sequence[tuple[str, Tensor]]) -> list[str]:

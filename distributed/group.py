@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..engine.errors import GroupError, OptionError
 from ..engine.numeric import real
@@ -67,6 +68,7 @@ class Group:
         self.passed = 0  # exchanges of steps that began
         self.script = NONE  # of the step under way, which all ranks must be in
         self.pending: Settles | None = None  # headers on their way
+        self.begun = WeakTensorKeyDictionary()  # the tensors that began as those of rank 0
         self.told: BaseException | None = None  # what was raised on all ranks last
         self.differed = 0  # how often all ranks were told that they differ
         self.failure: GroupError | None = None

@@ -177,8 +177,14 @@ class ShardedHeld:
         return self.table.size()
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """As `HeldTable.use_optimizer`. Every rank calls it."""
-        everywhere(self._world, f"optimizer of embedding {self._name!r}", lambda: self.own.use_optimizer(optimizer))
+        """As `HeldTable.use_optimizer`. Every rank calls it. Where it costs one of them its rows, all are closed."""
+        op = f"optimizer of embedding {self._name!r}"
+        everywhere(self._world, op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows takes any
+        with self._world.whole(op):
+            _, error = attempt(lambda: self.own.use_optimizer(optimizer))
+            if not all(agree(self._world, f"{op}: open", note=self.own.is_open).notes):
+                self.close()
+            agree(self._world, f"{op}: done", error)
 
     def move(self, device: torch.device) -> None:
         """As `HeldTable.move`, for the rows of this rank."""

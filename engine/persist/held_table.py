@@ -20,6 +20,7 @@ from ...snapshots.store.selection import LoadReport, Selection
 from ..durable import remedy_for
 from ..errors import ClosedError, OptimizerError, StoreError
 from ..optim.optimizers import RowOptimizer
+from ..optim.row_state import RowState
 from ..spec.options import StoreOptions
 from ..spec.table_spec import TableSpec
 from ..table.background_save import BackgroundSave
@@ -111,14 +112,11 @@ class HeldTable:
         """Whether the table is open, as it stays where a close fails."""
         return self._table is not None
 
-    def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Train the rows by `optimizer` from here on. Opens the table again where lines need room for its state.
-
-        Raises OptimizerError where the rows carry another optimizer's state.
-        """
+    def check_optimizer(self, optimizer: RowOptimizer) -> None:
+        """Raises OptimizerError where the rows carry another state, OptionError where lines have no room for it."""
         table = self.table
         held, wanted = table.state, optimizer.row_state(table.spec.dim)
-        known = held.names == wanted.names and held.rule in (None, wanted.rule)
+        known = _is_known(held, wanted)
         as_before = table.optimizer is None or table.optimizer.initial == optimizer.initial
         stateless = held.rule is None and not held.names  # rows that were put
         if table.counts.rows and not stateless and not (known and as_before):
@@ -127,10 +125,19 @@ class HeldTable:
                 f"begins as {list(held.initial)}, not of {wanted.rule} with {list(wanted.names)} from "
                 f"{list(wanted.initial)}; keep to one optimizer, or take another name"
             )
-        if known and (held.widths, held.initial) == (wanted.widths, wanted.initial):
+        self._persistence.check_row(optimizer)
+
+    def use_optimizer(self, optimizer: RowOptimizer) -> None:
+        """Train the rows by `optimizer` from here on. Opens the table again where lines need room for its state.
+
+        Raises what `check_optimizer` raises.
+        """
+        self.check_optimizer(optimizer)
+        table = self.table
+        held, wanted = table.state, optimizer.row_state(table.spec.dim)
+        if _is_known(held, wanted) and (held.widths, held.initial) == (wanted.widths, wanted.initial):
             table.optimizer, table.state = optimizer, wanted
             return
-        self._persistence.check_row(optimizer)
         self._replace(table, lambda: self._persistence.reopen(table, optimizer))
 
     def move(self, device: torch.device) -> None:
@@ -329,3 +336,8 @@ class HeldTable:
             self._closed_at = self._table.step
         self._table = None
         self._persistence.release()
+
+
+def _is_known(held: RowState, wanted: RowState) -> bool:
+    """Whether rows with the one state can go on with the other."""
+    return held.names == wanted.names and held.rule in (None, wanted.rule)

@@ -36,7 +36,7 @@ class Together:
     """What a graph did with other ranks so far."""
 
     def __init__(self) -> None:
-        self.began = False  # whether parameters and buffers are those of rank 0
+        self.began: set[bool] = set()  # by whether steps train: in those, tensors have begun as those of rank 0
         self._last: dict[tuple[bool, bool], weakref.ref[SharedStep]] = {}  # weak: the step holds this object
         self.torn = ""  # what this rank alone raised amid the updates of a step
 
@@ -172,9 +172,9 @@ class Exchanges:
                     f"a step of {self._owner} raised {self._together.torn} amid its updates, which other ranks made; "
                     "load a checkpoint on all ranks"
                 )
-            if self.trains and not self._together.began:
+            if not nested and self.trains not in self._together.began:
                 share_first_values(world, f"parameters of {self._owner}", first_values())
-                self._together.began = True
+                self._together.began.add(self.trains)
             yield
         except BaseException as error:
             if world.failure is None and world.told is not error:
