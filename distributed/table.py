@@ -261,4 +261,4 @@ class ShardedTable:
     def release(self) -> None:
         """Drop the pin that a failed step left."""
         self.pinned = None
-        self.own.release()
+        self._held.release()

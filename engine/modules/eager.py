@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import increment_version
 
-from ..errors import GraphError, OptimizerError, TierbedError
+from ..errors import GraphError, OptimizerError
 from ..ops.rows_contract import Rows
 from ..optim.optimizers import RowOptimizer
 from ..persist.held_contract import Ranks
@@ -57,6 +58,7 @@ class EagerOptimizer(torch.optim.Optimizer):
         modules = (m for m in module.modules() if isinstance(m, Rows))
         embeddings = [m for m in modules if m.shadow.requires_grad]
         self._world = refuse_eager_ranks(module, embeddings)
+        self._torn = ""  # what this rank alone raised amid the updates of a step
         if self._world is not None and len(embeddings) > MOST_SHARED:
             raise OptimizerError(
                 f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer {MOST_SHARED} or fewer"
@@ -97,7 +99,7 @@ class EagerOptimizer(torch.optim.Optimizer):
 
         Embeddings that no backward() reached stay as they are, their step counts too. Raises StoreError, CapacityError
         and InputError before any row changed where rows cannot be brought up, GraphError in `build` of a graph and
-        while another thread trains the rows.
+        while another thread trains the rows. Over ranks, what the closure raises on one of them is raised on all.
         """
         if detect_fake_mode() is not None:
             raise GraphError(
@@ -106,14 +108,15 @@ class EagerOptimizer(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
+                loss = self._told(closure)
         shadows = [embedding.shadow for embedding, _ in self._rows]
         grads = [shadow.grad for shadow in shadows]
         with uninterrupted():
             self._step_rows()
             for shadow in shadows:
                 shadow.grad = None
-            self.optimizer.step()  # if this raises, rows have moved, and their gradients are gone
+            with self._amid_updates():
+                self.optimizer.step()  # if this raises, rows have moved, and their gradients are gone
             for shadow, grad in zip(shadows, grads, strict=True):
                 shadow.grad = grad
         return loss
@@ -131,6 +134,27 @@ class EagerOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
+        self._torn = ""
+
+    def _told(self, closure: Callable[[], Any]) -> Any:
+        """The result of a closure. What it raises on this rank alone is raised on those that wait for this one."""
+        try:
+            return closure()
+        except BaseException as error:
+            world = self._world
+            if world is not None and world.failure is None and world.told is not error:
+                world.meet("closure of an EagerOptimizer", error)
+            raise
+
+    @contextmanager
+    def _amid_updates(self) -> Iterator[None]:
+        """A block of updates that other ranks make. What this one raises in it keeps all from the next step."""
+        try:
+            yield
+        except BaseException as error:
+            if self._world is not None:
+                self._torn = self._torn or repr(error)
+            raise
 
     @torch.no_grad()
     def _step_rows(self) -> None:
@@ -154,10 +178,11 @@ class EagerOptimizer(torch.optim.Optimizer):
                         pinned.append((gradients, batch))
                 if self._world is not None:
                     send_all(self._world, pinned)
-                for gradients, batch in pinned:
-                    gradients.update(batch)
-                    # so that a backward() that needs the rows as they were says so
-                    increment_version(gradients.embedding.shadow)
+                with self._amid_updates():
+                    for gradients, batch in pinned:
+                        gradients.update(batch)
+                        # so that a backward() that needs the rows as they were says so
+                        increment_version(gradients.embedding.shadow)
             except BaseException:
                 for embedding, *_ in stepped:
                     embedding.release()
@@ -167,10 +192,15 @@ class EagerOptimizer(torch.optim.Optimizer):
         """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
         error: BaseException | None = None
         try:
+            if self._torn:
+                raise OptimizerError(
+                    f"a step() of an EagerOptimizer raised {self._torn} amid its updates, which other ranks made; load "
+                    "a snapshot of its embeddings and a state_dict on all ranks"
+                )
             for *_, gradients in reached:
                 if gradients is not None:
                     gradients.check()
-        except TierbedError as wrong:
+        except Exception as wrong:
             error = wrong
         note = sum(1 << number for number, (*_, gradients) in enumerate(reached) if gradients is not None)
         notes = world.meet("step() of an EagerOptimizer", error, note)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from ..errors import InputError, StoreError, TierbedError
+from ..errors import InputError, StoreError
 from ..ops.segments import check_legal
 from ..persist.held_contract import TableOfAll
 from ..signals import uninterrupted
@@ -122,9 +122,10 @@ class KeyedRows(SavedRows):
         """A block that checks the arguments of a call of all ranks: what it raises on one rank is raised on all."""
         try:
             yield
-        except TierbedError as error:
-            if self.world is not None and self.world.failure is None and detect_fake_mode() is None:
-                self.world.meet(f"a call of embedding {self.name!r}", error)
+        except Exception as error:
+            world = self.world
+            if world is not None and world.failure is None and world.told is not error and detect_fake_mode() is None:
+                world.meet(f"a call of embedding {self.name!r}", error)
             raise
 
     def _asked(self, keys: Any, table_ids: Any) -> Lookup:

@@ -105,6 +105,7 @@ class Ranks(Protocol):
     """The processes that share the rows of an embedding: `tierbed.distributed.World`."""
 
     failure: TierbedError | None  # why they can no longer meet
+    told: BaseException | None  # what was raised on all of them last
 
     @property
     def size(self) -> int:

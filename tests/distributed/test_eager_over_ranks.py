@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from support.ranks import run_ranks
-from tierbed import EagerOptimizer, InputError, MultiTableEmbedding, OptimizerError, World, make_host_mem_store_options
+from tierbed import (
+    EagerOptimizer,
+    GroupError,
+    InputError,
+    MultiTableEmbedding,
+    OptimizerError,
+    World,
+    make_host_mem_store_options,
+)
 
 STEPS, DIM = 6, 4
 KEYS = torch.arange(40)
@@ -147,3 +155,62 @@ def refused(world: World) -> str:
 def test_embeddings_within_a_distributed_data_parallel_or_of_several_worlds_are_refused() -> None:
     for said in run_ranks(2, refused):
         assert said.startswith("embedding 'rows' is in the module, a DistributedDataParallel, and its world sees to")
+
+
+def a_closure_that_raises(world: World) -> Any:
+    model = Model(world)
+    optimizer, told = trained(model), []
+    before = model.rows.get(KEYS)
+    for step in range(2):
+
+        def closure(step: int = step) -> Tensor:
+            loss = model(ids_of(step, world.rank))
+            if step == 0 and world.rank == 1:
+                raise ArithmeticError("no loss")
+            loss.backward()
+            return loss
+
+        try:
+            optimizer.step(closure)
+        except GroupError as error:
+            told.append((str(error), torch.equal(model.rows.get(KEYS), before)))
+        optimizer.zero_grad()
+    return told, not torch.equal(model.rows.get(KEYS), before)
+
+
+def test_what_a_closure_raises_on_one_rank_is_raised_on_all_and_training_goes_on() -> None:
+    for told, moved in run_ranks(2, a_closure_that_raises):
+        assert told == [("rank 1: ArithmeticError: no loss", True)]
+        assert moved
+
+
+def amid_the_updates(world: World) -> list[str]:
+    model, told = Model(world), []
+    optimizer = trained(model)
+    good = optimizer.state_dict()
+
+    def stumbles(*_: object) -> None:
+        if world.rank == 1 and not told:
+            raise ArithmeticError("stumbled")
+
+    optimizer.optimizer.register_step_pre_hook(stumbles)
+    for step in range(3):
+        model(ids_of(step, world.rank)).backward()
+        try:
+            optimizer.step()
+            told.append("fine")
+        except (OptimizerError, ArithmeticError) as error:
+            told.append(str(error))
+        if step == 1:
+            optimizer.load_state_dict(good)
+        optimizer.zero_grad()
+    return told
+
+
+def test_a_rank_that_raises_amid_its_updates_keeps_all_from_a_step_until_a_state_is_loaded() -> None:
+    one, two = run_ranks(2, amid_the_updates)
+    assert one[0] == "fine"
+    assert two[0] == "stumbled"
+    for told in (one, two):
+        assert told[1].startswith("rank 1: a step() of an EagerOptimizer raised ArithmeticError('stumbled') amid its ")
+        assert told[2] == "fine"
