@@ -98,6 +98,7 @@ class ShardedHeld:
             agree(world, f"{op}: done", error)
             assert own is not None
             if rows is not None:
+                rows.check()
                 everywhere(world, f"{op}: begun", lambda: self._begin(rows))
         except BaseException:
             if own is not None:

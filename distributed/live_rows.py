@@ -15,6 +15,7 @@ from ..engine.store.shares import Live, live_in, live_of, live_together, marks_i
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
 from .agreement import told
+from .all_rows import check_all_rows
 
 if TYPE_CHECKING:
     from .group import Group
@@ -48,6 +49,7 @@ class LiveRows:
         self.agreed = False  # whether the ranks came to a decision
         self.is_live = False
         self.base: Base | None = None
+        self._snapshot: Snapshot | None = None  # this rank's part of the base
         first = told(world, f"{op}: its store folder", self._introduced)[0]
         self._token: str = first["token"]
         self.run = self._token  # the id of a run that begins here
@@ -69,8 +71,15 @@ class LiveRows:
         said = said if self._world.rank == 0 else None
         if self.base is None:
             return Opening(run=self.run, said=said)
-        snapshot = Snapshot.open(self._home.snapshots / self.base.name)
-        return Opening(snapshot=snapshot.of_part(Part(self._world.rank, self._world.size)), run=self.run, said=said)
+        part = Part(self._world.rank, self._world.size)
+        self._snapshot = Snapshot.open(self._home.snapshots / self.base.name).of_part(part)
+        return Opening(snapshot=self._snapshot, run=self.run, said=said)
+
+    def check(self) -> None:
+        """Raise SnapshotError on all ranks where they did not read all rows of the snapshot they went back to."""
+        snapshot = self._snapshot
+        if snapshot is not None:
+            check_all_rows(self._world, self.op, snapshot, lambda: snapshot.found)
 
     def _introduced(self) -> dict[str, Any]:
         home = self._home

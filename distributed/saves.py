@@ -22,6 +22,7 @@ from ..snapshots.store.retention import drop_unneeded, prune, remove_snapshot
 from ..snapshots.store.saving import Held, begin_save, check_kind, check_save, parent_for
 from ..snapshots.store.selection import LoadReport, Selection
 from .agreement import agree, attempt, everywhere, told
+from .all_rows import check_all_rows
 from .part_save import BackgroundPartSave, PartSave
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class RankSnapshots:
             snapshot.verify()
             return snapshot.found
 
-        self._check_counts(op, snapshot, told(self._world, f"{op}: its rows", check))
+        check_all_rows(self._world, op, snapshot, check)
         if self._home is not None and state:
             whole, there = Snapshot(place, snapshot.manifest), self._folder / place.name
             everywhere(self._world, op, lambda: self._at_home(lambda _: check_linked(whole, there)))
@@ -293,7 +294,7 @@ class RankSnapshots:
         def verified() -> None:
             nonlocal voted
             voted = True
-            self._check_counts(op, snapshot, told(world, f"{op}: its rows", lambda: snapshot.found))
+            check_all_rows(world, op, snapshot, lambda: snapshot.found)
             everywhere(world, f"{op}: marks", self._own.begin_write)
             self._own.count_write()
             everywhere(world, f"{op}: noted", lambda: self._at_home(lambda home: self._note_base(home, base)))
@@ -335,11 +336,3 @@ class RankSnapshots:
             home.keeper.set_base(base)
             home.keeper.note_saved(self._own.writes)
 
-    def _check_counts(self, op: str, snapshot: Snapshot, found: list[dict[str, int]]) -> None:
-        """Raises SnapshotError, on all ranks, where their parts are not all rows of each snapshot in the chain."""
-
-        def check() -> None:
-            for link in snapshot.chain:
-                link.check_count(sum(counts.get(link.name, 0) for counts in found))
-
-        everywhere(self._world, f"{op}: counts", check)

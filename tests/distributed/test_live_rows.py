@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from support.forged import change
 from support.live_rows import (
     STORES,
     alone,
@@ -71,6 +72,25 @@ def test_all_ranks_go_back_where_one_did_not_close(tmp_path: Path, killed: int, 
     assert not third[1][2]
     fourth = run(2, tmp_path, store, 0)
     assert [before for before, _, _ in fourth] == [rows for _, rows, _ in third]
+
+
+def chain_of_two(world: World, folder: Path) -> None:
+    embedding = opened(world, folder)
+    for number, kind in enumerate(("full", "incremental")):
+        step(embedding, number)
+        embedding.save_snapshot(f"s{number}", kind)
+    step(embedding, 2)
+    left_open(embedding)
+    embedding.close()
+
+
+def test_ranks_go_back_to_no_snapshot_that_lacks_a_row(tmp_path: Path) -> None:
+    run_ranks(2, chain_of_two, tmp_path)
+    base = tmp_path / "rows" / "snapshots" / "s1"
+    change(base, lambda content: content.update(rows=content["rows"] + 1))
+    for kind, said in run_ranks(2, fails, tmp_path, {}, {}):
+        assert kind == "SnapshotError"
+        assert "rows instead of" in said
 
 
 @in_memory_or_slowly_on_disk

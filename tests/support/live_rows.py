@@ -14,7 +14,7 @@ from support.embeddings import contents, make
 from support.ranks import run_ranks
 from support.stores import options
 from tierbed.distributed import World
-from tierbed.engine import GroupError, MultiTableEmbedding, StoreError
+from tierbed.engine import GroupError, MultiTableEmbedding, SnapshotError, StoreError
 
 STORES = ["host", "ssd"]
 KEYS = torch.arange(200)
@@ -107,7 +107,7 @@ def fails(world: World, folder: Path, more: dict[str, Any], of_rank: dict[int, d
     """The error of opening, and the exchange that works after it; of_rank: what is otherwise on a rank."""
     given = {"path": folder, **more, **of_rank.get(world.rank, {})}
     path, store, seed = given.pop("path"), given.pop("store", "host"), given.pop("seed", 0)
-    with pytest.raises((StoreError, GroupError)) as caught:
+    with pytest.raises((StoreError, SnapshotError, GroupError)) as caught:
         make(options(store, path, **given), "adagrad", tables=2, world=world, seed=seed).size()
     return type(caught.value).__name__, str(caught.value)
 

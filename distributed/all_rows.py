@@ -1,0 +1,26 @@
+"""Whether the parts of a snapshot that ranks read are all its rows, whose number its manifest has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..snapshots.files.reader import Snapshot
+from .agreement import everywhere, told
+
+if TYPE_CHECKING:
+    from .group import Group
+
+
+def check_all_rows(world: Group, op: str, snapshot: Snapshot, read: Callable[[], dict[str, int]]) -> None:
+    """Raise SnapshotError on all ranks where their parts are not all rows of each snapshot in the chain. Collective.
+
+    read: gives how many rows this rank has read of each of these, by name. What it raises is raised on all ranks.
+    """
+    found = told(world, f"{op}: its rows", read)
+
+    def check() -> None:
+        for link in snapshot.chain:
+            link.check_count(sum(counts.get(link.name, 0) for counts in found))
+
+    everywhere(world, f"{op}: counts", check)
