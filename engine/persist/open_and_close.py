@@ -210,7 +210,7 @@ class TablePersistence:
             if new:
                 folder.forget()
             raise
-        folder.set_base("")
+        folder.begin_empty()
         folder.note_step(0)
         self._fresh, self._scratch, self._unmarked = False, True, True
         return table

@@ -202,6 +202,10 @@ class StoreFolder(FolderState):
         if (record := self.of_ranks) is not None:
             self._write({**content, "ranks": record._replace(saved=writes, snapshot=self.base or "")})
 
+    def begin_empty(self) -> None:
+        """Let the live rows be those of one process, with no snapshot to go back to. Raises StoreError."""
+        self._write({**self._own(), "base": [""]})
+
     def end_ranks(self) -> None:
         """Let the live rows be those of one process from here on. Raises StoreError."""
         content = self._read()

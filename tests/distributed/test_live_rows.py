@@ -30,6 +30,8 @@ from support.ranks import run_ranks
 from support.shell import Cli
 from tierbed.distributed import World
 from tierbed.engine import ClosedError, SnapshotError, StoreError
+from tierbed.engine.store.folder import StoreFolder
+from tierbed.engine.store.folder_state import FolderState
 from tierbed.engine.store.shares import marks_in
 
 IN_MEMORY, ON_DISK = pytest.param("host", marks=pytest.mark.slow), pytest.param("ssd", marks=pytest.mark.slow)
@@ -72,6 +74,25 @@ def test_all_ranks_go_back_where_one_did_not_close(tmp_path: Path, killed: int, 
     assert not third[1][2]
     fourth = run(2, tmp_path, store, 0)
     assert [before for before, _, _ in fourth] == [rows for _, rows, _ in third]
+
+
+def test_a_start_from_nothing_forgets_ranks_and_their_snapshot_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(2, chain_of_two, tmp_path)
+    seen = []
+    write = StoreFolder._write
+
+    def watched(folder: StoreFolder, content: dict[str, Any]) -> None:
+        write(folder, content)
+        state = FolderState(tmp_path / "rows")  # as a kill here would leave it
+        seen.append((state.base, state.of_ranks is not None))
+
+    monkeypatch.setattr(StoreFolder, "_write", watched)
+    with opened(None, tmp_path, open="fresh") as embedding:
+        assert embedding.size() == 0
+    assert ("", True) not in seen
+    assert ("", False) in seen
 
 
 def chain_of_two(world: World, folder: Path) -> None:
