@@ -335,4 +335,3 @@ class RankSnapshots:
         if base is not None:
             home.keeper.set_base(base)
             home.keeper.note_saved(self._own.writes)
-

@@ -61,7 +61,7 @@ def not_all_closed(path: Path, record: RanksRecord, shares: Shares) -> str:
 
 
 def decide_alone(folder: StoreFolder, found: Found, fresh: bool, refuses: bool) -> Opening:
-    """As `own_decision`, also where the live rows are of ranks."""
+    """As `own_decision`, also where the live rows are of ranks. StoreError where these may be on other hosts."""
     record = folder.keeper.of_ranks
     if record is not None:
         check_let_go(folder.path, record.ranks)
@@ -69,6 +69,12 @@ def decide_alone(folder: StoreFolder, found: Found, fresh: bool, refuses: bool) 
         return own_decision(folder, found, fresh, refuses)
     snapshot = base_of(folder.keeper)
     shares = live_of(marks_in(folder.path, record.ranks), record.ranks)
+    if not shares:
+        raise StoreError(
+            f"store folder {str(folder.path)!r} has live rows of {record.ranks} ranks, and none of their shares is "
+            f"here: open it where they are, with {record.ranks} ranks, and save a snapshot. To do without these rows, "
+            '`tierbed snapshot load` goes back to a snapshot, and open="fresh" starts empty'
+        )
     return Opening(snapshot=snapshot, said=leave_ranks(folder.path, record, shares, Base.of(snapshot), refuses))
 
 

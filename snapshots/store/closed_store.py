@@ -63,7 +63,7 @@ def load_live(
     description = selection.description(theirs)
     try:
         manifest = write_snapshot(store.incoming, description, chosen)
-        base = snapshot.name if selection.is_whole else None
+        base = snapshot.name if selection.is_whole else store.noting.base
         store.replace_live(store.incoming, {**description, "live": "rows", "rows": manifest.rows}, base)
         store.keeper.end_ranks()
     finally:

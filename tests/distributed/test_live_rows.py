@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from support.forged import change
 from support.live_rows import (
     STORES,
     alone,
@@ -31,7 +30,6 @@ from support.shell import Cli
 from tierbed.distributed import World
 from tierbed.engine import ClosedError, SnapshotError, StoreError
 from tierbed.engine.store.folder import StoreFolder
-from tierbed.engine.store.folder_state import FolderState
 from tierbed.engine.store.shares import marks_in
 
 IN_MEMORY, ON_DISK = pytest.param("host", marks=pytest.mark.slow), pytest.param("ssd", marks=pytest.mark.slow)
@@ -74,44 +72,6 @@ def test_all_ranks_go_back_where_one_did_not_close(tmp_path: Path, killed: int, 
     assert not third[1][2]
     fourth = run(2, tmp_path, store, 0)
     assert [before for before, _, _ in fourth] == [rows for _, rows, _ in third]
-
-
-def test_a_start_from_nothing_forgets_ranks_and_their_snapshot_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_ranks(2, chain_of_two, tmp_path)
-    seen = []
-    write = StoreFolder._write
-
-    def watched(folder: StoreFolder, content: dict[str, Any]) -> None:
-        write(folder, content)
-        state = FolderState(tmp_path / "rows")  # as a kill here would leave it
-        seen.append((state.base, state.of_ranks is not None))
-
-    monkeypatch.setattr(StoreFolder, "_write", watched)
-    with opened(None, tmp_path, open="fresh") as embedding:
-        assert embedding.size() == 0
-    assert ("", True) not in seen
-    assert ("", False) in seen
-
-
-def chain_of_two(world: World, folder: Path) -> None:
-    embedding = opened(world, folder)
-    for number, kind in enumerate(("full", "incremental")):
-        step(embedding, number)
-        embedding.save_snapshot(f"s{number}", kind)
-    step(embedding, 2)
-    left_open(embedding)
-    embedding.close()
-
-
-def test_ranks_go_back_to_no_snapshot_that_lacks_a_row(tmp_path: Path) -> None:
-    run_ranks(2, chain_of_two, tmp_path)
-    base = tmp_path / "rows" / "snapshots" / "s1"
-    change(base, lambda content: content.update(rows=content["rows"] + 1))
-    for kind, said in run_ranks(2, fails, tmp_path, {}, {}):
-        assert kind == "SnapshotError"
-        assert "rows instead of" in said
 
 
 @in_memory_or_slowly_on_disk
@@ -339,7 +299,6 @@ def test_the_shell_tells_where_ranks_did_not_all_close(tmp_path: Path, capsys: p
 
 def loads_but_for_one(world: World, folder: Path) -> tuple[str, str, bytes, bytes, list[str]]:
     """Rank 1 fails while the loaded rows take the place of those before."""
-    from tierbed.engine.store.folder import StoreFolder
 
     said = remarks_of()
     embedding = opened(world, folder, "ssd")

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from support.live_rows import alone, fails, opened, own_disks, run, step, together, trained
+from support.forged import change
+from support.live_rows import alone, fails, left_open, opened, own_disks, run, step, together, trained
 from support.ranks import run_ranks
 from support.shell import Cli
 from tierbed.distributed import World
 from tierbed.engine import StoreError
+from tierbed.engine.store.folder import StoreFolder
+from tierbed.engine.store.folder_state import FolderState
 
 
 def test_ranks_without_snapshot_path_find_where_the_snapshots_are(tmp_path: Path) -> None:
@@ -102,3 +105,71 @@ def test_older_shares_of_a_host_do_not_hide_those_of_the_last_run(tmp_path: Path
     run_ranks(2, other_places, tmp_path)
     for _, said in run_ranks(3, one_more, tmp_path):
         assert "has live rows of 2 ranks, of step 1, and no snapshot of them" in said
+
+
+def chain_of_two(world: World, folder: Path) -> None:
+    embedding = opened(world, folder)
+    for number, kind in enumerate(("full", "incremental")):
+        step(embedding, number)
+        embedding.save_snapshot(f"s{number}", kind)
+    step(embedding, 2)
+    left_open(embedding)
+    embedding.close()
+
+
+def test_ranks_go_back_to_no_snapshot_that_lacks_a_row(tmp_path: Path) -> None:
+    run_ranks(2, chain_of_two, tmp_path)
+    base = tmp_path / "rows" / "snapshots" / "s1"
+    change(base, lambda content: content.update(rows=content["rows"] + 1))
+    for kind, said in run_ranks(2, fails, tmp_path, {}, {}):
+        assert kind == "SnapshotError"
+        assert "rows instead of" in said
+
+
+def test_one_process_does_not_take_the_place_of_ranks_whose_shares_are_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, live = tmp_path / "snapshots", tmp_path / "live"
+    saved = alone(live, "host", 2, "base", snapshot_path=place)
+    run(2, live, "host", 1, snapshot_path=place)
+    (live / "rows" / "ranks").rename(tmp_path / "of another host")
+    with pytest.raises(StoreError, match=r"live rows of 2 ranks, and none of their shares is here: open it where"):
+        opened(None, live, snapshot_path=place).size()
+    (tmp_path / "of another host").rename(live / "rows" / "ranks")
+    rows = [before for before, _, _ in run(2, live, "host", 0, snapshot_path=place)]
+    assert not together(rows, saved)  # a step later
+
+
+def test_a_table_that_the_shell_loads_in_place_of_ranks_goes_back_to_their_snapshot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, live = tmp_path / "snapshots", tmp_path / "live"
+    alone(live, "host", 2, "base", snapshot_path=place)
+    rows = [after for _, after, _ in run(2, live, "host", 1, snapshot_path=place)]
+    cli = Cli(live / "rows", capsys)
+    cli.json("save", "later")
+    cli.json("load", "base", "--table", "0")
+    embedding = opened(None, live, snapshot_path=place)
+    step(embedding, 5)
+    left_open(embedding)
+    embedding.close()
+    assert together(rows, trained(None, live, "host", 0, snapshot_path=place)[0])
+
+
+def test_a_start_from_nothing_forgets_ranks_and_their_snapshot_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(2, chain_of_two, tmp_path)
+    seen = []
+    write = StoreFolder._write
+
+    def watched(folder: StoreFolder, content: dict[str, Any]) -> None:
+        write(folder, content)
+        state = FolderState(tmp_path / "rows")  # as a kill here would leave it
+        seen.append((state.base, state.of_ranks is not None))
+
+    monkeypatch.setattr(StoreFolder, "_write", watched)
+    with opened(None, tmp_path, open="fresh") as embedding:
+        assert embedding.size() == 0
+    assert ("", True) not in seen
+    assert ("", False) in seen

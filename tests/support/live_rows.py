@@ -83,8 +83,7 @@ def _run(world: World, folder: Path, store: str, steps: int, more: dict[str, Any
 
 def left_open(embedding: Any) -> None:
     """As a kill leaves it: no mark comes back."""
-    held = embedding.opened()
-    held.own.table.failure = RuntimeError("killed")  # closes without a mark
+    embedding.opened().own_table.failure = RuntimeError("killed")  # closes without a mark
 
 
 def alone(folder: Path, store: str, steps: int, save: str | None, **more: Any) -> bytes:
