@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -287,9 +287,15 @@ class RankSnapshots:
     def _load(self, op: str, snapshot: Snapshot, selection: Selection, strict: bool, base: str | None) -> LoadReport:
         """Load this rank's part. base: the snapshot that rows go back to from here on, None to leave it as it is."""
         world, voted = self._world, False
-        tables = None if selection.tables is None else sorted(map(str, selection.tables))
-        same = {"tables": tables, "where": selection.where is not None, "weights_only": not selection.state}
-        agree(world, op, same={"the snapshot's id": snapshot.manifest.id, "strict": strict, **same})
+        given = selection.tables  # whatever the user gave: what is wrong with it is told below
+        same = {
+            "the snapshot's id": snapshot.manifest.id,
+            "strict": bool(strict),
+            "tables": sorted(map(str, given)) if isinstance(given, Collection) else repr(given),
+            "where": selection.where is not None,
+            "weights_only": not selection.state,
+        }
+        agree(world, op, same=same)
 
         def verified() -> None:
             nonlocal voted

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine import _core
-from ...engine.errors import InputError
+from ...engine.errors import InputError, StoreError
 from ...engine.row_format import Chunks, row_dtype
 from ...engine.spec.tables import choices, names_in, numbered, table_number
 from ...engine.store.folder import StoreFolder
+from ...engine.store.shares import SHARE, share_folder
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from ..files.reader import Snapshot
 from ..files.row_files import bucket_file, deleted_file
@@ -25,11 +26,17 @@ Row = NDArray[np.void]  # [1] of `row_dtype`
 def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
     """The live row of a store that was closed cleanly, or None where it was never written, and the description.
 
-    key: as users have it. Raises StoreError, SnapshotError where the rows cannot be read, InputError for a key that the
-    store cannot have.
+    key: as users have it. Raises StoreError, SnapshotError where the rows cannot be read or the share of another rank
+    has the row, InputError for a key that the store cannot have.
     """
     mark = marked(store)
     number, bits = place_of(mark, table, key)
+    if SHARE in mark:
+        rank, ranks = mark[SHARE]["rank"], mark[SHARE]["ranks"]
+        owner = int(_core.owners(np.array([number], np.uint32), np.array([bits], np.uint64), ranks)[0])
+        if owner != rank:
+            place = share_folder(store.path.parent.parent, owner, ranks)
+            raise StoreError(f"rank {owner} of {ranks} has that row, if it was written: give its share, {str(place)!r}")
     if mark["live"] == "rows":
         return _find(Snapshot.open(store.live), number, bits), mark
     return _find_in_rocksdb(store.live, mark["width"], mark["shards"], number, bits), mark

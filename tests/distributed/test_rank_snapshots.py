@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,13 @@ def load_some(world: World, folder: Path) -> list[Any]:
             step(embedding, number)
         embedding.save_snapshot("s")
         size = embedding.size()
+        for wrong, error, text in (
+            (5, InputError, "tables=5: give a list of"),
+            ([0], GroupError, "tables=['0']; rank 1"),
+        ):
+            tables = 5 if world.rank else wrong
+            said = fails(partial(embedding.load_snapshot, "s", tables=tables), error)
+            assert text in said
         for selection in (
             {"tables": [1]},
             {"where": lambda tables, keys: keys % 2 == 0},

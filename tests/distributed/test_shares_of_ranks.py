@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from support.ranks import run_ranks
 from support.shell import Cli
 from tierbed.distributed import World
 from tierbed.engine import StoreError
+from tierbed.engine._core import owners
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.engine.store.folder_state import FolderState
 
@@ -173,3 +175,14 @@ def test_a_start_from_nothing_forgets_ranks_and_their_snapshot_at_once(
         assert embedding.size() == 0
     assert ("", True) not in seen
     assert ("", False) in seen
+
+
+def test_the_shell_says_which_rank_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(2, tmp_path, "host", 1)
+    shares = [Cli(tmp_path / "rows" / "ranks" / f"{rank}-of-2", capsys) for rank in range(2)]
+    for key in range(8):
+        arguments = ("store get", str(key), "--table", "0")
+        owner = int(owners(np.zeros(1, np.uint32), np.array([key], np.uint64), 2)[0])
+        assert shares[owner].json(*arguments)["key"] == key
+        said = shares[1 - owner].fails(*arguments)
+        assert f"rank {owner} of 2 has that row, if it was written: give its share, '{tmp_path}" in said
