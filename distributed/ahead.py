@@ -101,7 +101,7 @@ class Ahead:
         if lookups is not None:
             try:
                 local = make()
-            except TierbedError:
+            except Exception:
                 lookups = None
         number = self._count + 1
         op = f"coming step {number} of embedding {self._name!r}"
