@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, islice, pairwise, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..optim.arithmetic import row_sum
-from ..optim.kernel import CLIPS
+from ..optim.kernel import LIMITS
 from ..optim.rule import Rule, rule_named
 from ..spec.initial_values import CONSTANT, MASK64, UNIFORM, normal_quantile
 
@@ -231,7 +231,7 @@ def update(
 ) -> None:
     """One step in place: rows [n, width] with state, updates [n], which counts earlier writes, grads [n, dim] reduced.
 
-    hyper: the numbers of `RowOptimizer.hyper`, the clips at the end. last [n]: each row's latest step, for a rule that
+    hyper: the numbers of `RowOptimizer.hyper`, the limits at the end. last [n]: each row's latest step, for a rule that
     catches up. Each operation is rounded to float32.
     """
     found, dim = rule_named(rule), grads.shape[1]
@@ -239,12 +239,16 @@ def update(
         catch_up(rows, updates, last, dim, rule, hyper, step)
         last[:] = step
     with np.errstate(all="ignore"):
-        g = clip(grads, *(np.float32(limit) for limit in hyper[-len(CLIPS) :]))
+        given = map(np.float32, hyper[len(found.kernel.all_hypers) :])
+        value, norm, row_norm = islice(chain(given, repeat(np.float32(0))), len(LIMITS))
+        g = clip(grads, value, norm)
         found.reference(
             SimpleNamespace(
                 **_named(found, rows, dim, hyper), g=g, first=(updates == 0)[:, None], step=step, dim=np.float32(dim)
             )
         )
+        if row_norm > 0:
+            rows[:, : grads.shape[1]] *= norm_scales(rows[:, : grads.shape[1]], row_norm)
     updates += np.uint32(1)
 
 
@@ -267,9 +271,15 @@ def clip(grads: F32, value: np.float32, norm: np.float32) -> F32:
     if value > 0:
         grads = np.where(grads > value, value, np.where(grads < -value, -value, grads))
     if norm > 0:
-        norms = np.sqrt(row_sum(grads * grads))
-        grads = grads * np.where(norms > norm, norm / norms, np.float32(1))
+        grads = grads * norm_scales(grads, norm)
     return grads
+
+
+def norm_scales(rows: F32, limit: np.float32) -> F32:
+    """What to multiply each of rows [n, dim] by, [n, 1], so that its L2 norm is at most `limit`."""
+    norms = np.sqrt(row_sum(rows * rows))
+    scales: F32 = np.where(norms > limit, limit / norms, np.float32(1))
+    return scales
 
 
 def _named(rule: Rule, rows: F32, dim: int, hyper: Sequence[float]) -> dict[str, Any]:
@@ -277,6 +287,6 @@ def _named(rule: Rule, rows: F32, dim: int, hyper: Sequence[float]) -> dict[str,
     kernel = rule.kernel
     ends = np.cumsum([dim, *rule.kernel.state_widths(dim)]).tolist()
     names = dict(zip(rule.kernel.states, (rows[:, begin:end] for begin, end in pairwise(ends)), strict=True))
-    values = dict(zip(kernel.all_hypers, hyper[: -len(CLIPS)], strict=True))
+    values = dict(zip(kernel.all_hypers, hyper, strict=False))
     rounded = {name: np.float32(value) if name in kernel.hypers else value for name, value in values.items()}
     return {"w": rows[:, :dim], **names, **rounded}

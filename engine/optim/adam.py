@@ -75,6 +75,8 @@ def hyper(group: Group, step: int) -> dict[str, float]:
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     beta1, beta2 = map(float, group["betas"])
     return {
+        "lr": lr,
+        "correction1": 1.0 - beta1**step,
         "step_size": lr / (1.0 - beta1**step),
         "weight_decay": weight_decay,
         "decay": 1.0 - lr * weight_decay,

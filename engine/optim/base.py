@@ -27,12 +27,38 @@ def number(group: Group, name: str, low: float = 0.0, high: float = LARGEST) -> 
     return found
 
 
+def betas(group: Group) -> tuple[float, float]:
+    """The setting `betas`, two numbers from 0 up to below 1. Raises OptimizerError."""
+    given: Any = group["betas"]
+    try:
+        first, second = map(float, given)
+    except (TypeError, ValueError, OverflowError):
+        first = second = math.nan
+    if not (0.0 <= first < 1.0 and 0.0 <= second < 1.0):
+        raise OptimizerError(f"param group: betas={given!r}; give two numbers that are at least 0 and below 1")
+    return first, second
+
+
 def choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
     """A setting that is one of `choices`. Raises OptimizerError."""
     value: Any = group[name]
     if value not in choices:
         raise OptimizerError(f"param group: {name}={value!r}; give one of {', '.join(map(repr, choices))}")
     return str(value)
+
+
+def adam_settings(group: Group) -> None:
+    """Check the settings that Adam has. Raises OptimizerError."""
+    betas(group)
+    for name in ("lr", "eps", "weight_decay"):
+        number(group, name)
+
+
+def step_of(state: dict[str, Any]) -> int:
+    """The number of a parameter's step, from 1, counted in its state as torch's optimizers do."""
+    count = state.setdefault("step", torch.tensor(0.0))
+    count += 1
+    return int(count)
 
 
 class OwnOptimizer(torch.optim.Optimizer):

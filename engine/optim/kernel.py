@@ -9,11 +9,14 @@ What a body may name:
 
     element   w, g            the weight, and the row's summed and clipped gradient
               element states  of this element; the body updates them and w
-              row_values      made by `row`
+              row_values      made by `row`, and for `finish` by `after`
               first, step     whether the row was never written; the embedding's step, from 1
     row       row_states      of this row; the body updates them
               total, dim      the sum of `term` over the row's elements (kernels/reduce.h); elements of the row
               row_values      which the body sets
+    after     norms           by name, sums over the row's elements of w and g as `element` left them
+              row_values      which the body sets
+    finish    as element      a last pass, with g as `element` left it
     any       hypers          float32, rounded once from double; `doubles` stay double
               functions       of kernels/rule.h
 """
@@ -28,7 +31,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-CLIPS = ("clip_grad_value", "clip_grad_row_norm")  # of every rule, after its own hyper-parameters; 0 is none
+LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")  # of every rule, after its own numbers; 0 is none
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,11 @@ class CatchUp:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of one rule. Without `term` and `row` there is no pass before the one over a row's elements."""
+    """The kernel of one rule.
+
+    Without `term` and `row` there is no pass before the one over a row's elements, and without `norms`, `after` and
+    `finish` none behind it. norms: (name, term) of each sum.
+    """
 
     name: str
     hypers: tuple[str, ...]
@@ -64,11 +71,14 @@ class Kernel:
     term: str = ""
     row: str = ""
     row_values: tuple[str, ...] = ()
+    norms: tuple[tuple[str, str], ...] = ()
+    after: str = ""
+    finish: str = ""
     catch_up: CatchUp | None = None
 
     @property
     def all_hypers(self) -> tuple[str, ...]:
-        """The names of all hyper-parameters in the order of the native rule, without clips."""
+        """The names of all hyper-parameters in the order of the native rule, without limits."""
         return self.hypers + self.doubles
 
     @property
@@ -147,17 +157,18 @@ def _struct(kernel: Kernel) -> str:
     row = {"first": "bool", "step": "u32", "total": "float", "dim": "float"} | dict.fromkeys(kernel.row_values, "float")
     elements = {name: f"state[{i}]" for i, name in enumerate(kernel.element_states)}
     rows = {name: f"state[{i}]" for i, name in enumerate(kernel.row_states)}
-    name = _struct_name(kernel)
+    name, gradient = _struct_name(kernel), "float&" if kernel.norms else "float"
     return f"""
-struct {name} : Clipping {{
+struct {name} : Limits {{
     static constexpr const char* NAME = "{kernel.name}";
     static constexpr u32 ELEMENT_STATES = {len(elements)}, ROW_STATES = {len(rows)}, HYPERS = {len(hypers)};
     static constexpr bool REDUCES = {_flag(kernel.term)}, CATCHES_UP = {_flag(kernel.catch_up)};
+    static constexpr u32 NORMS = {len(kernel.norms)};
 {_members(hypers)}
     struct Row {{
 {_members(row, indent=8)}
     }};
-    TIERBED_FN explicit {name}(const double* hyper) : Clipping(hyper + HYPERS) {{{reads}
+    TIERBED_FN explicit {name}(const double* hyper) : Limits(hyper + HYPERS) {{{reads}
     }}
 {_function("float", "term", "float w, float g", {}, f"return {kernel.term or '0.0f'};")}
 {_function("void", "row", "Row& row, float* state", _references(rows, row), kernel.row)}
@@ -165,12 +176,28 @@ struct {name} : Clipping {{
         _function(
             "void",
             "element",
-            "float& w, float g, float* state, const Row& row",
+            f"float& w, {gradient} g, float* state, const Row& row",
             _references(elements, row),
             kernel.element,
         )
     }
-{_catch_up(kernel.catch_up, elements)}}};"""
+{_norms(kernel, elements, row)}{_catch_up(kernel.catch_up, elements)}}};"""
+
+
+def _norms(kernel: Kernel, elements: dict[str, str], row: dict[str, str]) -> str:
+    if not kernel.norms:
+        return ""
+    sums = {name: f"sums[{i}]" for i, (name, _) in enumerate(kernel.norms)}
+    terms = "\n".join(f"if (i == {i}) return {term};" for i, (_, term) in enumerate(kernel.norms))
+    element = "float& w, float g, float* state, const Row& row"
+    return "\n".join(
+        [
+            _function("float", "norm", "u32 i, float w, float g", {}, f"{terms}\nreturn 0.0f;"),
+            _function("void", "after", "Row& row, const float* sums", _references(sums, row), kernel.after),
+            _function("void", "finish", element, _references(elements, row), kernel.finish),
+            "",
+        ]
+    )
 
 
 def _catch_up(catch_up: CatchUp | None, elements: dict[str, str]) -> str:

@@ -13,12 +13,12 @@ import torch
 
 from ..errors import OptimizerError
 from ..numeric import real
-from .base import LARGEST, SMALLEST, number
-from .kernel import CLIPS
+from .base import LARGEST, SMALLEST, betas, number
+from .kernel import LIMITS
 from .row_state import RowState
 from .rule import Group, Rule, all_rules
 
-_REFUSED = ("amsgrad", "differentiable")
+_REFUSED = ("amsgrad", "centered", "differentiable")
 # what torch, its schedulers and users write into a group that changes no step
 _LABELS = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 _NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # at least 0, in every optimizer that has them
@@ -42,13 +42,13 @@ class RowOptimizer:
         values = self._rule.initial(group)
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
         self._checked: dict[str, Any] | None = None  # the settings that were checked last, and are right
-        self._clips = [0.0, 0.0]  # the clips in these settings
+        self._limits = [0.0] * len(LIMITS)  # those in these settings
         self.hyper(1)  # reports what is wrong with the group now
 
     def hyper(self, step: int, clip_value: float | None = None) -> list[float]:
-        """The numbers that the rule takes at the embedding's step `step`, which counts from 1; clips at the end.
+        """The numbers that the rule takes at the embedding's step `step`, which counts from 1; limits at the end.
 
-        clip_value: a clip of this step, beside the group's own.
+        A `max_row_norm` that is none is left out. clip_value: a clip of this step, beside the group's own.
 
         Raises OptimizerError where the group now asks for another rule than at the start, or has a wrong setting.
         """
@@ -57,14 +57,15 @@ class RowOptimizer:
         if settings != self._checked:
             self._check(group, settings)
         values = self._rule.hyper(group, step)
-        value, norm = self._clips
+        value, norm, row_norm = self._limits
         if clip_value is not None:
             value = min(clip_value, value or clip_value)
-        return [*(float(values[name]) for name in self._names), value, norm]
+        limits = [value, norm, row_norm] if row_norm else [value, norm]
+        return [*(float(values[name]) for name in self._names), *limits]
 
     def numbers(self, step: int) -> dict[str, float]:
         """The numbers of `hyper` by name, as `lr`."""
-        return dict(zip((*self._names, *CLIPS), self.hyper(step), strict=True))
+        return dict(zip((*self._names, *LIMITS), self.hyper(step), strict=False))
 
     def _check(self, group: Group, settings: dict[str, Any]) -> None:
         rule = _rule_of(self._optimizer, group)
@@ -74,7 +75,7 @@ class RowOptimizer:
                 "whose state the rows lack; keep momentum (zero or not) and decoupled_weight_decay as they were"
             )
         _check(self._optimizer, group)
-        self._clips = [_clip(group, name) for name in CLIPS]
+        self._limits = [_limit(group, name) for name in LIMITS]
         changes_inside = any(isinstance(value, torch.Tensor | list) for value in settings.values())
         self._checked = None if changes_inside else settings
 
@@ -86,8 +87,8 @@ class RowOptimizer:
 def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
     """The row optimizer of one of `optimizer.param_groups`.
 
-    Raises OptimizerError for any but torch's SGD, Adagrad, Adam and AdamW and those of `engine.optim`, by exact type;
-    for amsgrad or differentiable; for clips that are no positive numbers of float32; for keys of the group that the
+    Raises OptimizerError for any but torch's SGD, Adagrad, Adam, AdamW and RMSprop and those of `engine.optim`, by
+    exact type; for amsgrad, centered or differentiable; for limits that are no positive numbers of float32; for keys of the group that the
     optimizer does not have.
     """
     return RowOptimizer(optimizer, group)
@@ -97,10 +98,13 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
     kind = type(optimizer)
     rules = [rule for rule in all_rules() if rule.optimizer is kind]
     if not rules:
-        supported = ", ".join(dict.fromkeys(_name(rule.optimizer) for rule in all_rules()))
+        names = list(dict.fromkeys(_name(rule.optimizer) for rule in all_rules()))
+        ours = [name for name in names if name.rpartition(".")[2] == kind.__name__]
+        if ours and kind.__module__.partition(".")[0] == "torchrec":
+            raise OptimizerError(f"optimizer {_name(kind)} cannot update rows; use {ours[0]}, which has its formula")
         raise OptimizerError(
-            f"optimizer {_name(kind)} cannot update rows; use one of {supported}, not a subclass, which may change the "
-            "formula"
+            f"optimizer {_name(kind)} cannot update rows; use one of {', '.join(names)}, not a subclass, which may "
+            "change the formula"
         )
     for option in _REFUSED:
         if group.get(option):
@@ -121,18 +125,18 @@ def _check(optimizer: torch.optim.Optimizer, group: Group) -> None:
     for name in _NUMBERS:
         if name in group:
             number(group, name)
-    betas = group.get("betas", (0.0, 0.0))
-    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-        raise OptimizerError(f"param group: betas={betas!r}; give two numbers that are at least 0 and below 1")
-    unknown = next((name for name in group if name not in optimizer.defaults and name not in (*CLIPS, *_LABELS)), None)
+    if "betas" in group:
+        betas(group)
+    known = (*optimizer.defaults, *LIMITS, *_LABELS)
+    unknown = next((name for name in group if name not in known), None)
     if unknown is not None:
         raise OptimizerError(
             f"param group: {unknown}={group[unknown]!r}; {type(optimizer).__name__} has no such setting, and rows "
-            f"ignore it: leave it out of the embedding's group (rows are clipped by {' and '.join(CLIPS)})"
+            f"ignore it: leave it out of the embedding's group (rows are limited by {', '.join(LIMITS)})"
         )
 
 
-def _clip(group: Group, name: str) -> float:
+def _limit(group: Group, name: str) -> float:
     value: Any = group.get(name)
     if value is None:
         return 0.0

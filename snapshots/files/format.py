@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ...engine.durable import seal, unseal
 from ...engine.errors import SnapshotError
-from ...engine.optim.kernel import CLIPS, kernels
+from ...engine.optim.kernel import LIMITS, kernels
 from ...engine.row_format import BUCKETS, LAST_STEP
 from ...engine.spec.names import is_folder_name
 from ...engine.spec.tables import FIELD, are_names
@@ -251,14 +251,16 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     states = list(zip(kernel.states, kernel.state_widths(dim), strict=True))
     found = list(zip(value["states"], value["state_widths"], strict=True))
     _require(found == states, f"description has 'states' and 'state_widths' {found}, and rule {name!r} has {states}")
-    given, taken = len(value["hyper"]), len(kernel.all_hypers) + len(CLIPS)
-    _require(given in (0, taken), f"description has 'hyper' of {given} numbers, and rule {name!r} takes {taken}")
+    given, most = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last is left out where it is none
+    _require(
+        given in (0, most - 1, most), f"description has 'hyper' of {given} numbers, and rule {name!r} takes {most - 1}"
+    )
 
 
 def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:
     """The description with `hyper` as numbers by name; the stored list stays where the rule is not known."""
     try:
-        names = (*kernels()[description["optimizer"]].all_hypers, *CLIPS)
+        names = (*kernels()[description["optimizer"]].all_hypers, *LIMITS)
     except KeyError:
         return description
     return {**description, "hyper": dict(zip(names, description["hyper"], strict=False))}  # of no number yet, or all

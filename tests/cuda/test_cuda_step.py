@@ -73,11 +73,11 @@ def both_of(device: Device, kernel: Kernel, dim: int) -> Both:
     return Both(device, Table([dim], [0.1 * (k + 1) for k in range(len(widths))], state_widths=widths))
 
 
-def random_hyper(kernel: Kernel, rng: np.random.Generator, clips: list[float]) -> list[float]:
+def random_hyper(kernel: Kernel, rng: np.random.Generator, limits: list[float]) -> list[float]:
     values = rng.uniform(0.05, 0.95, len(kernel.all_hypers))
     limit = kernel.catch_up.limit if kernel.catch_up else None
     flags = {"maximize": 1.0, "nesterov": 0.0, limit: 3.0}
-    return [flags.get(name, value) for name, value in zip(kernel.all_hypers, values.tolist(), strict=True)] + clips
+    return [flags.get(name, value) for name, value in zip(kernel.all_hypers, values.tolist(), strict=True)] + limits
 
 
 def random_keys(rng: np.random.Generator, count: int) -> list[int]:
@@ -85,13 +85,13 @@ def random_keys(rng: np.random.Generator, count: int) -> list[int]:
 
 
 @on_devices
-@pytest.mark.parametrize("clips", [[0.0, 0.0], [0.5, 1.0]], ids=str)
+@pytest.mark.parametrize("limits", [[0.0, 0.0], [0.5, 1.0, 0.7]], ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_steps_of_every_rule(device: Device, rule: str, clips: list[float]) -> None:
+def test_steps_of_every_rule(device: Device, rule: str, limits: list[float]) -> None:
     kernel = RULES[rule]
     rng = np.random.default_rng(1)
     both = both_of(device, kernel, DIM)
-    hyper = random_hyper(kernel, rng, clips)
+    hyper = random_hyper(kernel, rng, limits)
     for step in (1, 2, 3, 9, 10):  # rows that miss steps catch up where the rule does
         both.pin([(random_keys(rng, 70), rng.integers(0, 5, 70).tolist(), None)], padding=3)
         scale = np.float32(10.0) ** rng.integers(-42, 3, (70, 1)).astype(np.float32)  # some are denormal

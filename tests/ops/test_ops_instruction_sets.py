@@ -17,7 +17,7 @@ DIMS = [1, 3, 10, 17, 64, 128, 300]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PADDING = 3
 LOOKUPS = 3  # rows, bags of five, and bags of 0 to 40
-CLIPS = [(0.0, 0.0), (0.5, 0.0), (0.0, 1.0)]  # value, norm
+LIMITS = [(0.0, 0.0), (0.5, 0.0), (0.0, 1.0, 0.5)]  # value, norm, norm of the row
 
 pytestmark = [
     pytest.mark.op,
@@ -114,14 +114,16 @@ def test_gradients_of_weights(dim: int, dtype: str) -> None:
     check(run)
 
 
-def hyper(rule: Rule, step: int, clips: tuple[float, float]) -> list[float]:
+def hyper(rule: Rule, step: int, limits: tuple[float, ...]) -> list[float]:
     group = rule.optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1).param_groups[0]  # type: ignore[call-arg]
     settings = {"momentum": 0.9, "dampening": 0.3, "lr_decay": 0.1, "lambda1": 0.01}
     if rule.catch_up is None:  # which takes none
         settings["weight_decay"] = 0.01
+    if rule.optimizer is torch.optim.RMSprop:
+        del settings["momentum"]
     group |= {name: value for name, value in settings.items() if name in group}
     values = rule.hyper(group, step)
-    return [*(float(values[name]) for name in rule.kernel.all_hypers), *clips]
+    return [*(float(values[name]) for name in rule.kernel.all_hypers), *limits]
 
 
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.kernel.name)
@@ -134,16 +136,18 @@ def test_updates_and_what_lookups_see_of_rows_that_missed_steps(rule: Rule, dim:
     def run() -> list[NDArray]:
         batch = make_batch(table)
         found = []
-        for step, (dtype, clips) in enumerate(zip(DTYPES, CLIPS, strict=True), 1):
+        for step, (dtype, limits) in enumerate(zip(DTYPES, LIMITS, strict=True), 1):
             grads = [gradients(lookup, dim, dtype) for lookup in range(LOOKUPS)]
             scales = [None, None, weights(batch, 2)]
             means = [False, True, True]
-            _core.update(batch, table.layout, grads, means, scales, name, hyper(rule, 4 * step, clips), 4 * step, dtype)
+            _core.update(
+                batch, table.layout, grads, means, scales, name, hyper(rule, 4 * step, limits), 4 * step, dtype
+            )
             found += [table.values(batch.lines), table.records(batch.lines)]
         assert np.isfinite(found[-2]).all()
-        _core.settle(batch, table.layout, name, hyper(rule, 60, CLIPS[0]), 60)
+        _core.settle(batch, table.layout, name, hyper(rule, 60, LIMITS[0]), 60)
         found.append(gather(batch, table, 0, "float32"))
-        _core.catch_up(table.layout, batch.lines, name, hyper(rule, 60, CLIPS[0]), 60)
+        _core.catch_up(table.layout, batch.lines, name, hyper(rule, 60, LIMITS[0]), 60)
         return [*found, table.values(batch.lines), table.records(batch.lines)]
 
     check(run)

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from support.rows import SPECIAL_KEYS, Table, same_bits
 from tierbed.engine import _core
 from tierbed.engine.ops import naive
-from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
+from tierbed.engine.optim import (
+    LAMB,
+    CatchUpAdam,
+    Ftrl,
+    LarsSGD,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RowWiseAdagrad,
+)
 from tierbed.engine.optim.optimizers import RowOptimizer, row_optimizer
 
 pytestmark = pytest.mark.optimizer
@@ -32,6 +40,19 @@ MAKERS = {
     "ftrl grows": lambda p: Ftrl(p, lr=0.1, lr_power=-0.7, power_sign="lr_power"),
     "catch-up adam": lambda p: CatchUpAdam(p, lr=0.01, maximize=True),
     "catch-up adam with a rest": lambda p: CatchUpAdam(p, lr=0.01, betas=(0.1, 0.9)),
+    "partial row-wise adam": lambda p: PartialRowWiseAdam(p, lr=0.01, weight_decay=0.1, maximize=True),
+    "partial row-wise adam without eps": lambda p: PartialRowWiseAdam(p, lr=0.01, eps=0.0),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, weight_decay=0.01, maximize=True),
+    "rmsprop without eps": lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.5, eps=0.0),
+    "lamb": lambda p: LAMB(p, lr=0.01, weight_decay=0.1, maximize=True),
+    "lamb without eps": lambda p: LAMB(p, lr=0.01, eps=0.0),
+    "partial row-wise lamb": lambda p: PartialRowWiseLAMB(p, lr=0.01, weight_decay=0.1),
+    "lars": lambda p: LarsSGD(p, lr=0.1, eta=0.02, weight_decay=0.01, maximize=True),
+    "lars without decay": lambda p: LarsSGD([{"params": p, "clip_grad_row_norm": 0.1}], lr=0.1, momentum=0.0),
+    "row norm": lambda p: torch.optim.SGD([{"params": p, "max_row_norm": 0.3}], lr=0.1),
+    "everything limited": lambda p: LAMB(
+        [{"params": p, "clip_grad_value": 0.5, "clip_grad_row_norm": 1.0, "max_row_norm": 0.1}]
+    ),
     "clipped": lambda p: torch.optim.Adagrad([{"params": p, "clip_grad_value": 0.5, "clip_grad_row_norm": 1.0}]),
     "clipped rowwise": lambda p: RowWiseAdagrad([{"params": p, "clip_grad_row_norm": 0.1}]),
 }

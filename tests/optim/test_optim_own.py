@@ -15,7 +15,15 @@ from support.embeddings import make, train
 from support.stores import options
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.ops import naive
-from tierbed.engine.optim import CatchUpAdam, Ftrl, RowWiseAdagrad
+from tierbed.engine.optim import (
+    LAMB,
+    CatchUpAdam,
+    Ftrl,
+    LarsSGD,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RowWiseAdagrad,
+)
 from tierbed.engine.optim.arithmetic import power
 from tierbed.engine.optim.optimizers import row_optimizer
 
@@ -29,6 +37,13 @@ CASES = [
     (Ftrl, {"lr": 0.1, "weight_decay": 0.1, "lambda1": 0.5, "lambda2": 0.3, "beta": 1.0}),
     (Ftrl, {"lr": 0.1, "lr_power": -0.2, "initial_accumulator_value": 0.0}),
     (Ftrl, {"lr": 0.1, "lr_power": -0.5, "power_sign": "lr_power"}),
+    (PartialRowWiseAdam, {"lr": 0.01}),
+    (PartialRowWiseAdam, {"lr": 0.01, "betas": (0.5, 0.8), "eps": 0.0, "weight_decay": 0.1, "maximize": True}),
+    (LAMB, {"lr": 0.01}),
+    (LAMB, {"lr": 0.01, "betas": (0.5, 0.8), "eps": 1e-3, "weight_decay": 0.1, "maximize": True}),
+    (PartialRowWiseLAMB, {"lr": torch.tensor(0.01), "weight_decay": 0.1}),
+    (LarsSGD, {"lr": 0.1, "eta": 0.02}),
+    (LarsSGD, {"lr": 0.1, "eta": 0.02, "momentum": 0.5, "weight_decay": 0.1, "maximize": True}),
     (CatchUpAdam, {"lr": 0.01}),
     (CatchUpAdam, {"lr": 0.01, "betas": (0.5, 0.8), "eps": 1e-3, "maximize": True}),
 ]
@@ -145,7 +160,10 @@ def test_a_sparse_gradient_is_refused_before_a_parameter_moved(kind: Any) -> Non
     assert all(map(torch.equal, values, (*before.parameters(), *sparse.parameters())))
 
 
-@pytest.mark.parametrize("kind", [RowWiseAdagrad, Ftrl, CatchUpAdam])
+OWN = [RowWiseAdagrad, Ftrl, CatchUpAdam, PartialRowWiseAdam, LAMB, PartialRowWiseLAMB, LarsSGD]
+
+
+@pytest.mark.parametrize("kind", OWN)
 def test_the_dense_step_moves_any_shape_runs_a_closure_and_is_saved(kind: type[torch.optim.Optimizer]) -> None:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3, 4), (5,), ())]
     untouched = torch.nn.Parameter(torch.ones(2))
@@ -185,6 +203,13 @@ def test_the_dense_step_moves_any_shape_runs_a_closure_and_is_saved(kind: type[t
         (Ftrl, {"lr_power": -9.0}, r"lr_power=-9\.0.*at least -8\.0 and below 8\.0"),
         (Ftrl, {"power_sign": "+"}, "power_sign='\\+'"),
         (Ftrl, {"lr_power": 0.5, "initial_accumulator_value": 0.0}, r"initial_accumulator_value=0\.0"),
+        (PartialRowWiseAdam, {"lr": -1.0}, r"lr=-1.0; give a number that is at least 0"),
+        (PartialRowWiseAdam, {"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\); give two numbers"),
+        (LAMB, {"betas": 0.9}, r"betas=0.9; give two numbers"),
+        (LAMB, {"eps": -1e-3}, r"eps=-0.001"),
+        (PartialRowWiseLAMB, {"weight_decay": math.inf}, "weight_decay=inf"),
+        (LarsSGD, {"eta": -1.0}, r"eta=-1.0"),
+        (LarsSGD, {"momentum": "x"}, "momentum='x'"),
         (CatchUpAdam, {"lr": -1.0}, "earning rate"),
         (CatchUpAdam, {"eps": 0.0}, r"eps=0\.0"),
         (CatchUpAdam, {"eps": 1e-50}, "eps=1e-50"),

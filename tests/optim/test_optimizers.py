@@ -36,6 +36,8 @@ CASES = [
     (torch.optim.Adam, {"lr": 0.01}),
     (torch.optim.Adam, {"lr": 0.01, "betas": (0.5, 0.8), "eps": 1e-3, "weight_decay": 0.1, "maximize": True}),
     (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.3, "decoupled_weight_decay": True}),
+    (torch.optim.RMSprop, {"lr": 0.01}),
+    (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.5, "eps": 1e-3, "weight_decay": 0.1, "maximize": True}),
     (torch.optim.AdamW, {"lr": 0.01}),
     (torch.optim.AdamW, {"lr": torch.tensor(0.01), "weight_decay": 0.5, "foreach": False}),
 ]
@@ -257,15 +259,17 @@ class OwnSGD(torch.optim.SGD):
     ("kind", "options", "named"),
     [
         (
-            torch.optim.RMSprop,
+            torch.optim.Adadelta,
             {},
-            r"RMSprop cannot.*torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW.*torch.optim.SGD",
+            r"Adadelta cannot.*torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW.*torch.optim.SGD",
         ),
         (torch.optim.SparseAdam, {}, "SparseAdam"),
         (OwnSGD, {}, "OwnSGD"),
         (torch.optim.Adam, {"amsgrad": True}, "amsgrad=True"),
         (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True"),
         (torch.optim.SGD, {"differentiable": True}, "differentiable=True"),
+        (torch.optim.RMSprop, {"centered": True}, "RMSprop: centered=True is not supported"),
+        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum=0.9; rows follow RMSprop without momentum"),
     ],
 )
 def test_what_rows_cannot_follow_is_refused_by_name(kind: type, options: dict, named: str) -> None:
@@ -277,7 +281,7 @@ class OwnAdam(torch.optim.Adam):
     pass
 
 
-KINDS = [torch.optim.Adafactor, torch.optim.RMSprop, torch.optim.SparseAdam, torch.optim.Muon, OwnSGD, OwnAdam]
+KINDS = [torch.optim.Adafactor, torch.optim.Adadelta, torch.optim.SparseAdam, torch.optim.Muon, OwnSGD, OwnAdam]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -312,6 +316,9 @@ def test_options_that_choose_an_implementation_are_accepted(option: str) -> None
         (torch.optim.Adagrad, "max_norm", 1.0),
         (CatchUpAdam, "max_gradient", 1.0),
         (torch.optim.Adam, "momentum", 0.9),
+        (torch.optim.RMSprop, "momentum", 0.9),
+        (torch.optim.RMSprop, "alpha", 1.0),
+        (torch.optim.SGD, "max_row_norm", 0.0),
     ],
 )
 def test_a_wrong_setting_of_a_running_optimizer_is_refused_by_name(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad
+from tierbed.engine.optim import LAMB, CatchUpAdam, PartialRowWiseAdam, RowWiseAdagrad
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
@@ -15,5 +15,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 0.01}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "rowwise": (RowWiseAdagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    "partial": (PartialRowWiseAdam, {"lr": 0.01}),
+    "lamb": (LAMB, {"lr": 0.01}),
     "catch-up": (CatchUpAdam, {"lr": 0.01}),
 }

@@ -78,7 +78,7 @@ class RuleKernels:
     def write_numbers(self, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
         """Write what an update goes by to `numbers`, memory of `new_numbers`.
 
-        hyper: the rule's numbers, the clips at the end. scale: multiplies the summed gradient of a row.
+        hyper: the rule's numbers, the limits at the end. scale: multiplies the summed gradient of a row.
         """
         given = np.zeros((), _NUMBERS)
         given["hyper"][: len(hyper)], given["scale"], given["step"] = hyper, scale, step

@@ -1,4 +1,4 @@
-// What the rules of engine/optim are made of: the functions that a body may call, the clipping that every rule has, and
+// What the rules of engine/optim are made of: the functions that a body may call, the limits that every rule has, and
 // the list type of all rules. engine/optim/kernel.py makes a struct of each rule and writes them behind this header.
 #pragma once
 #include "power.h"
@@ -18,20 +18,23 @@ TIERBED_FN float square(float x) { return x * x; }
 TIERBED_FN float absolute(float x) { return x < 0.0f ? -x : x; }
 
 // Clipping of a row's summed gradient, before weight decay: each element to [-value, value], then the row to an L2 norm
-// of at most `norm`. 0 is none. NaN stays NaN.
-struct Clipping {
-    static constexpr u32 CLIPS = 2;
-    float clip_value, clip_norm;
-    TIERBED_FN explicit Clipping(const double* clips)
-        : clip_value(static_cast<float>(clips[0])), clip_norm(static_cast<float>(clips[1])) {}
+// of at most `clip_norm`. After the rule, the row is scaled to one of at most `row_norm`. 0 is none. NaN stays NaN.
+struct Limits {
+    static constexpr u32 LIMITS = 3;
+    float clip_value, clip_norm, row_norm;
+    TIERBED_FN explicit Limits(const double* limits)
+        : clip_value(static_cast<float>(limits[0])),
+          clip_norm(static_cast<float>(limits[1])),
+          row_norm(static_cast<float>(limits[2])) {}
 
     TIERBED_FN float clipped(float g) const { return g > clip_value ? clip_value : g < -clip_value ? -clip_value : g; }
-    // what to multiply a row's gradient by, given the sum of its squares
-    TIERBED_FN float norm_scale(float squares) const {
-        const float norm = square_root(squares);
-        return norm > clip_norm ? clip_norm / norm : 1.0f;
-    }
 };
+
+// What to multiply a row by that is to have an L2 norm of at most `limit`, given the sum of its squares.
+TIERBED_FN float norm_scale(float squares, float limit) {
+    const float norm = square_root(squares);
+    return norm > limit ? limit / norm : 1.0f;
+}
 
 template <class... Rule>
 struct Rules {

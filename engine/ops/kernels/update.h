@@ -14,26 +14,49 @@
 
 namespace tierbed {
 
-// columns [begin, begin + n) of the line, given their gradients g [n]; n <= VEC
-template <class Rule>
-TIERBED_FN void update_block(float* line, u32 dim, u32 begin, u32 n, const float* g, const Rule& rule,
-                             const typename Rule::Row& row) {
+// Calls body(w, states, j) for columns [begin, begin + n) of the line, which it changes; n <= VEC.
+template <class Rule, class Body>
+TIERBED_FN void for_elements(float* line, u32 dim, u32 begin, u32 n, const Body& body) {
     float* const w = line + begin;
     const u64 next = dim;  // from an element to its states
     TIERBED_NO_OVERLAP
     for (u32 j = 0; j < n; ++j) {
         float state[Rule::ELEMENT_STATES + 1], element = w[j];
         for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) state[k] = w[next * (k + 1) + j];
-        rule.element(element, g[j], state, row);
+        body(element, state, j);
         w[j] = element;
         for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) w[next * (k + 1) + j] = state[k];
     }
 }
 
+// The passes of a rule with norms. whole [dim]: the row's gradient, and what `element` makes of it.
+template <class Rule>
+TIERBED_FN void update_by_norms(Tile tile, float* line, u32 dim, float* whole, const Rule& rule,
+                                typename Rule::Row& row) {
+    for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
+        float* const g = whole + begin;
+        for_elements<Rule>(line, dim, begin, n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
+            float step = g[j];
+            rule.element(w, step, state, row);
+            g[j] = step;
+        });
+    });
+    float sums[Rule::NORMS];
+    for (u32 i = 0; i < Rule::NORMS; ++i)
+        sums[i] = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return rule.norm(i, line[c], whole[c]); });
+    rule.after(row, sums);
+    for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
+        const float* const g = whole + begin;
+        for_elements<Rule>(line, dim, begin, n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
+            rule.finish(w, g[j], state, row);
+        });
+    });
+}
+
 // Whether `update_row` needs the whole gradient of a row before it changes its first element.
 template <class Rule>
 TIERBED_FN bool reduces_rows(const Rule& rule) {
-    return Rule::REDUCES || rule.clip_norm > 0.0f;
+    return Rule::REDUCES || Rule::NORMS > 0 || rule.clip_norm > 0.0f;
 }
 
 // One step of a row whose gradient is given by sum(g, begin, n), which sets g [n] to that of columns [begin, begin +
@@ -60,8 +83,8 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
     if (reduces_rows(rule)) {  // a lane reads the columns of `whole` that it wrote
         for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE { sum_block(whole + begin, begin, n); });
         if (rule.clip_norm > 0.0f) {
-            const float scale =
-                rule.norm_scale(sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(whole[c]); }));
+            const float squares = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(whole[c]); });
+            const float scale = norm_scale(squares, rule.clip_norm);
             for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
                 float* block = whole + begin;
                 for (u32 j = 0; j < n; ++j) block[j] *= scale;
@@ -73,15 +96,27 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
     float row_states[Rule::ROW_STATES + 1];
     for (u32 k = 0; k < Rule::ROW_STATES; ++k) row_states[k] = line[dim * (1 + Rule::ELEMENT_STATES) + k];
     rule.row(row, row_states);
-    for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
-        float block[VEC];
-        const float* g = whole + begin;
-        if (!reduces_rows(rule)) {
-            sum_block(block, begin, n);
-            g = block;
-        }
-        update_block(line, dim, begin, n, g, rule, row);
-    });
+    if constexpr (Rule::NORMS > 0)
+        update_by_norms(tile, line, dim, whole, rule, row);
+    else
+        for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
+            float block[VEC];
+            const float* g = whole + begin;
+            if (!reduces_rows(rule)) {
+                sum_block(block, begin, n);
+                g = block;
+            }
+            for_elements<Rule>(line, dim, begin, n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
+                rule.element(w, g[j], state, row);
+            });
+        });
+    if (rule.row_norm > 0.0f) {
+        const float squares = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(line[c]); });
+        const float scale = norm_scale(squares, rule.row_norm);
+        for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
+            for (u32 j = 0; j < n; ++j) line[begin + j] *= scale;
+        });
+    }
     synchronise(tile);  // every lane has read the record and the row states
     if (tile.lane == 0) {
         for (u32 k = 0; k < Rule::ROW_STATES; ++k) line[dim * (1 + Rule::ELEMENT_STATES) + k] = row_states[k];

@@ -130,7 +130,7 @@ void catch_up_lines(const CatchUpJob& job, std::size_t begin, std::size_t end) {
 
 template <class Rule>
 constexpr RuleLoops loops_of() {
-    RuleLoops loops{Rule::NAME, Rule::ELEMENT_STATES, Rule::ROW_STATES, Rule::HYPERS + Rule::CLIPS, update<Rule>,
+    RuleLoops loops{Rule::NAME, Rule::ELEMENT_STATES, Rule::ROW_STATES, Rule::HYPERS + Rule::LIMITS, update<Rule>,
                     nullptr};
     if constexpr (Rule::CATCHES_UP) loops.catch_up = catch_up_lines<Rule>;
     return loops;

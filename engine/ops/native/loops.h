@@ -56,7 +56,7 @@ struct CatchUpJob {
 struct RuleLoops {
     const char* name;
     u32 element_states, row_states;
-    u32 hypers;  // clips included
+    u32 hypers;  // limits included
     // Returns how many rows were written for the first time. memory [3 * dim]: of the caller.
     std::size_t (*update)(const UpdateJob&, std::size_t begin, std::size_t end, float* memory);
     void (*catch_up)(const CatchUpJob&, std::size_t begin, std::size_t end);  // null where the rule does not

@@ -68,6 +68,7 @@ struct Given {
 
 BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<double> given)
     : loops(rule_named(name)), hyper(std::move(given)) {
+    if (hyper.size() + 1 == loops.hypers) hyper.push_back(0.0);  // the last limit is left out where it is none
     if (hyper.size() != loops.hypers)
         throw std::invalid_argument("rule " + name + " takes " + std::to_string(loops.hypers) + " hyper-parameters");
     if (layout.shape.width != layout.shape.dim * (1 + loops.element_states) + loops.row_states)

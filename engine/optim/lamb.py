@@ -1,0 +1,173 @@
+"""LAMB, and LAMB with one second moment a row: You et al., "Large batch optimization for deep learning", ICLR 2020, with
+the layers of the paper being rows, as in FBGEMM's LAMB and PARTIAL_ROWWISE_LAMB
+(https://github.com/pytorch/FBGEMM, split table batched embeddings):
+
+    m += (g - m) * (1 - beta1)
+    v  = beta2 * v + (1 - beta2) * g * g                            lamb
+    v  = beta2 * v + (1 - beta2) * mean over the row of g * g       partial_rowwise_lamb
+    r  = m / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps) + weight_decay * w
+    w -= lr * |w| / |r| * r
+
+|x| is the L2 norm of a row. `g` is negated for `maximize`. `t` counts the steps of the embedding. Lazy: `m` and `v` of a
+row decay only in steps that touch it. Where |w| or |r| is 0, w takes the step lr * r; FBGEMM divides by 0. Where m is
+divided by 0 (eps = 0, and no gradient yet), that part of r is 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .adam import hyper
+from .arithmetic import row_sum
+from .base import OwnOptimizer, adam_settings, step_of
+from .kernel import Kernel
+from .rule import Group, Row, Rule, decayed, quotient
+
+LAMB_KERNEL = Kernel(
+    name="lamb",
+    hypers=(
+        "lr",
+        "weight_decay",
+        "maximize",
+        "one_minus_beta1",
+        "beta2",
+        "one_minus_beta2",
+        "correction1",
+        "sqrt_correction2",
+        "eps",
+    ),
+    element_states=("exp_avg", "exp_avg_sq"),
+    element="""
+        g = decayed(g, w, 0.0f, maximize);
+        exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
+        exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
+        g = quotient(exp_avg / correction1, square_root(exp_avg_sq) / sqrt_correction2 + eps) + weight_decay * w;
+    """,
+    norms=(("weights", "square(w)"), ("steps", "square(g)")),
+    after="""
+        const float trust = square_root(weights) / square_root(steps);
+        size = weights == 0.0f || steps == 0.0f ? lr : lr * trust;
+    """,
+    row_values=("size",),
+    finish="w = w - size * g;",
+)
+
+PARTIAL_ROWWISE_LAMB_KERNEL = Kernel(
+    name="partial_rowwise_lamb",
+    hypers=(
+        "lr",
+        "weight_decay",
+        "maximize",
+        "one_minus_beta1",
+        "beta2",
+        "one_minus_beta2",
+        "correction1",
+        "sqrt_correction2",
+        "eps",
+    ),
+    element_states=("exp_avg",),
+    row_states=("exp_avg_sq",),
+    term="square(g)",
+    row="""
+        exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (total / dim);
+        root = square_root(exp_avg_sq) / sqrt_correction2 + eps;
+    """,
+    element="""
+        g = decayed(g, w, 0.0f, maximize);
+        exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
+        g = quotient(exp_avg / correction1, root) + weight_decay * w;
+    """,
+    norms=(("weights", "square(w)"), ("steps", "square(g)")),
+    after="""
+        const float trust = square_root(weights) / square_root(steps);
+        size = weights == 0.0f || steps == 0.0f ? lr : lr * trust;
+    """,
+    row_values=("root", "size"),
+    finish="w = w - size * g;",
+)
+
+
+class LAMB(OwnOptimizer):
+    """LAMB with a trust ratio for each row of a parameter, its last dimension; see the formula above.
+
+    Raises OptimizerError for negative arguments, and for betas that are not below 1.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            adam_settings(group)
+
+    def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
+        x = _hyper(group, step_of(state))
+        m = state.setdefault("exp_avg", torch.zeros_like(w))
+        v = state.setdefault("exp_avg_sq", torch.zeros_like(self.fed(w)))
+        g = -g if x["maximize"] else g
+        m.lerp_(g, x["one_minus_beta1"])
+        v.mul_(x["beta2"]).add_(x["one_minus_beta2"] * self.fed(g.square()))
+        root = v.sqrt() / x["sqrt_correction2"] + x["eps"]
+        r = torch.where(root == 0, 0, m / x["correction1"] / root) + x["weight_decay"] * w
+        weights, steps = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, r))
+        ratio = torch.where((weights == 0) | (steps == 0), 1, weights / steps)
+        w.sub_(x["lr"] * ratio * r)
+
+    @staticmethod
+    def fed(squares: Tensor) -> Tensor:
+        """What the second moment takes of the squares of gradients."""
+        return squares
+
+
+class PartialRowWiseLAMB(LAMB):
+    """`LAMB` with one second moment for each row."""
+
+    @staticmethod
+    def fed(squares: Tensor) -> Tensor:
+        return squares.mean(-1, keepdim=True)
+
+
+def lamb(x: Row) -> None:
+    g = decayed(x.g, x.w, np.float32(0), x.maximize)
+    x.exp_avg += (g - x.exp_avg) * x.one_minus_beta1
+    x.exp_avg_sq[:] = x.beta2 * x.exp_avg_sq + (x.one_minus_beta2 * g) * g
+    _take(x)
+
+
+def partial_rowwise_lamb(x: Row) -> None:
+    x.exp_avg_sq[:] = x.beta2 * x.exp_avg_sq + x.one_minus_beta2 * (row_sum(x.g * x.g) / x.dim)
+    g = decayed(x.g, x.w, np.float32(0), x.maximize)
+    x.exp_avg += (g - x.exp_avg) * x.one_minus_beta1
+    _take(x)
+
+
+def _take(x: Row) -> None:
+    """The step of a row, given its moments."""
+    r = quotient(x.exp_avg / x.correction1, np.sqrt(x.exp_avg_sq) / x.sqrt_correction2 + x.eps) + x.weight_decay * x.w
+    weights, steps = row_sum(x.w * x.w), row_sum(r * r)
+    trust = np.sqrt(weights) / np.sqrt(steps)
+    x.w -= np.where((weights == 0) | (steps == 0), x.lr, x.lr * trust) * r
+
+
+def _hyper(group: Group, step: int) -> dict[str, float]:
+    adam_settings(group)
+    return hyper(group, step)
+
+
+RULES = (
+    Rule(LAMB_KERNEL, LAMB, _hyper, lamb),
+    Rule(PARTIAL_ROWWISE_LAMB_KERNEL, PartialRowWiseLAMB, _hyper, partial_rowwise_lamb),
+)

@@ -1,0 +1,55 @@
+"""RMSprop, as torch.optim.RMSprop without momentum and not centered:
+https://docs.pytorch.org/docs/stable/generated/torch.optim.RMSprop.html
+
+    v  = alpha * v + (1 - alpha) * g * g
+    w -= lr * g / (sqrt(v) + eps)
+
+`g` is negated for `maximize`; weight decay then adds `weight_decay * w` to it. Lazy: `v` of a row decays only in steps
+that touch it. Where g is divided by 0 (eps = 0, and no gradient yet), w stays; torch makes it NaN.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..errors import OptimizerError
+from .base import number
+from .kernel import Kernel
+from .rule import Group, Row, Rule, decayed, quotient
+
+RMSPROP = Kernel(
+    name="rmsprop",
+    hypers=("lr", "weight_decay", "maximize", "alpha", "one_minus_alpha", "eps"),
+    element_states=("square_avg",),
+    element="""
+        g = decayed(g, w, weight_decay, maximize);
+        square_avg = alpha * square_avg + (one_minus_alpha * g) * g;
+        w = w - lr * quotient(g, square_root(square_avg) + eps);
+    """,
+)
+
+
+def rmsprop(x: Row) -> None:
+    g = decayed(x.g, x.w, x.weight_decay, x.maximize)
+    x.square_avg[:] = x.alpha * x.square_avg + (x.one_minus_alpha * g) * g
+    x.w -= x.lr * quotient(g, np.sqrt(x.square_avg) + x.eps)
+
+
+def _hyper(group: Group, step: int) -> dict[str, float]:
+    if float(group["momentum"]):
+        raise OptimizerError(
+            f"param group: momentum={group['momentum']!r}; rows follow RMSprop without momentum: use momentum=0"
+        )
+    alpha = number(group, "alpha", high=1.0)
+    return {
+        "lr": float(group["lr"]),
+        "weight_decay": float(group["weight_decay"]),
+        "maximize": float(group["maximize"]),
+        "alpha": alpha,
+        "one_minus_alpha": 1.0 - alpha,
+        "eps": float(group["eps"]),
+    }
+
+
+RULES = (Rule(RMSPROP, torch.optim.RMSprop, _hyper, rmsprop),)
