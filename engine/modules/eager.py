@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from ..errors import GraphError, OptimizerError
 from ..ops.rows_contract import Rows
-from ..optim.optimizers import RowOptimizer
+from ..optim.optimizers import RowOptimizer, check_is_optimizer
 from ..persist.held_contract import Ranks
 from ..signals import uninterrupted
 from .one_trainer import training_step
@@ -53,6 +53,7 @@ class EagerOptimizer(torch.optim.Optimizer):
             raise OptimizerError(
                 f"optimizer={type(optimizer).__name__}: give a torch.optim optimizer, such as torch.optim.SGD"
             )
+        check_is_optimizer(optimizer)
         self.optimizer = optimizer
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         modules = (m for m in module.modules() if isinstance(m, Rows))

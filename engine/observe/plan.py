@@ -193,7 +193,7 @@ def plan(
     trace: a batch for each training step: ids, or (ids, table_ids), tensors or arrays of integers as lookups take
     them: table_ids broadcast to ids; without them and with several tables, the last dimension of ids is the tables.
     dim, state: floats of a row, and of its optimizer state: 0 for SGD, dim for SGD with momentum and for Adagrad,
-    2 * dim for Adam, AdamW and CatchUpAdam, 1 for RowWiseAdagrad.
+    2 * dim for Adam, AdamW and CatchUpAdam, 1 for RowWiseAdagrad (docs/optimizers.md has all).
     warmup: batches at the start that fill the cache and are not counted.
     samples: the most uses of rows that are kept; of a trace with more, a share of the rows is followed, so memory stays
     bounded.

@@ -1,5 +1,5 @@
-"""LAMB, and LAMB with one second moment a row: You et al., "Large batch optimization for deep learning", ICLR 2020, with
-the layers of the paper being rows, as in FBGEMM's LAMB and PARTIAL_ROWWISE_LAMB
+"""LAMB, and LAMB with one second moment a row: You et al., "Large batch optimization for deep learning", ICLR 2020. The
+layers of the paper are rows, as in FBGEMM's LAMB and PARTIAL_ROWWISE_LAMB
 (https://github.com/pytorch/FBGEMM, split table batched embeddings):
 
     m += (g - m) * (1 - beta1)
@@ -8,8 +8,8 @@ the layers of the paper being rows, as in FBGEMM's LAMB and PARTIAL_ROWWISE_LAMB
     r  = m / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps) + weight_decay * w
     w -= lr * |w| / |r| * r
 
-|x| is the L2 norm of a row. `g` is negated for `maximize`. `t` counts the steps of the embedding. Lazy: `m` and `v` of a
-row decay only in steps that touch it. Where |w| or |r| is 0, w takes the step lr * r; FBGEMM divides by 0. Where m is
+|x| is the L2 norm of a row. `g` is negated for `maximize`. `t` counts the steps of the embedding. Lazy: `m` and `v` of
+a row decay only in steps that touch it. Where |w| or |r| is 0, w takes the step lr * r; FBGEMM divides by 0. Where m is
 divided by 0 (eps = 0, and no gradient yet), that part of r is 0.
 """
 

@@ -5,8 +5,8 @@ paper being rows, as in FBGEMM's LARS_SGD (https://github.com/pytorch/FBGEMM, sp
     b  = momentum * b + a * (g + weight_decay * w)
     w -= b
 
-|x| is the L2 norm of a row. `g` is negated for `maximize`. The buffer of a row decays only in steps that touch it. Where
-|w| or the divisor is 0, a = lr; FBGEMM divides by 0, and never moves a row of zeros.
+|x| is the L2 norm of a row. `g` is negated for `maximize`. The buffer of a row decays only in steps that touch it.
+Where |w| or the divisor is 0, a = lr; FBGEMM divides by 0, and never moves a row of zeros.
 """
 
 from __future__ import annotations

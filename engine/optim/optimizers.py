@@ -88,24 +88,34 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimize
     """The row optimizer of one of `optimizer.param_groups`.
 
     Raises OptimizerError for any but torch's SGD, Adagrad, Adam, AdamW and RMSprop and those of `engine.optim`, by
-    exact type; for amsgrad, centered or differentiable; for limits that are no positive numbers of float32; for keys of the group that the
-    optimizer does not have.
+    exact type; for amsgrad, centered or differentiable; for limits that are no positive numbers of float32; for keys
+    of the group that the optimizer does not have.
     """
     return RowOptimizer(optimizer, group)
+
+
+def check_is_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raises OptimizerError for a class of torchrec.optim that stands for a fused optimizer, and has no step."""
+    if not hasattr(optimizer, "param_groups"):
+        raise _refusal(type(optimizer))
+
+
+def _refusal(kind: type) -> OptimizerError:
+    names = list(dict.fromkeys(_name(rule.optimizer) for rule in all_rules()))
+    ours = [name for name in names if name.rpartition(".")[2] == kind.__name__]
+    if ours and kind.__module__.partition(".")[0] == "torchrec":
+        return OptimizerError(f"optimizer {_name(kind)} cannot update rows; use {ours[0]}, which has its formula")
+    return OptimizerError(
+        f"optimizer {_name(kind)} cannot update rows; use one of {', '.join(names)}, not a subclass, which may change "
+        "the formula"
+    )
 
 
 def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
     kind = type(optimizer)
     rules = [rule for rule in all_rules() if rule.optimizer is kind]
     if not rules:
-        names = list(dict.fromkeys(_name(rule.optimizer) for rule in all_rules()))
-        ours = [name for name in names if name.rpartition(".")[2] == kind.__name__]
-        if ours and kind.__module__.partition(".")[0] == "torchrec":
-            raise OptimizerError(f"optimizer {_name(kind)} cannot update rows; use {ours[0]}, which has its formula")
-        raise OptimizerError(
-            f"optimizer {_name(kind)} cannot update rows; use one of {', '.join(names)}, not a subclass, which may "
-            "change the formula"
-        )
+        raise _refusal(kind)
     for option in _REFUSED:
         if group.get(option):
             raise OptimizerError(f"{kind.__name__}: {option}=True is not supported; use {option}=False")

@@ -5,8 +5,8 @@
     v  = beta2 * v + (1 - beta2) * mean over the row of g * g
     w  = w * (1 - lr * weight_decay) - lr / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps) * m
 
-`g` is negated for `maximize`. `t` counts the steps of the embedding. Lazy: `m` and `v` of a row decay only in steps that
-touch it. Where the divisor of m is 0 (eps = 0, and no gradient yet), w takes no step by it.
+`g` is negated for `maximize`. `t` counts the steps of the embedding. Lazy: `m` and `v` of a row decay only in steps
+that touch it. Where the divisor of m is 0 (eps = 0, and no gradient yet), w takes no step by it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.modules.eager import EagerOptimizer
 from ...engine.ops.rows_contract import Rows
-from ...engine.optim.optimizers import RowOptimizer
+from ...engine.optim.optimizers import RowOptimizer, check_is_optimizer
 from ..passes.step_end import check_schedule
 from ..trace.built import Built
 from ..trace.names import name_of
@@ -74,6 +74,7 @@ class OptimizerSet:
             raise OptimizerError(
                 f"add_optimizer got a {type(optimizer).__name__}; pass a torch.optim optimizer, such as torch.optim.SGD"
             )
+        check_is_optimizer(optimizer)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise OptimizerError(

@@ -36,8 +36,9 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
     feature_table_map: for each feature its table; None is a feature for each. table_names: None is table-0, table-1...
     store_options: from a `make_*_store_options`, in the place of all locations. Then tables of one dim are one
     embedding, `<name>-d<dim>`, and the store is divided between them; or a mapping of stores by their names.
-    optimizer: EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD or ADAM, which decays weights decoupled. The numbers
-    after it are FBGEMM's; one that the optimizer has not is refused. max_gradient: with `gradient_clipping`, the
+    optimizer: EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, LAMB, PARTIAL_ROWWISE_LAMB
+    or LARS_SGD. The numbers after it are FBGEMM's; one that the optimizer has not is refused. max_norm: after an
+    update, a row of a larger L2 norm is scaled to it; 0 is none. max_gradient: with `gradient_clipping`, the
     magnitude to which each element of the output's gradient is clamped before it is summed.
     output_dtype: torch.float32, float16 or bfloat16, or a SparseType of FBGEMM.
     bounds_check_mode: of indices that a table has no row for. FATAL raises InputError; WARNING drops them, and logs the
@@ -63,6 +64,9 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         beta2: float = DEFAULTS["beta2"],
         weight_decay: float = DEFAULTS["weight_decay"],
         weight_decay_mode: Any = WeightDecayMode.NONE,
+        momentum: float = DEFAULTS["momentum"],
+        eta: float = DEFAULTS["eta"],
+        max_norm: float = 0.0,
         gradient_clipping: bool = False,
         max_gradient: float = 1.0,
         pooling_mode: Any = PoolingMode.SUM,
@@ -92,8 +96,16 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         settings = Settings(
             taken(OptimType, optimizer, "optimizer"),
             learning_rate,
-            {"eps": eps, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay},
+            {
+                "eps": eps,
+                "beta1": beta1,
+                "beta2": beta2,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "eta": eta,
+            },
             taken(WeightDecayMode, weight_decay_mode, "weight_decay_mode"),
+            max_norm,
         )
         clip = _checked_clip(gradient_clipping, max_gradient)
         caching = Caching(taken(CacheAlgorithm, cache_algorithm, "cache_algorithm"), cache_load_factor)
@@ -165,7 +177,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         return float(self._numbers["lr"])
 
     def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
-        """Set numbers of the optimizer by name: lr, eps, beta1, beta2, weight_decay. OptionError, and none is set."""
+        """Set numbers of the optimizer by FBGEMM's names, and `lr`. OptionError, and none is set."""
         self._settings.change(self._numbers, params_dict)
 
     def set_optimizer_step(self, step: int) -> None:

@@ -24,9 +24,6 @@ CONSTRUCTOR: dict[str, tuple[Any, str]] = {
     "record_cache_metrics": (None, "each store counts hits and misses; read metrics()"),
     "gather_uvm_cache_stats": (False, "each store counts hits and misses; read metrics()"),
     "stochastic_rounding": (True, "rows are float32 and nothing is rounded to less; leave it out"),
-    "max_norm": (0.0, "no optimizer scales rows to a norm; leave it out"),
-    "momentum": (0.9, "it is of LARS_SGD, which is not built; leave it out"),
-    "eta": (0.001, "it is of LARS_SGD, which is not built; leave it out"),
     "ensemble_mode": (None, "it is of ENSEMBLE_ROWWISE_ADAGRAD, which is not built; leave it out"),
     "emainplace_mode": (None, "it is of EMAINPLACE_ROWWISE_ADAGRAD, which is not built; leave it out"),
     "counter_based_regularization": (

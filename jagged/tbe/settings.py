@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +11,17 @@ from torch import nn
 
 from ...engine.errors import OptimizerError, OptionError
 from ...engine.numeric import real, whole_option
+from ...engine.optim.base import LARGEST, SMALLEST
+from ...engine.optim.lamb import LAMB, PartialRowWiseLAMB
+from ...engine.optim.lars_sgd import LarsSGD
 from ...engine.optim.optimizers import RowOptimizer
+from ...engine.optim.partial_rowwise_adam import PartialRowWiseAdam
 from ...engine.optim.rowwise_adagrad import RowWiseAdagrad
 from ...engine.row_format import LAST_STEP
 from .enums import OptimType, WeightDecayMode
 
 _NEAREST = {
     OptimType.SGD: OptimType.EXACT_SGD,
-    OptimType.LAMB: OptimType.ADAM,
-    OptimType.LARS_SGD: OptimType.EXACT_SGD,
-    OptimType.PARTIAL_ROWWISE_ADAM: OptimType.ADAM,
-    OptimType.PARTIAL_ROWWISE_LAMB: OptimType.ADAM,
     OptimType.ROWWISE_ADAGRAD: OptimType.EXACT_ROWWISE_ADAGRAD,
     OptimType.SHAMPOO: OptimType.EXACT_ADAGRAD,
     OptimType.SHAMPOO_V2: OptimType.EXACT_ADAGRAD,
@@ -30,18 +30,30 @@ _NEAREST = {
     OptimType.ENSEMBLE_ROWWISE_ADAGRAD: OptimType.EXACT_ROWWISE_ADAGRAD,
     OptimType.EMAINPLACE_ROWWISE_ADAGRAD: OptimType.EXACT_ROWWISE_ADAGRAD,
 }
+_OF_ADAM = ("eps", "beta1", "beta2", "weight_decay")
 # the numbers that each optimizer has beside the learning rate
 _NUMBERS: dict[OptimType, tuple[str, ...]] = {
     OptimType.EXACT_SGD: (),
     OptimType.EXACT_ADAGRAD: ("eps",),
     OptimType.EXACT_ROWWISE_ADAGRAD: ("eps", "weight_decay"),
-    OptimType.ADAM: ("eps", "beta1", "beta2", "weight_decay"),
+    OptimType.ADAM: _OF_ADAM,
+    OptimType.PARTIAL_ROWWISE_ADAM: _OF_ADAM,
+    OptimType.LAMB: _OF_ADAM,
+    OptimType.PARTIAL_ROWWISE_LAMB: _OF_ADAM,
+    OptimType.LARS_SGD: ("momentum", "eta", "weight_decay"),
+}
+# those that FBGEMM has by Adam's numbers, and decays by weight_decay alone, decoupled or as a part of LAMB's step
+_LIKE_ADAM: dict[OptimType, Callable[..., torch.optim.Optimizer]] = {
+    OptimType.ADAM: torch.optim.AdamW,
+    OptimType.PARTIAL_ROWWISE_ADAM: PartialRowWiseAdam,
+    OptimType.LAMB: LAMB,
+    OptimType.PARTIAL_ROWWISE_LAMB: PartialRowWiseLAMB,
 }
 _DECAYS = {
     OptimType.EXACT_ROWWISE_ADAGRAD: (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE),
-    OptimType.ADAM: (WeightDecayMode.NONE, WeightDecayMode.DECOUPLE),  # FBGEMM's Adam decays so by weight_decay alone
+    **dict.fromkeys(_LIKE_ADAM, (WeightDecayMode.NONE, WeightDecayMode.DECOUPLE)),
 }
-DEFAULTS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0}
+DEFAULTS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "momentum": 0.9, "eta": 0.001}
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,7 @@ class Settings:
     learning_rate: float
     numbers: Mapping[str, float]  # by the names of DEFAULTS
     weight_decay_mode: WeightDecayMode
+    max_norm: float = 0.0  # of a row after its update; 0 is none
 
     def __post_init__(self) -> None:
         name, has = self.optimizer.name, _NUMBERS.get(self.optimizer)
@@ -68,6 +81,9 @@ class Settings:
                 raise OptionError(f"{number}={value!r}: give a number")
             if number in DEFAULTS and number not in has and value != DEFAULTS[number]:
                 raise OptionError(f"{number}={value!r}: OptimType.{name} has no {number}; leave it out")
+        norm = real(self.max_norm)
+        if norm is None or (norm and not SMALLEST <= norm <= LARGEST):
+            raise OptionError(f"max_norm={self.max_norm!r}: give a positive number of float32, or 0 for none")
         mode, modes = self.weight_decay_mode, _DECAYS.get(self.optimizer, (WeightDecayMode.NONE,))
         if mode not in modes:
             raise OptionError(
@@ -86,19 +102,26 @@ class Settings:
 
     def made(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer over the parameters of embeddings. OptionError for numbers that it cannot have."""
-        x, lr = self.numbers, float(self.learning_rate)
         try:
-            if self.optimizer is OptimType.EXACT_SGD:
-                return torch.optim.SGD(shadows, lr)
-            if self.optimizer is OptimType.EXACT_ADAGRAD:
-                return torch.optim.Adagrad(shadows, lr, eps=x["eps"])
-            if self.optimizer is OptimType.ADAM:
-                betas = (x["beta1"], x["beta2"])
-                return torch.optim.AdamW(shadows, lr, betas, x["eps"], x["weight_decay"])
-            mode = "l2" if self.weight_decay_mode is WeightDecayMode.L2 else "decoupled"
-            return RowWiseAdagrad(shadows, lr, x["eps"], x["weight_decay"], mode)
+            optimizer = self._made(shadows)
         except (ValueError, OptimizerError) as error:
             raise OptionError(f"optimizer=OptimType.{self.optimizer.name}: {error}") from None
+        if self.max_norm:
+            optimizer.param_groups[0]["max_row_norm"] = float(self.max_norm)
+        return optimizer
+
+    def _made(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
+        x, lr = self.numbers, float(self.learning_rate)
+        if self.optimizer is OptimType.EXACT_SGD:
+            return torch.optim.SGD(shadows, lr)
+        if self.optimizer is OptimType.EXACT_ADAGRAD:
+            return torch.optim.Adagrad(shadows, lr, eps=x["eps"])
+        if (like_adam := _LIKE_ADAM.get(self.optimizer)) is not None:
+            return like_adam(shadows, lr, (x["beta1"], x["beta2"]), x["eps"], x["weight_decay"])
+        if self.optimizer is OptimType.LARS_SGD:
+            return LarsSGD(shadows, lr, x["momentum"], x["weight_decay"], x["eta"])
+        mode = "l2" if self.weight_decay_mode is WeightDecayMode.L2 else "decoupled"
+        return RowWiseAdagrad(shadows, lr, x["eps"], x["weight_decay"], mode)
 
     def change(self, group: dict[str, Any], changes: Mapping[str, float]) -> None:
         """Write numbers by FBGEMM's names, `lr` among them, to the optimizer's param group. OptionError, and none is.

@@ -266,3 +266,24 @@ def test_models_of_torchrec_take_a_collection() -> None:
         assert bags.embedding_of("a").size() == 4
         groups = KTRegroupAsDict([["a"], ["b"]], ["one", "two"])([bags(batch)])
         assert torch.equal(groups["two"], bags(batch)["b"])
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("PartialRowWiseAdam", "tierbed.engine.optim.PartialRowWiseAdam"),
+        ("LAMB", "tierbed.engine.optim.LAMB"),
+        ("PartialRowWiseLAMB", "tierbed.engine.optim.PartialRowWiseLAMB"),
+        ("LarsSGD", "tierbed.engine.optim.LarsSGD"),
+        ("Adam", "torch.optim.Adam"),
+    ],
+)
+def test_an_optimizer_of_torchrec_is_refused_with_the_name_of_ours(name, ours):
+    import torchrec.optim
+
+    embedding = tierbed.MultiTableEmbedding(
+        "e", 4, torch.float32, torch.int64, None, tierbed.make_host_mem_store_options()
+    )
+    theirs = getattr(torchrec.optim, name)(embedding.parameters(), lr=0.1)
+    with pytest.raises(tierbed.OptimizerError, match=rf"{name} cannot update rows; use {ours}, which has its formula"):
+        tierbed.EagerOptimizer(theirs, embedding)
