@@ -12,6 +12,7 @@ from .errors import OptionError as OptionError
 from .errors import SnapshotError as SnapshotError
 from .errors import StoreError as StoreError
 from .errors import TierbedError as TierbedError
+from .keys.hashed import hash_keys as hash_keys
 from .modules.eager import EagerOptimizer as EagerOptimizer
 from .modules.embedding import MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding
 from .modules.multi_table import MultiTableEmbedding as MultiTableEmbedding

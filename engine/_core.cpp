@@ -7,6 +7,7 @@ namespace nb = nanobind;
 namespace tierbed {
 
 void bind_ops(nb::module_& m);
+void bind_keys(nb::module_& m);
 void bind_owners(nb::module_& m);
 void bind_stores(nb::module_& m);
 void bind_cache(nb::module_& m);
@@ -28,4 +29,5 @@ NB_MODULE(_core, m) {
     tierbed::bind_ledger(m);
     tierbed::bind_changes(m);  // after the three that bind tiers
     tierbed::bind_rows(m);
+    tierbed::bind_keys(m);
 }

@@ -57,6 +57,15 @@ def by_owner(batch: Batch, last: int, keys: I64, tables: I64, places: I64, count
     the batch, in that order.
     """
 
+def hash_parts(bytes: U8, offsets: I64, seed: int, out: I64) -> None:
+    """Write to out [n] the XXH64 of bytes[offsets[i]:offsets[i + 1]]."""
+
+def hash_rows(bytes: U8, width: int, is_text: bool, seed: int, out: I64) -> int:
+    """Write to out [n] the XXH64 of rows of `width` bytes each, without the zeros at their ends.
+
+    is_text: whether rows are characters of 4 bytes, whose UTF-8 is hashed. Returns the first row that has none, or n.
+    """
+
 def normal_quantile(p: float) -> float:
     """The inverse of the standard normal distribution function, 0 < p < 1: Wichura's AS 241 in IEEE operations."""
 

@@ -19,6 +19,7 @@ from .engine.errors import OptionError as OptionError
 from .engine.errors import SnapshotError as SnapshotError
 from .engine.errors import StoreError as StoreError
 from .engine.errors import TierbedError as TierbedError
+from .engine.keys.hashed import hash_keys as hash_keys
 from .engine.modules.eager import EagerOptimizer as EagerOptimizer
 from .engine.modules.embedding import MultiTableMultiColumnEmbedding as MultiTableMultiColumnEmbedding
 from .engine.modules.multi_table import MultiTableEmbedding as MultiTableEmbedding

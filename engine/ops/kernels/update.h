@@ -110,13 +110,6 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
                 rule.element(w, g[j], state, row);
             });
         });
-    if (rule.row_norm > 0.0f) {
-        const float squares = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(line[c]); });
-        const float scale = norm_scale(squares, rule.row_norm);
-        for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
-            for (u32 j = 0; j < n; ++j) line[begin + j] *= scale;
-        });
-    }
     synchronise(tile);  // every lane has read the record and the row states
     if (tile.lane == 0) {
         for (u32 k = 0; k < Rule::ROW_STATES; ++k) line[dim * (1 + Rule::ELEMENT_STATES) + k] = row_states[k];
@@ -124,6 +117,16 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
         lifecycle->step = step;
     }
     return row.first;
+}
+
+// Scales a row that a step has written to the largest norm that it may have.
+TIERBED_FN void limit_row(Tile tile, u64 address, u32 dim, float most) {
+    float* line = floats(address);  // a lane reads the columns that it wrote
+    const float scale =
+        norm_scale(sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(line[c]); }), most);
+    for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
+        for (u32 j = 0; j < n; ++j) line[begin + j] *= scale;
+    });
 }
 
 // The same, given the row's occurrences, whose sum is multiplied by `scale`. A row without any is left alone.
@@ -135,7 +138,9 @@ TIERBED_FN bool update_row(Tile tile, u64 address, const LineShape& shape, const
         sum_gradients<Type>(g, gradients, occurrences, begin, n);
         for (u32 j = 0; j < n; ++j) g[j] *= scale;
     };
-    return apply_rule(tile, address, shape, sum, rule, step, whole);
+    const bool first = apply_rule(tile, address, shape, sum, rule, step, whole);
+    if (rule.row_norm > 0.0f) limit_row(tile, address, shape.dim, rule.row_norm);
+    return first;
 }
 
 // The sum of the squares of a row's gradient, 0 without occurrences. whole [dim]: memory of the tile.

@@ -93,6 +93,9 @@ std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, f
         };
         written += apply_rule(ONE_THREAD, job.lines[row], job.shape, summed, rule, job.step, whole);
     }
+    if (rule.row_norm > 0.0f)  // apart, since a branch in the loop above costs it registers
+        for (std::size_t row = begin; row < end; ++row)
+            limit_row(ONE_THREAD, job.lines[row], job.shape.dim, rule.row_norm);
     return written;
 }
 

@@ -1,0 +1,1 @@
+"""Ids that are made of other things than whole numbers."""
