@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -68,6 +68,32 @@ class Tierbed:
 
     def rows(self, index: int) -> Tensor:
         return self._embedding.get(self._keys[index], self._tables).flatten(0, 2)
+
+
+class RowsOf:
+    """Rows in a device_mem store that follow an optimizer, looked up without pooling."""
+
+    def __init__(
+        self,
+        work: Workload,
+        batches: list[Batch],
+        make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    ) -> None:
+        self.batches = batches
+        tables = [make_table_options(make_uniform_initializer(-0.1, 0.1))] * work.tables
+        self._embedding = MultiTableEmbedding(
+            work.name, work.dim, torch.float32, torch.int64, tables, make_device_mem_store_options()
+        )
+        self._graph = _Step(self._embedding, make(list(self._embedding.parameters())), None)
+        self._ids = [batch.rows.squeeze(2) for batch in batches]
+
+    def step(self, index: int) -> Tensor:
+        out: Tensor = self._graph(self._ids[index], self.batches[index].grad)
+        return out
+
+    def of(self, rows: Tensor) -> Tensor:
+        """The rows [n] of table 0 as they are now: float32 [n, dim]."""
+        return self._embedding.get(rows, 0)
 
 
 def _row_optimizer(work: Workload, embedding: nn.Module) -> torch.optim.Optimizer:
