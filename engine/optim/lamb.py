@@ -114,9 +114,9 @@ class LAMB(OwnOptimizer):
             adam_settings(group)
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
-        x = _hyper(group, step_of(state))
-        m = state.setdefault("exp_avg", torch.zeros_like(w))
-        v = state.setdefault("exp_avg_sq", torch.zeros_like(self.fed(w)))
+        if not state:
+            state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.fed(w))}
+        x, m, v = _hyper(group, step_of(state)), state["exp_avg"], state["exp_avg_sq"]
         g = -g if x["maximize"] else g
         m.lerp_(g, x["one_minus_beta1"])
         v.mul_(x["beta2"]).add_(x["one_minus_beta2"] * self.fed(g.square()))

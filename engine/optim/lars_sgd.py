@@ -65,7 +65,9 @@ class LarsSGD(OwnOptimizer):
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         x = _hyper(group, 1)
-        b = state.setdefault("momentum_buffer", torch.zeros_like(w))
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(w)
+        b = state["momentum_buffer"]
         g = -g if x["maximize"] else g
         norm, gradients = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, g))
         divisor = gradients + x["weight_decay"] * norm

@@ -65,9 +65,9 @@ class PartialRowWiseAdam(OwnOptimizer):
             adam_settings(group)
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
-        x = _hyper(group, step_of(state))
-        m = state.setdefault("exp_avg", torch.zeros_like(w))
-        v = state.setdefault("exp_avg_sq", torch.zeros_like(w.sum(-1, keepdim=True)))
+        if not state:
+            state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(w.sum(-1, keepdim=True))}
+        x, m, v = _hyper(group, step_of(state)), state["exp_avg"], state["exp_avg_sq"]
         g = -g if x["maximize"] else g
         m.lerp_(g, x["one_minus_beta1"])
         v.mul_(x["beta2"]).add_(x["one_minus_beta2"] * g.square().mean(-1, keepdim=True))
