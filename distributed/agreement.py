@@ -16,10 +16,10 @@ import torch
 
 from ..engine import errors
 from ..engine.errors import GroupError, TierbedError
+from .script import Script
 
 if TYPE_CHECKING:
     from .group import Exchange, Group
-    from .script import Script
 
 FIELDS = 6  # of a header: whether it refuses, the checksums of op and numbers, the count for the receiver, a note, asks
 
@@ -92,10 +92,9 @@ class Agreement:
         return self._answer
 
     def _refuse(self) -> NoReturn:
-        said = {"op": self._op, "same": self._same, "error": _told(self._error)}
-        every = [
-            msgpack.unpackb(data) for data in raw_bytes(self._world, self._op, msgpack.packb(said, default=_parts))
-        ]
+        same = _packed(self._same, lambda one: one.parts if isinstance(one, Script) else repr(one))
+        said = msgpack.packb({"op": self._op, "same": msgpack.unpackb(same), "error": _told(self._error)})
+        every = [msgpack.unpackb(data) for data in raw_bytes(self._world, self._op, said)]
         raise_first([one["error"] for one in every], self._error, self._world)
         self._world.differed += 1
         self._world.told = GroupError(_difference(every))
@@ -169,16 +168,24 @@ def raw_bytes(world: Group, op: str, data: bytes) -> list[bytes]:
 
 
 def _checksum(value: Any) -> int:
-    data = value.encode() if isinstance(value, str) else msgpack.packb(value, default=lambda script: script.checksum)
-    return zlib.crc32(data)
+    if isinstance(value, str):
+        return zlib.crc32(value.encode(errors="backslashreplace"))
+    return zlib.crc32(_packed(value, lambda one: one.checksum if isinstance(one, Script) else repr(one)))
 
 
-def _parts(script: Script) -> dict[str, str]:
-    return script.parts
+def _packed(value: Any, default: Callable[[Any], Any]) -> bytes:
+    """A value as msgpack; as text where msgpack cannot carry it, since a rank that raised here would raise alone."""
+    try:
+        data = msgpack.packb(value, default=default)
+    except (ValueError, OverflowError):
+        data = msgpack.packb({name: repr(one) for name, one in value.items()})
+    return bytes(data)
 
 
 def _told(error: BaseException | None) -> dict[str, str] | None:
-    return None if error is None else {"kind": type(error).__name__, "message": str(error)}
+    if error is None:
+        return None
+    return {"kind": type(error).__name__, "message": str(error).encode(errors="backslashreplace").decode()}
 
 
 def _difference(every: Sequence[Mapping[str, Any]]) -> str:

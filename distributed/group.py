@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,7 @@ class Group:
         self.script = NONE  # of the step under way, which all ranks must be in
         self.pending: Settles | None = None  # headers on their way
         self.begun = WeakTensorKeyDictionary()  # the tensors that began as those of rank 0
+        self.batches: dict[str, Any] = {}  # that the step under way has pinned, by embedding
         self.told: BaseException | None = None  # what was raised on all ranks last
         self.differed = 0  # how often all ranks were told that they differ
         self.failure: GroupError | None = None

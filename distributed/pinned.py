@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -124,15 +125,13 @@ class ShardedBatch:
 
     def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
         """The rows of lookup number `index`, as `Pinned.gather`."""
-        self._check()
-        self.arrive()
-        return self.local.processor.gather(self.core, index, self.lookups[index], weights, self.dtype)
+        with self._standing():
+            return self.local.processor.gather(self.core, index, self.lookups[index], weights, self.dtype)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
         """The gradient of the weights of lookup number `index`, as `Pinned.weights_grad`."""
-        self._check()
-        self.arrive()
-        return self.local.processor.weights_grad(self.core, index, self.lookups[index], grad)
+        with self._standing():
+            return self.local.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
         """Start to send the gradients, one number for each element of this rank's unique rows, to who has the rows.
@@ -140,10 +139,10 @@ class ShardedBatch:
         Raises what is wrong with them, on this rank alone. Then ranks agree, before an update: a rank that had nothing
         to send says so there, after `send_nothing`.
         """
-        self._check()
-        self.arrive()
         given = weights or [None] * len(self.lookups)
-        self._start(self._summed(checked_gradients(self.local.spec, self.lookups, grads, given, self.dtype)))
+        with self._standing():
+            sums = self._summed(checked_gradients(self.local.spec, self.lookups, grads, given, self.dtype))
+        self._start(sums)
 
     def send_nothing(self) -> None:
         """Take part in the exchange of gradients where `send` failed or was not called; nothing where it was."""
@@ -230,6 +229,16 @@ class ShardedBatch:
         except BaseException:
             self.release()
             raise
+
+    @contextmanager
+    def _standing(self) -> Iterator[None]:
+        """A block for which the rows stand, those of this rank where its own pin holds them."""
+        self._check()
+        self.arrive()
+        assert self.own is not None
+        with self.own.table.lock:
+            self.own.table.check_pinned(self.own)
+            yield
 
     def _check(self) -> None:
         if self._table.pinned is not self:

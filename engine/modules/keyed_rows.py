@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 
 from ..errors import InputError, StoreError
 from ..ops.segments import check_legal
@@ -116,17 +114,6 @@ class KeyedRows(SavedRows):
         row = {**numbered(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
-
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """A block that checks the arguments of a call of all ranks: what it raises on one rank is raised on all."""
-        try:
-            yield
-        except Exception as error:
-            world = self.world
-            if world is not None and world.failure is None and world.told is not error and detect_fake_mode() is None:
-                world.meet(f"a call of embedding {self.name!r}", error)
-            raise
 
     def _asked(self, keys: Any, table_ids: Any) -> Lookup:
         """The lookup of a call of all ranks."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..errors import InputError, OptionError
@@ -41,6 +43,17 @@ class SavedRows(Rows):
         """The table, opened where it is not yet."""
         raise NotImplementedError
 
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """A block that checks the arguments of a call of all ranks: what it raises on one rank is raised on all."""
+        try:
+            yield
+        except Exception as error:
+            world = self.world
+            if world is not None and world.failure is None and world.told is not error and detect_fake_mode() is None:
+                world.meet(f"a call of embedding {self.name!r}", error)
+            raise
+
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
     ) -> Saving | None:
@@ -53,8 +66,9 @@ class SavedRows(Rows):
         overwrite: whether to replace a snapshot of that name, at one instant when the new one is durable. A snapshot
         that another goes over cannot be replaced. Raises SnapshotError, StoreError, OptionError.
         """
-        _check_flag("background", background)
-        _check_flag("overwrite", overwrite)
+        with self.told():
+            _check_flag("background", background)
+            _check_flag("overwrite", overwrite)
         if background:
             return self.opened().save_in_background(snapshot_name, kind, overwrite)
         self.opened().save_snapshot(snapshot_name, kind, overwrite)
@@ -80,9 +94,10 @@ class SavedRows(Rows):
         damaged or of another table; StoreError where its tables have other names; OptimizerError where its state is
         another optimizer's; InputError for a selection that cannot be.
         """
-        for argument, value in (("strict", strict), ("weights_only", weights_only)):
-            if not isinstance(value, bool):
-                raise InputError(f"{argument}={value!r}: give True or False")
+        with self.told():
+            for argument, value in (("strict", strict), ("weights_only", weights_only)):
+                if not isinstance(value, bool):
+                    raise InputError(f"{argument}={value!r}: give True or False")
         selection = Selection(tables, where, not weights_only)
         return self.opened().load_snapshot(snapshot_name, selection, strict)
 
@@ -91,7 +106,8 @@ class SavedRows(Rows):
 
         SnapshotError for a name that cannot be used or is taken, or with `overwrite` cannot be replaced; OptionError.
         """
-        _check_flag("overwrite", overwrite)
+        with self.told():
+            _check_flag("overwrite", overwrite)
         self.opened().check_save(snapshot_name, kind, overwrite)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> list[str]:

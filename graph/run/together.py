@@ -166,6 +166,8 @@ class Exchanges:
         world = self._world
         world.check_thread()
         world.script, self._passed, world.told = self._in_words, world.passed, None
+        if not nested:
+            world.batches.clear()
         try:
             if self.trains and self._together.torn:
                 raise GraphError(
@@ -186,6 +188,7 @@ class Exchanges:
             world.script = NONE
             if not nested:
                 world.told = None  # its frames hold what the step computed
+                world.batches.clear()
 
     def _tell(self, error: BaseException) -> None:
         """Go through the rest of the script. Raises on all ranks, but where no exchange is left."""
@@ -201,15 +204,25 @@ class Exchanges:
             error.told = told
 
     def _go_through(self, error: BaseException) -> None:
+        """Go through the rest of the script. What keeps this rank from that ends the group, which would wait for it."""
+        try:
+            self._make_rest(error)
+        except BaseException as wrong:
+            if wrong is self._world.told or self._world.failure is not None:
+                raise
+            raise self._world.broken_off(self._named("rest"), f"failed by {wrong!r} after {error!r}") from wrong
+
+    def _make_rest(self, error: BaseException) -> None:
         passed = self._world.passed - self._passed
         for kind, embedding, _ in self._script:
-            batch = _pinned(embedding)
+            batch = None if embedding is None else self._world.batches.get(embedding.name)
             if kind == "rows":
                 if batch is not None:
                     batch.arrive()  # raises on all ranks where one could not give its rows
             elif passed:
                 passed -= 1
             elif kind == "send":
+                assert batch is not None  # pinned before, in the same step
                 batch.send_nothing()
             else:
                 agree(self._world, self._named(kind), error)
@@ -219,11 +232,6 @@ class Exchanges:
         open_ones: list[Any] = [e for _, e, _ in self._script if e is not None and e.is_open]
         steps = [embedding.opened().own_table.step for embedding in open_ones]
         return f"{kind} of {self._owner}, step {max(steps, default=0) + 1}"
-
-
-def _pinned(embedding: Any) -> Any:
-    """The batch of an embedding's step, None where it has none."""
-    return None if embedding is None or not embedding.is_open else embedding.opened().table.pinned
 
 
 def tell_ranks(root: nn.Module, error: BaseException) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...distributed.agreement import Agreement, agree
-from ...engine.errors import InputError, TierbedError
+from ...engine.errors import InputError
 from ...engine.ops.rows_contract import Rows
 from ...engine.signals import uninterrupted
 from ...engine.spec.inputs import Lookup
@@ -98,6 +98,7 @@ class RunOfRanks(Run):
                     return self._step()
                 with uninterrupted():
                     self._join()
+                self._announce_slots()  # as the others do after their step
         finally:
             self._announce_slots()
 
@@ -215,7 +216,7 @@ class _Announcer(Announcer):
     def _part(self, embedding: Rows, lookups: list[Lookup]) -> list[Lookup]:
         try:
             return lookups if self._end.every == 1 else [embedding.unique_rows(lookups)]
-        except TierbedError:  # the call itself will raise it
+        except Exception:  # the call itself will raise it
             self._unknown.add(embedding)
             return []
 

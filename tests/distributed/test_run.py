@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 from tierbed import InputError, TierbedError, World, make_cached_ssd_store_options
 from tierbed.engine.spec.inputs import Lookup
 
-COUNTS = [5, 3, 4]  # batches of each rank
+COUNTS = [8, 3, 4]  # batches of each rank, of which one has more to spare than a run looks ahead
 AHEAD = pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
 
 
@@ -61,7 +61,7 @@ def test_all_ranks_stop_with_the_shortest_loader_and_say_what_is_left(ahead: int
 
 @AHEAD
 def test_ranks_without_a_batch_join_the_others_whose_mean_is_theirs(ahead: int) -> None:
-    losses, expected = accumulated([[0, 1, 2]] * 3 + [[0, 2], [0]])
+    losses, expected = accumulated([[0, 1, 2]] * 3 + [[0, 2]] + [[0]] * 4)
     for rank, found in enumerate(run_ranks(3, uneven, "join", ahead, 1)):
         assert found["losses"] == losses[rank]
         assert_equal(found["state"], expected)

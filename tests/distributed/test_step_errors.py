@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from support.ranked import BACKWARD, BETWEEN, IDS, LATE, LOSS, NOWHERE, Ranked, assert_equal, batch, state
 from support.ranks import run_ranks
 from tierbed import GroupError, TierbedError, World
+from tierbed.distributed.pinned import ShardedBatch
 from tierbed.graph.trace import sizes
 
 PLACES = [IDS, BETWEEN, LOSS, BACKWARD, LATE]
@@ -156,3 +158,53 @@ def test_a_rank_that_fails_amid_the_updates_refuses_further_steps_of_all_until_a
     for one in told:
         assert one[2].startswith(refused)
         assert one[3] == "fine"
+
+
+def closed_amid(world: World) -> list[str]:
+    """Rank 1 closes an embedding in the middle of a step, whose rows then cannot be read."""
+    graph, told = Ranked(world), []
+    graph(*batch(world.rank, 0))
+    gather = ShardedBatch.gather
+
+    def closes(batch_: ShardedBatch, *arguments: Any) -> Tensor:
+        found = gather(batch_, *arguments)
+        if world.rank == 1 and not told:
+            graph.users.close()
+        return found
+
+    ShardedBatch.gather = closes  # type: ignore[method-assign]  # this process ends with the test
+    for number in (1, 2):
+        try:
+            graph(*batch(world.rank, number))
+            told.append("fine")
+        except TierbedError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_an_embedding_that_one_rank_closes_amid_a_step_is_an_error_of_that_step_on_all() -> None:
+    one, two = run_ranks(2, closed_amid)
+    assert one == two
+    assert all("rank 1: " in said for said in one)
+
+
+def without_memory(world: World) -> list[str]:
+    """A rank that cannot go through the rest of its step ends the group: the others would wait for it."""
+    graph, told = Ranked(world), []
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError("no more")
+
+    if world.rank == 1:
+        ShardedBatch.send = ShardedBatch.send_nothing = no_memory  # type: ignore[assignment,method-assign]
+    for number in range(2):
+        with pytest.raises(GroupError) as raised:
+            graph(*batch(world.rank, number))
+        told.append(str(raised.value))
+    return told
+
+
+def test_a_rank_that_cannot_go_through_its_step_ends_the_group_with_the_reason() -> None:
+    for told in run_ranks(2, without_memory):
+        assert "failed by MemoryError('no more') after MemoryError('no more')" in told[0]
+        assert told[1].startswith("the group of ranks is at its end: ")

@@ -13,7 +13,16 @@ from torch import Tensor
 from support.device_ranks import run_device_ranks
 from support.parts import PADDING
 from support.ranks import run_ranks
-from tierbed import CapacityError, GroupError, InputError, MultiTableEmbedding, OptimizerError, TierbedError, World
+from tierbed import (
+    CapacityError,
+    GroupError,
+    InputError,
+    MultiTableEmbedding,
+    OptimizerError,
+    StoreError,
+    TierbedError,
+    World,
+)
 from tierbed.engine import (
     make_constant_initializer,
     make_device_mem_store_options,
@@ -192,3 +201,29 @@ def test_optimizers_that_differ_are_named() -> None:
     assert first == second
     assert "sgd" in first
     assert "adam" in first
+
+
+LETS_GO: dict[str, Callable[[MultiTableEmbedding], Any]] = {
+    "put": lambda embedding: embedding.put([1], torch.full((1, DIM), 7.0), 0),
+    "delete": lambda embedding: embedding.delete([1, 2, 3], 0),
+    "close": lambda embedding: embedding.close(),
+}
+
+
+def let_go(world: World, how: str) -> str:
+    embedding = rows(world)
+    step(embedding, [1, 2, 3, 4])
+    batch = embedding.pin([Lookup(torch.arange(1, 5), torch.zeros(4, dtype=torch.int64))])
+    batch.gather(0)
+    LETS_GO[how](embedding)
+    with pytest.raises(StoreError, match="the batch is no longer pinned"):
+        batch.weights_grad(0, torch.ones(4, DIM))
+    with pytest.raises(StoreError) as raised:
+        batch.gather(0)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("how", LETS_GO)
+def test_rows_that_were_let_go_are_not_read_where_they_lay(how: str) -> None:
+    for said in run_ranks(2, let_go, how):
+        assert "put, delete or a load let its rows go in the middle of the step" in said
