@@ -41,9 +41,19 @@ def connect(rank: int, size: int, tell: Callable[[bytes], list[bytes]], timeout:
         token = secrets.token_hex(16)
         told = [json.loads(data) for data in tell(json.dumps([host, port, token]).encode())]
         found: dict[int, socket.socket] = {}
-        for other in range(rank):
-            found[other] = opened.enter_context(_reached(other, told[other], rank, end))
-        tell(b"")  # hears at once of a rank that is killed here, where accept would wait for it
+        failed: GroupError | None = None
+        try:
+            for other in range(rank):
+                found[other] = opened.enter_context(_reached(other, told[other], rank, end))
+        except GroupError as error:
+            failed = error
+        # hears at once of a rank that is killed here, or cannot connect, where accept would wait for it
+        said = tell(b"" if failed is None else str(failed).encode()[:ADDRESS])
+        if failed is not None:
+            raise failed
+        for other, why in enumerate(said):
+            if why.strip():
+                raise GroupError(why.decode(errors="replace").strip(), [other])
         while missing := [other for other in range(rank + 1, size) if other not in found]:
             other, connection = _accepted(listener, token, missing, end)
             found[other] = opened.enter_context(connection)

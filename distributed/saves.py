@@ -307,6 +307,8 @@ class RankSnapshots:
 
         report, error = attempt(lambda: self._own.load_from(snapshot, selection, strict, verified))
         if error is not None and voted and (error is world.told or world.failure is not None):
+            if error is not world.told:
+                self._lose(snapshot.name)
             raise error
         if error is not None and not voted:
             agree(world, f"{op}: its rows", error)
@@ -319,20 +321,25 @@ class RankSnapshots:
         try:
             counts = told(world, f"{op}: done", loaded)
         except BaseException:
-            if world.failure is None:  # else nobody uses the rows of this group any more
-                self._give_up(snapshot.name)
+            said = self._lose(snapshot.name)
+            if world.failure is None:  # else each rank closes when it likes
+                self._give_up(said)
             raise
         assert report is not None
         report.rows, report.left_out = (sum(column) for column in zip(*counts, strict=True))
         return report
 
-    def _give_up(self, name: str) -> None:
-        """Close the rows, where some ranks have those of a load and others do not: every rank comes here."""
+    def _lose(self, name: str) -> str:
+        """Let the rows close without a mark, so that old rows of one rank do not pass for those of a load."""
         said = f"embedding {self._name!r}: loading snapshot {name!r} failed amid its changes, and the rows are closed"
+        if self._own.is_open:
+            self._own.table.failure = self._own.table.failure or StoreError(said)
+        return said
+
+    def _give_up(self, said: str) -> None:
+        """Close the rows, where some ranks have those of a load and others do not: every rank comes here."""
         base = f"goes back to snapshot {self.base!r}" if self.base else "begins empty"
         log.error("%s on all ranks; create it again, and it %s", said, base)
-        if self._own.is_open:  # no mark: rows of a rank that kept the old ones are not to pass for those of the load
-            self._own.table.failure = self._own.table.failure or StoreError(said)
         _, error = attempt(self._close)
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self._name, error)

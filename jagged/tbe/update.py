@@ -43,13 +43,25 @@ class Trainer:
                 embedding.use_optimizer(self.optimizer)  # something else trained the embedding since
             try:
                 pinned = embedding.pin([lookup])
-                weights_grad = pinned.weights_grad(0, grad) if of_weights else None
+                weights_grad = self._weights_grad(pinned, grad) if of_weights else None
                 pinned.update([grad], [weights])
             except BaseException:
                 embedding.release()
                 raise
             increment_version(embedding.shadow)  # so that a backward that needs the rows as they were says so
         return weights_grad
+
+    def _weights_grad(self, pinned: Any, grad: Tensor) -> Tensor:
+        """The gradient of the weights. What this rank alone raises is raised on those that wait for its gradients."""
+        world = self.embedding.world
+        try:
+            found: Tensor = pinned.weights_grad(0, grad)
+        except Exception as error:
+            if world is not None and world.failure is None and world.told is not error:
+                pinned.send_nothing()
+                world.meet(f"a step of embedding {self.embedding.name!r}", error)
+            raise
+        return found
 
 
 class _Lookup(torch.autograd.Function):

@@ -42,13 +42,13 @@ def test_saved_rows_are_the_live_rows(cli: Cli) -> None:
 
 
 def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli: Cli) -> None:
-    save(cli.store / "snapshots" / "a", {7: 40}, step=99, optimizer="lamb")
+    save(cli.store / "snapshots" / "a", {7: 40}, step=99, optimizer="shampoo")
     code, out, _ = cli.run("load", "a")
     assert (code, out.startswith("loaded a: 40 rows")) == (0, True)
     rows = joined(Snapshot.open(cli.store / "snapshots" / "a").chunks())
     with StoreFolder(cli.store) as store:
         assert joined(Snapshot.open(store.live).chunks()) == rows
-        assert store.read_mark() == description(step=99, optimizer="lamb") | {"live": "rows", "rows": 40}
+        assert store.read_mark() == description(step=99, optimizer="shampoo") | {"live": "rows", "rows": 40}
         assert not store.incoming.exists()
     assert cli.json("save", "b")["step"] == 99
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -24,6 +25,7 @@ from tierbed import (
     World,
     make_host_mem_store_options,
 )
+from tierbed.distributed import connections
 from tierbed.engine import make_constant_initializer, make_table_options
 
 DIM = 3
@@ -172,3 +174,51 @@ def forgotten(world: World) -> str:
 
 def test_an_embedding_without_a_world_among_ranks_is_said() -> None:
     assert all("give world=World.from_env()" in said for said in run_ranks(2, forgotten))
+
+
+def of_wrong_kinds(world: World, folder: Path) -> list[str]:
+    """Arguments that no message between ranks can carry, or that are wrong, on rank 1 alone."""
+    store = make_host_mem_store_options(persistent_path=folder)
+    embedding = MultiTableEmbedding("e", DIM, torch.float32, torch.int64, None, store, world=world)
+    embedding.put([1], np.ones((1, DIM), np.float32))
+    embedding.save_snapshot("a")
+    bad, heard = world.rank == 1, []
+    for call in (
+        lambda: embedding.save_snapshot("b", overwrite=np.True_ if bad else True),
+        lambda: embedding.prune_snapshots(np.int64(1) if bad else 1),
+        lambda: embedding.prune_snapshots(10**30 if bad else 1),
+        lambda: embedding.load_snapshot("a", tables=["x\udc80"] if bad else None),
+        lambda: embedding.load_snapshot("a", strict=np.True_ if bad else True),
+    ):
+        with pytest.raises(TierbedError) as error:
+            call()
+        heard.append(str(error.value))
+    assert embedding.prune_snapshots(np.int64(1)) == []
+    embedding.save_snapshot("b")
+    return heard
+
+
+def test_arguments_that_ranks_cannot_tell_each_other_are_refused_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, of_wrong_kinds, tmp_path)
+    assert first == second
+    for said, part in zip(first, ("overwrite=", "np.int64(1)", str(10**30), "udc80", "strict="), strict=True):
+        assert part in said
+
+
+def cannot_connect(world: World) -> tuple[str, list[int]]:
+    """A second world, whose rank 1 cannot reach rank 0."""
+
+    def no_way(other: int, *_: Any) -> Any:
+        raise GroupError(f"rank 1 cannot reach rank {other}: set GLOO_SOCKET_IFNAME", [other])
+
+    if world.rank == 1:
+        connections._reached = no_way  # type: ignore[assignment]  # this process ends with the test
+    with pytest.raises(GroupError) as error:
+        World(timeout=10)
+    return str(error.value), list(error.value.ranks)
+
+
+def test_a_rank_that_cannot_connect_is_named_to_the_others() -> None:
+    (first, ranks), (second, _) = run_ranks(2, cannot_connect)
+    assert first == second == "rank 1 cannot reach rank 0: set GLOO_SOCKET_IFNAME"
+    assert ranks == [1]

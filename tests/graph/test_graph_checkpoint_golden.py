@@ -19,9 +19,9 @@ FORMATS = range(1, FORMAT + 1)
 def test_a_golden_checkpoint_is_loaded_and_trained_on(tmp_path: Path, number: int, store: str) -> None:
     graph = Golden(tmp_path if store == "host" else None, store)
     graph.load(GOLDEN / f"checkpoint-{number}")
-    expected = np.load(GOLDEN / f"checkpoint-{number}.npz")
-    assert held(graph).keys() == set(expected)
-    for name, value in held(graph).items():
-        assert value.tobytes() == expected[name].tobytes(), name
+    with np.load(GOLDEN / f"checkpoint-{number}.npz") as expected:
+        assert held(graph).keys() == set(expected)
+        for name, value in held(graph).items():
+            assert value.tobytes() == expected[name].tobytes(), name
     graph(batch(4))
     assert graph.rows.metrics()["table"]["step"] == 4
