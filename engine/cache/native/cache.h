@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "cache/kernels/cache_set.h"
-#include "ops/native/layout.h"
+#include "lines/native/layout.h"
 #include "ops/native/memory.h"
 
 namespace tierbed {

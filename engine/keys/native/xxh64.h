@@ -1,6 +1,6 @@
 // XXH64, the hash of bytes by Y. Collet, as its specification has it (https://github.com/Cyan4973/xxHash, version 0.8).
 #pragma once
-#include "ops/kernels/portable.h"
+#include "lines/kernels/portable.h"
 
 namespace tierbed {
 

@@ -1,6 +1,6 @@
 // How kernels share their items: tiles of SIZE lanes stride over the grid, each item is one tile's.
 #pragma once
-#include "ops/kernels/portable.h"
+#include "lines/kernels/portable.h"
 
 namespace tierbed {
 

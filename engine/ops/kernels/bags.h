@@ -3,7 +3,7 @@
 // Bags are numbered as their ids lie in memory: without features in order; with features, bag `column * batch + b` is
 // the one of sample b for the feature of that column, and makes row `b * columns + column`.
 #pragma once
-#include "portable.h"
+#include "lines/kernels/portable.h"
 
 namespace tierbed {
 

@@ -3,7 +3,7 @@
 // A pure function of the line, its last step and the step that is due; steps without the row had a gradient of zeros.
 // One tile works on one line and nobody else touches it.
 #pragma once
-#include "line.h"
+#include "lines/kernels/line.h"
 
 namespace tierbed {
 

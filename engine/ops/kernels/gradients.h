@@ -4,7 +4,7 @@
 // in float32 in the order of their positions, in blocks of 256 whose sums are then added in order, so that several
 // warps can share a row with many.
 #pragma once
-#include "half.h"
+#include "lines/kernels/half.h"
 
 namespace tierbed {
 

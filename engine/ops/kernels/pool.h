@@ -4,8 +4,8 @@
 // weight if there are weights; a mean is divided by the number of rows at the end, and the result is rounded to the
 // output's type. Padding is no row; an empty bag is zeros.
 #pragma once
-#include "copy.h"
-#include "half.h"
+#include "lines/kernels/copy.h"
+#include "lines/kernels/half.h"
 #include "reduce.h"
 
 namespace tierbed {

@@ -1,6 +1,6 @@
 // Powers in fixed IEEE operations: libm's differ between machines.
 #pragma once
-#include "quantile.h"
+#include "lines/kernels/quantile.h"
 
 namespace tierbed {
 

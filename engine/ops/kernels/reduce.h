@@ -1,7 +1,7 @@
 // The sum over the columns of a row, in an order that fits vector registers and warps alike: column c goes to partial
 // sum c % 32, columns ascending, and the 32 partial sums are added by halves: 16 + 16, 8 + 8, 4 + 4, 2 + 2, 1 + 1.
 #pragma once
-#include "portable.h"
+#include "lines/kernels/portable.h"
 
 namespace tierbed {
 

@@ -7,7 +7,7 @@
 
 #include "ops/kernels/bags.h"
 #include "ops/kernels/deduplicate.h"
-#include "layout.h"
+#include "lines/native/layout.h"
 #include "memory.h"
 
 namespace tierbed {

@@ -5,7 +5,7 @@
 
 #include "ops/kernels/bags.h"
 #include "ops/kernels/gradients.h"
-#include "ops/kernels/line.h"
+#include "lines/kernels/line.h"
 
 namespace tierbed {
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops/kernels/hash.h"
+#include "lines/kernels/hash.h"
 #include "packed_row.h"
 
 namespace tierbed {

@@ -7,7 +7,7 @@
 #include <array>
 
 #include "store/kernels/index.h"
-#include "ops/native/layout.h"
+#include "lines/native/layout.h"
 #include "ops/native/memory.h"
 
 namespace tierbed {

@@ -3,7 +3,7 @@
 #pragma once
 #include <cstring>
 
-#include "ops/kernels/line.h"
+#include "lines/kernels/line.h"
 
 namespace tierbed {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/kernels/portable.h"
+#include "lines/kernels/portable.h"
 
 namespace tierbed {
 

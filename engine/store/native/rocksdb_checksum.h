@@ -6,7 +6,7 @@
 #include <mutex>
 #include <string>
 
-#include "ops/kernels/portable.h"
+#include "lines/kernels/portable.h"
 
 namespace rocksdb {
 class FileChecksumGenerator;

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops/kernels/portable.h"
+#include "lines/kernels/portable.h"
 
 namespace rocksdb {
 struct Options;

@@ -15,7 +15,7 @@
 #include <rocksdb/table.h>
 #include <rocksdb/write_batch.h>
 
-#include "ops/kernels/hash.h"
+#include "lines/kernels/hash.h"
 #include "packed_row.h"
 #include "workers/native/thread_pool.h"
 #include "rocksdb_status.h"

@@ -17,7 +17,7 @@
 
 #include <sys/types.h>
 
-#include "ops/native/layout.h"
+#include "lines/native/layout.h"
 #include "workers/native/read_threads.h"
 #include "rocksdb_checkpoint.h"
 #include "rocksdb_fence.h"

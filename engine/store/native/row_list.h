@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "ops/kernels/hash.h"
+#include "lines/kernels/hash.h"
 #include "tier.h"
 
 namespace tierbed {

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "store/kernels/index.h"
-#include "ops/native/layout.h"
+#include "lines/native/layout.h"
 
 namespace tierbed {
 

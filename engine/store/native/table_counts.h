@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "ops/kernels/hash.h"
+#include "lines/kernels/hash.h"
 
 namespace tierbed {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstddef>
 
-#include "ops/kernels/portable.h"
+#include "lines/kernels/portable.h"
 
 namespace tierbed {
 

@@ -3,8 +3,8 @@
 #include <numeric>
 #include <vector>
 
-#include "ops/kernels/copy.h"
-#include "ops/kernels/initialise.h"
+#include "lines/kernels/copy.h"
+#include "lines/kernels/initialise.h"
 
 namespace tierbed {
 
