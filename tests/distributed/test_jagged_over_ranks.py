@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from support.ranks import run_ranks
-from tierbed import EagerOptimizer, StoreError, World, make_host_mem_store_options
+from tierbed import EagerOptimizer, GroupError, StoreError, World, make_host_mem_store_options
+from tierbed.distributed.pinned import ShardedBatch
 from tierbed.jagged import (
     ComputeDevice,
     EmbeddingBagCollection,
@@ -128,3 +129,33 @@ def test_a_table_batched_embedding_over_ranks_updates_in_backward() -> None:
     for rank, (mine, weights) in enumerate(run_ranks(RANKS, of_table_batched)):
         assert all(map(torch.equal, mine, outs[rank::RANKS]))
         assert all(map(torch.equal, weights, tbe.split_embedding_weights()))
+
+
+def weights_that_fail(world: World) -> tuple[str, bool]:
+    specs = [(ROWS, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
+    tbe = TableBatchedEmbeddingBags(specs, optimizer=OptimType.EXACT_SGD, learning_rate=1.0, world=world)
+    gradient = ShardedBatch.weights_grad
+
+    def once(pinned: ShardedBatch, *arguments: Any) -> Tensor:
+        ShardedBatch.weights_grad = gradient  # type: ignore[method-assign]
+        if world.rank == 1:
+            raise ArithmeticError("no gradient")
+        return gradient(pinned, *arguments)
+
+    ShardedBatch.weights_grad = once  # type: ignore[method-assign]  # this process ends with the test
+
+    def step() -> None:
+        weights = torch.ones(3, requires_grad=True)
+        tbe(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]), weights).sum().backward()
+
+    with pytest.raises(GroupError) as error:
+        step()
+    still = not any(rows.any() for rows in tbe.split_embedding_weights())
+    step()
+    return str(error.value), still and bool(tbe.split_embedding_weights()[0].any())
+
+
+def test_a_gradient_of_weights_that_fails_on_one_rank_is_raised_on_all() -> None:
+    for said, moved in run_ranks(RANKS, weights_that_fail):
+        assert said == "rank 1: ArithmeticError: no gradient"
+        assert moved
