@@ -24,7 +24,7 @@ def hash_keys(values: Any, seed: int = 0, null: int | None = None) -> Tensor:
     values: a NumPy array of str (`U`, `StringDType`), bytes (`S`) or objects, nested lists of str and bytes, a column
     of pandas, or one of Arrow: strings or binary of any layout, dictionaries of them, chunked or not. A str has the id
     of its UTF-8 bytes. NumPy's `U` and `S` cannot tell zeros at the end of a string from its end, so none count.
-    seed: of the hash, 64 bits. null: the id of None, NaN, pandas' NA and Arrow's nulls.
+    seed: of the hash, 64 bits. null: the id of None, NaN, pandas' NA, Arrow's nulls and what a mask hides.
 
     Raises InputError for other values, for a null where `null` is not given, and for text that is no Unicode.
     OptionError for a `seed` or `null` that is no whole number of 64 bits.
@@ -46,6 +46,8 @@ def _array(values: Any) -> NDArray[Any]:
     """The values as an array of strings or objects."""
     if not isinstance(values, np.ndarray | list | tuple | Tensor) and hasattr(values, "to_numpy"):
         values = values.to_numpy()
+    if isinstance(values, np.ma.MaskedArray):
+        values = values.astype(object).filled(None)
     if isinstance(values, np.ndarray):
         given = values.astype(object) if values.dtype.kind == "T" else values
     elif isinstance(values, list | tuple):

@@ -149,6 +149,8 @@ def nulls() -> dict[str, Any]:
     values = ["a", None, "b"]
     return {
         "list": values,
+        "mask": np.ma.MaskedArray(["a", "hidden", "b"], [False, True, False]),
+        "StringDType": np.array(["a", None, "b"], np.dtypes.StringDType(na_object=None)),
         "NaN": np.array(["a", float("nan"), "b"], object),
         "column": pa.array(values),
         "slice": pa.array([None, *values])[1:],
