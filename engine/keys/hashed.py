@@ -47,7 +47,8 @@ def _array(values: Any) -> NDArray[Any]:
     if not isinstance(values, np.ndarray | list | tuple | Tensor) and hasattr(values, "to_numpy"):
         values = values.to_numpy()
     if isinstance(values, np.ma.MaskedArray):
-        values = values.astype(object).filled(None)
+        hidden, values = np.ma.getmaskarray(values), np.array(values.data, object)
+        values[hidden] = None
     if isinstance(values, np.ndarray):
         given = values.astype(object) if values.dtype.kind == "T" else values
     elif isinstance(values, list | tuple):
