@@ -84,7 +84,8 @@ class ShardedTable:
         local, asked, pools = self._ask(op, lookups, like, dtype)
         like_own = None if like is None else like.own
         own, error = attempt(lambda: self._pin_own(asked, like_own))
-        self.pinned = self.world.batches[self.name] = ShardedBatch(self, op, local, asked, pools, own, error, dtype)
+        self.pinned = ShardedBatch(self, op, local, asked, pools, own, error, dtype)
+        self.world.batches.append(self.pinned)
         return self.pinned
 
     def _pin_own(self, asked: list[Lookup], like: PinnedBatch | None) -> PinnedBatch:

@@ -90,6 +90,7 @@ class Exchanges:
         self._dense: list[DenseGrads] = []
         self._schedulers: list[LRScheduler] = []
         self._passed = 0  # the world's count of exchanges when the step began
+        self._pinned = 0  # and how many batches were pinned
 
     def follow(
         self,
@@ -168,6 +169,7 @@ class Exchanges:
         world.script, self._passed, world.told = self._in_words, world.passed, None
         if not nested:
             world.batches.clear()
+        self._pinned = len(world.batches)
         try:
             if self.trains and self._together.torn:
                 raise GraphError(
@@ -214,8 +216,12 @@ class Exchanges:
 
     def _make_rest(self, error: BaseException) -> None:
         passed = self._world.passed - self._passed
+        pinned = iter(self._world.batches[self._pinned :])
+        batches: dict[Rows | None, Any] = {}
         for kind, embedding, _ in self._script:
-            batch = None if embedding is None else self._world.batches.get(embedding.name)
+            if kind == "pin" and passed:
+                batches[embedding] = next(pinned)
+            batch = batches.get(embedding)
             if kind == "rows":
                 if batch is not None:
                     batch.arrive()  # raises on all ranks where one could not give its rows
