@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
-import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from support.examples import examples
 from support.ranks import run_ranks
 from tierbed import MultiTableEmbedding, World, make_host_mem_store_options
 from tierbed.engine import _core, make_constant_initializer, make_table_options
@@ -71,34 +73,35 @@ def reference(steps: list[list[list[Part]]]) -> dict[int, NDArray[np.float32]]:
     return rows
 
 
-def drawn(seed: int, ranks: int, calls: int) -> list[list[list[Part]]]:
-    """Random steps: batches of no ids, of one id many times, and of ids that one rank has all of."""
-    rng = np.random.default_rng(seed)
-    keys = np.arange(400, dtype=np.uint64)
-    owners = _core.owners(np.zeros(400, np.uint32), keys, ranks)
-    steps = []
-    for _ in range(6):
-        step = []
-        for _ in range(ranks):
-            parts = []
-            for _ in range(calls):
-                kind = rng.integers(4)
-                choice = keys if kind < 3 else keys[owners == rng.integers(ranks)]
-                ids = rng.choice(choice[:3] if kind == 2 else choice, [0, 9][min(kind, 1)])
-                parts.append((ids.astype(np.int64).tolist(), rng.normal(size=(len(ids), DIM)).astype(np.float32)))
-            step.append(parts)
-        steps.append(step)
-    return steps
+KEYS = np.arange(40, dtype=np.uint64)
 
 
-@pytest.mark.rotated("seed")
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_steps_equal_the_reference(ranks: int, calls: int, seed: int) -> None:
-    steps = drawn(seed, ranks, calls)
+@st.composite
+def steps_of_ranks(draw: st.DrawFn) -> list[list[list[Part]]]:
+    """Steps of 2 or 3 ranks and up to 3 calls: batches of no ids, of one id many times, of ids of one rank alone."""
+    ranks, calls = draw(st.integers(2, 3)), draw(st.integers(1, 3))
+    owners = _core.owners(np.zeros(len(KEYS), np.uint32), KEYS, ranks)
+    of_one_rank = st.integers(0, ranks - 1).map(lambda rank: KEYS[owners == rank].tolist())
+    ids = st.one_of(
+        st.just([]),
+        st.lists(st.sampled_from(KEYS.tolist()), max_size=9),
+        st.integers(0, 39).flatmap(lambda key: st.lists(st.just(key), min_size=2, max_size=9)),
+        of_one_rank.flatmap(lambda keys: st.lists(st.sampled_from(keys), min_size=1, max_size=9)),
+    )
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+    def part() -> Part:
+        given = draw(ids)
+        return given, random.normal(size=(len(given), DIM)).astype(np.float32)
+
+    return [[[part() for _ in range(calls)] for _ in range(ranks)] for _ in range(draw(st.integers(1, 4)))]
+
+
+@given(steps_of_ranks())
+@examples(0.3)  # a group of processes each
+def test_steps_equal_the_reference(steps: list[list[list[Part]]]) -> None:
     expected, found = reference(steps), {}
-    for rows in run_ranks(ranks, trained, steps):
+    for rows in run_ranks(len(steps[0]), trained, steps):
         assert not rows.keys() & found.keys()
         found |= rows
     assert found.keys() == expected.keys()
