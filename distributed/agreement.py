@@ -174,12 +174,19 @@ def _checksum(value: Any) -> int:
 
 
 def _packed(value: Any, default: Callable[[Any], Any]) -> bytes:
-    """A value as msgpack; as text where msgpack cannot carry it, since a rank that raised here would raise alone."""
+    """A map as msgpack; a value that msgpack cannot carry as text, since a rank that raised here would raise alone."""
+
+    def carried(one: Any) -> Any:
+        try:
+            msgpack.packb(one, default=default)
+        except (ValueError, OverflowError):
+            return repr(one)
+        return one
+
     try:
-        data = msgpack.packb(value, default=default)
+        return bytes(msgpack.packb(value, default=default))
     except (ValueError, OverflowError):
-        data = msgpack.packb({name: repr(one) for name, one in value.items()})
-    return bytes(data)
+        return bytes(msgpack.packb({name: carried(one) for name, one in value.items()}, default=default))
 
 
 def _told(error: BaseException | None) -> dict[str, str] | None:

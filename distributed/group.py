@@ -69,7 +69,7 @@ class Group:
         self.script = NONE  # of the step under way, which all ranks must be in
         self.pending: Settles | None = None  # headers on their way
         self.begun = WeakTensorKeyDictionary()  # the tensors that began as those of rank 0
-        self.batches: list[Any] = []  # that the step under way has pinned, in the order of its pins
+        self.batches: list[Any] | None = None  # that a graph's step has pinned so far, in the order of its pins
         self.told: BaseException | None = None  # what was raised on all ranks last
         self.differed = 0  # how often all ranks were told that they differ
         self.failure: GroupError | None = None

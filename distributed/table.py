@@ -85,7 +85,8 @@ class ShardedTable:
         like_own = None if like is None else like.own
         own, error = attempt(lambda: self._pin_own(asked, like_own))
         self.pinned = ShardedBatch(self, op, local, asked, pools, own, error, dtype)
-        self.world.batches.append(self.pinned)
+        if self.world.batches is not None:
+            self.world.batches.append(self.pinned)
         return self.pinned
 
     def _pin_own(self, asked: list[Lookup], like: PinnedBatch | None) -> PinnedBatch:

@@ -168,8 +168,8 @@ class Exchanges:
         world.check_thread()
         world.script, self._passed, world.told = self._in_words, world.passed, None
         if not nested:
-            world.batches.clear()
-        self._pinned = len(world.batches)
+            world.batches = []
+        self._pinned = len(world.batches or ())
         try:
             if self.trains and self._together.torn:
                 raise GraphError(
@@ -190,7 +190,7 @@ class Exchanges:
             world.script = NONE
             if not nested:
                 world.told = None  # its frames hold what the step computed
-                world.batches.clear()
+                world.batches = None
 
     def _tell(self, error: BaseException) -> None:
         """Go through the rest of the script. Raises on all ranks, but where no exchange is left."""
@@ -216,7 +216,7 @@ class Exchanges:
 
     def _make_rest(self, error: BaseException) -> None:
         passed = self._world.passed - self._passed
-        pinned = iter(self._world.batches[self._pinned :])
+        pinned = iter((self._world.batches or [])[self._pinned :])
         batches: dict[Rows | None, Any] = {}
         for kind, embedding, _ in self._script:
             if kind == "pin" and passed:

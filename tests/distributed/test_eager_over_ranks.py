@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tierbed import (
     World,
     make_host_mem_store_options,
 )
+from tierbed.distributed.pinned import ShardedBatch
 
 STEPS, DIM = 6, 4
 KEYS = torch.arange(40)
@@ -214,3 +217,26 @@ def test_a_rank_that_raises_amid_its_updates_keeps_all_from_a_step_until_a_state
     for told in (one, two):
         assert told[1].startswith("rank 1: a step() of an EagerOptimizer raised ArithmeticError('stumbled') amid its ")
         assert told[2] == "fine"
+
+
+def what_is_left_of_a_step(world: World) -> int:
+    model = Model(world)
+    optimizer, made = trained(model), []
+    begin = ShardedBatch.__init__
+
+    def noted(batch: ShardedBatch, *arguments: Any) -> None:
+        begin(batch, *arguments)
+        made.append(ref(batch))
+
+    ShardedBatch.__init__ = noted  # type: ignore[method-assign]  # this process ends with the test
+    for step in range(3):
+        model(ids_of(step, world.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    assert made
+    return sum(batch() is not None for batch in made)
+
+
+def test_steps_of_a_plain_loop_leave_no_batch_in_memory() -> None:
+    assert run_ranks(2, what_is_left_of_a_step) == [0, 0]

@@ -203,6 +203,7 @@ def test_arguments_that_ranks_cannot_tell_each_other_are_refused_on_all(tmp_path
     assert first == second
     for said, part in zip(first, ("overwrite=", "np.int64(1)", str(10**30), "udc80", "strict="), strict=True):
         assert part in said
+    assert "the snapshot's id" not in first[3]
 
 
 def cannot_connect(world: World) -> tuple[str, list[int]]:
