@@ -47,20 +47,6 @@ def choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
     return str(value)
 
 
-def adam_settings(group: Group) -> None:
-    """Check the settings that Adam has. Raises OptimizerError."""
-    betas(group)
-    for name in ("lr", "eps", "weight_decay"):
-        number(group, name)
-
-
-def step_of(state: dict[str, Any]) -> int:
-    """The number of a parameter's step, from 1, counted in its state as torch's optimizers do."""
-    count = state.setdefault("step", torch.tensor(0.0))
-    count += 1
-    return int(count)
-
-
 class OwnOptimizer(torch.optim.Optimizer):
     """An optimizer with `step()` over dense parameters. A subclass says how one parameter moves."""
 

@@ -20,12 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
-from .adam import hyper
 from .arithmetic import row_sum
-from .base import OwnOptimizer, adam_settings, step_of
 from .kernel import Kernel
+from .own_adam import OwnAdam, hyper, row_mean
 from .rule import Group, Row, Rule, decayed, quotient
 
 LAMB_KERNEL = Kernel(
@@ -92,52 +90,21 @@ PARTIAL_ROWWISE_LAMB_KERNEL = Kernel(
 )
 
 
-class LAMB(OwnOptimizer):
-    """LAMB with a trust ratio for each row of a parameter, its last dimension; see the formula above.
-
-    Raises OptimizerError for negative arguments, and for betas that are not below 1.
-    """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults)
-        for group in self.param_groups:
-            adam_settings(group)
+class LAMB(OwnAdam):
+    """LAMB with a trust ratio for each row of a parameter, its last dimension; see the formula above."""
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
-        if not state:
-            state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.fed(w))}
-        x, m, v = _hyper(group, step_of(state)), state["exp_avg"], state["exp_avg_sq"]
-        g = -g if x["maximize"] else g
-        m.lerp_(g, x["one_minus_beta1"])
-        v.mul_(x["beta2"]).add_(x["one_minus_beta2"] * self.fed(g.square()))
-        root = v.sqrt() / x["sqrt_correction2"] + x["eps"]
+        x, m, root = self.moments(w, g, state, group)
         r = torch.where(root == 0, 0, m / x["correction1"] / root) + x["weight_decay"] * w
         weights, steps = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, r))
         ratio = torch.where((weights == 0) | (steps == 0), 1, weights / steps)
         w.sub_(x["lr"] * ratio * r)
 
-    @staticmethod
-    def fed(squares: Tensor) -> Tensor:
-        """What the second moment takes of the squares of gradients."""
-        return squares
-
 
 class PartialRowWiseLAMB(LAMB):
     """`LAMB` with one second moment for each row."""
 
-    @staticmethod
-    def fed(squares: Tensor) -> Tensor:
-        return squares.mean(-1, keepdim=True)
+    fed = staticmethod(row_mean)
 
 
 def lamb(x: Row) -> None:
@@ -162,12 +129,7 @@ def _take(x: Row) -> None:
     x.w -= np.where((weights == 0) | (steps == 0), x.lr, x.lr * trust) * r
 
 
-def _hyper(group: Group, step: int) -> dict[str, float]:
-    adam_settings(group)
-    return hyper(group, step)
-
-
 RULES = (
-    Rule(LAMB_KERNEL, LAMB, _hyper, lamb),
-    Rule(PARTIAL_ROWWISE_LAMB_KERNEL, PartialRowWiseLAMB, _hyper, partial_rowwise_lamb),
+    Rule(LAMB_KERNEL, LAMB, hyper, lamb),
+    Rule(PARTIAL_ROWWISE_LAMB_KERNEL, PartialRowWiseLAMB, hyper, partial_rowwise_lamb),
 )

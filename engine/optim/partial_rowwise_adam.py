@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
-from .adam import hyper
 from .arithmetic import row_sum
-from .base import OwnOptimizer, adam_settings, step_of
 from .kernel import Kernel
+from .own_adam import OwnAdam, hyper, row_mean
 from .rule import Group, Row, Rule, decayed, quotient
 
 PARTIAL_ROWWISE_ADAM = Kernel(
@@ -43,35 +41,13 @@ PARTIAL_ROWWISE_ADAM = Kernel(
 )
 
 
-class PartialRowWiseAdam(OwnOptimizer):
-    """Adam with one second moment for each row of a parameter, its last dimension; see the formula above.
+class PartialRowWiseAdam(OwnAdam):
+    """Adam with one second moment for each row of a parameter, its last dimension; see the formula above."""
 
-    Raises OptimizerError for negative arguments, and for betas that are not below 1.
-    """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults)
-        for group in self.param_groups:
-            adam_settings(group)
+    fed = staticmethod(row_mean)
 
     def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
-        if not state:
-            state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(w.sum(-1, keepdim=True))}
-        x, m, v = _hyper(group, step_of(state)), state["exp_avg"], state["exp_avg_sq"]
-        g = -g if x["maximize"] else g
-        m.lerp_(g, x["one_minus_beta1"])
-        v.mul_(x["beta2"]).add_(x["one_minus_beta2"] * g.square().mean(-1, keepdim=True))
-        root = v.sqrt() / x["sqrt_correction2"] + x["eps"]
+        x, m, root = self.moments(w, g, state, group)
         size = torch.where(root == 0, 0, x["step_size"] / root)
         w.mul_(x["decay"]).sub_(size * m)
 
@@ -84,9 +60,4 @@ def partial_rowwise_adam(x: Row) -> None:
     x.w[:] = x.w * x.decay - size * x.exp_avg
 
 
-def _hyper(group: Group, step: int) -> dict[str, float]:
-    adam_settings(group)
-    return hyper(group, step)
-
-
-RULES = (Rule(PARTIAL_ROWWISE_ADAM, PartialRowWiseAdam, _hyper, partial_rowwise_adam),)
+RULES = (Rule(PARTIAL_ROWWISE_ADAM, PartialRowWiseAdam, hyper, partial_rowwise_adam),)
