@@ -101,6 +101,10 @@ class Group:
                 "makes all of them"
             )
 
+    def untold(self, error: BaseException) -> bool:
+        """Whether other ranks are to hear of an error: it was not raised on all, and the group is not at its end."""
+        return self.failure is None and error is not self.told
+
     def check_alive(self) -> None:
         """Raises GroupError where the group is at its end."""
         if self.failure is not None:
@@ -138,7 +142,7 @@ class Group:
             try:
                 yield
             except BaseException as error:
-                if error is not self.told and self.failure is None and self._calls > before:
+                if self.untold(error) and self._calls > before:
                     self.broken_off(op, f"failed by {type(error).__name__}: {error}")
                 raise
 

@@ -306,7 +306,7 @@ class RankSnapshots:
             everywhere(world, f"{op}: noted", lambda: self._at_home(lambda home: self._note_base(home, base)))
 
         report, error = attempt(lambda: self._own.load_from(snapshot, selection, strict, verified))
-        if error is not None and voted and (error is world.told or world.failure is not None):
+        if error is not None and voted and not world.untold(error):
             if error is not world.told:
                 self._lose(snapshot.name)
             raise error

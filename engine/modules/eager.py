@@ -142,9 +142,8 @@ class EagerOptimizer(torch.optim.Optimizer):
         try:
             return closure()
         except BaseException as error:
-            world = self._world
-            if world is not None and world.failure is None and world.told is not error:
-                world.meet("closure of an EagerOptimizer", error)
+            if self._world is not None and self._world.untold(error):
+                self._world.meet("closure of an EagerOptimizer", error)
             raise
 
     @contextmanager

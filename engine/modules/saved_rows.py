@@ -49,9 +49,8 @@ class SavedRows(Rows):
         try:
             yield
         except Exception as error:
-            world = self.world
-            if world is not None and world.failure is None and world.told is not error and detect_fake_mode() is None:
-                world.meet(f"a call of embedding {self.name!r}", error)
+            if self.world is not None and self.world.untold(error) and detect_fake_mode() is None:
+                self.world.meet(f"a call of embedding {self.name!r}", error)
             raise
 
     def save_snapshot(

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import LoadReport, Selection
-from ..errors import TierbedError
 from ..ops.rows_contract import Pinned
 from ..optim.optimizers import RowOptimizer
 from ..spec.inputs import Lookup
@@ -104,12 +103,12 @@ class Held(Protocol):
 class Ranks(Protocol):
     """The processes that share the rows of an embedding: `tierbed.distributed.World`."""
 
-    failure: TierbedError | None  # why they can no longer meet
-    told: BaseException | None  # what was raised on all of them last
-
     @property
     def size(self) -> int:
         """How many processes there are."""
+
+    def untold(self, error: BaseException) -> bool:
+        """Whether the others are to hear of an error: it was not raised on all of them, and they can still meet."""
 
     def meet(self, op: str, error: BaseException | None = None, note: int = 0) -> list[int]:
         """The notes of all ranks, in their order. Where a rank gives an error, raises on every rank."""

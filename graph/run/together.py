@@ -181,7 +181,7 @@ class Exchanges:
                 self._together.began.add(self.trains)
             yield
         except BaseException as error:
-            if world.failure is None and world.told is not error:
+            if world.untold(error):
                 self._tell(error)
                 if self.trains and not isinstance(error, FailedForSizes):
                     self._together.torn = self._together.torn or repr(error)
@@ -210,7 +210,7 @@ class Exchanges:
         try:
             self._make_rest(error)
         except BaseException as wrong:
-            if wrong is self._world.told or self._world.failure is not None:
+            if not self._world.untold(wrong):
                 raise
             raise self._world.broken_off(self._named("rest"), f"failed by {wrong!r} after {error!r}") from wrong
 

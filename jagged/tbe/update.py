@@ -57,7 +57,7 @@ class Trainer:
         try:
             found: Tensor = pinned.weights_grad(0, grad)
         except Exception as error:
-            if world is not None and world.failure is None and world.told is not error:
+            if world is not None and world.untold(error):
                 pinned.send_nothing()
                 world.meet(f"a step of embedding {self.embedding.name!r}", error)
             raise
