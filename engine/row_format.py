@@ -1,13 +1,21 @@
-"""The format of a stored row, in a scan and in a snapshot: its fields, its bucket and its key."""
+"""The format of a stored row, in a scan and in a snapshot: its fields, its bucket and its key.
+
+Tiers move rows as 4-byte words (`row_dtype`); what the words are is told by a `RowForm`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 BUCKETS = 64
+WORD = 4  # bytes of which lines are made
+EMBEDDING = "embedding"  # the field of a row that lookups return
+STATE_TYPES = "state_dtypes"  # of a description: the types of states, where a field is not float32
+NUMBERS = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}  # as they are stored
 LAST_STEP = 2**32 - 2  # of a table: rows keep a step as u32, and the number of the step after it is needed
 
 Tables = NDArray[np.uint32]  # [n]
@@ -20,13 +28,130 @@ KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # identifies a row
 
 
 def row_dtype(width: int) -> np.dtype[np.void]:
-    """The NumPy dtype of one stored row, packed, as `scan` yields it and snapshots hold it.
-
-    `width` is in floats, optimizer state included.
-    """
+    """The NumPy dtype of one stored row of float32 numbers, packed, or of `width` words that a tier moves."""
     return np.dtype(
         [("table", "<u4"), ("key", "<u8"), ("values", "<f4", (width,)), ("updates", "<u4"), ("step", "<u4")]
     )
+
+
+class Field(NamedTuple):
+    """One field of a row's line: `count` numbers of `type`, from byte `begin` of the line, padded to whole words."""
+
+    name: str
+    count: int
+    type: str  # of NUMBERS
+    begin: int
+
+    @property
+    def end(self) -> int:
+        """The byte of the line after the field, padding included."""
+        return self.begin + -(-self.count * NUMBERS[self.type].itemsize // WORD) * WORD
+
+
+class RowForm:
+    """What the line of a row is made of: an embedding, the states of an optimizer, and numbers of which types.
+
+    `fields`: the embedding first, then each state. `width`: 4-byte words of all fields. `dtype`: of stored rows. Where
+    all numbers are float32, it is `row_dtype(width)`; else it has a NumPy field for each by its name, bfloat16 as `<u2`,
+    the upper half of a float32.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        type: str = "float32",
+        states: Sequence[str] = (),
+        state_widths: Sequence[int] = (),
+        state_types: Sequence[str] | None = None,
+    ) -> None:
+        """type: of the embedding, as `state_types` of the states: float32, float16 or bfloat16. Left out: float32."""
+        self.dim, fields = dim, [Field(EMBEDDING, dim, type, 0)]
+        types = ["float32"] * len(states) if state_types is None else state_types
+        for name, count, of in zip(states, state_widths, types, strict=True):
+            fields.append(Field(name, count, of, fields[-1].end))
+        self.fields = tuple(fields)
+        self.width = fields[-1].end // WORD
+        self.is_narrow = any(field.type != "float32" for field in fields)
+        self.dtype = self._named() if self.is_narrow else row_dtype(self.width)
+
+    @staticmethod
+    def described(description: Mapping[str, Any]) -> RowForm:
+        """The form of the rows of a table, of its valid description."""
+        return RowForm(
+            sum(description["columns"]),
+            description["dtype"],
+            description["states"],
+            description["state_widths"],
+            description.get(STATE_TYPES),
+        )
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of a row with its record, without table and key."""
+        return self.dtype.itemsize - KEY.itemsize
+
+    def numbers(self, rows: Rows, name: str) -> NDArray[np.float32]:
+        """Field `name` of rows [n] of `dtype`: float32 [n, count], exact. The memory may be that of the rows."""
+        field = self._field(name)
+        if not self.is_narrow:
+            values: NDArray[np.float32] = rows["values"][:, field.begin // WORD : field.end // WORD]
+            return values
+        return widened(rows[name], field.type)
+
+    def set_numbers(self, rows: Rows, name: str, values: NDArray[np.float32]) -> None:
+        """Set field `name` of rows [n] of `dtype` to values [n, count], rounded to nearest even."""
+        field = self._field(name)
+        if not self.is_narrow:
+            rows["values"][:, field.begin // WORD : field.end // WORD] = values
+        else:
+            rows[name] = narrowed(values, field.type)
+
+    def _field(self, name: str) -> Field:
+        return next(field for field in self.fields if field.name == name)
+
+    def _named(self) -> np.dtype[np.void]:
+        start, end = KEY.itemsize, KEY.itemsize + self.width * WORD
+        return np.dtype(
+            {
+                "names": ["table", "key", *(field.name for field in self.fields), "updates", "step"],
+                "formats": [
+                    "<u4",
+                    "<u8",
+                    *((NUMBERS[field.type], (field.count,)) for field in self.fields),
+                    "<u4",
+                    "<u4",
+                ],
+                "offsets": [0, 4, *(start + field.begin for field in self.fields), end, end + WORD],
+                "itemsize": end + 2 * WORD,
+            }
+        )
+
+
+def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:
+    """float32 numbers as they are stored in `type`: each rounded to nearest even, a NaN to a quiet one."""
+    if type == "float32":
+        return values
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    if type == "float16":
+        quiet = (bits >> np.uint32(16) & np.uint32(0x8000) | np.uint32(0x7E00)).astype(np.uint16)
+        with np.errstate(over="ignore"):
+            return np.where(np.isnan(values), quiet.view(np.float16), values.astype(np.float16))
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def widened(numbers: NDArray[Any], type: str) -> NDArray[np.float32]:
+    """The float32 numbers that stored numbers of `type` are."""
+    if type != "bfloat16":
+        return numbers.astype(np.float32)
+    widened: NDArray[np.float32] = (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return widened
+
+
+def overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
+    """Which finite numbers `narrowed` makes infinite."""
+    flags: NDArray[np.bool_] = np.isfinite(values) & ~np.isfinite(widened(narrowed(values, type), type))
+    return flags
 
 
 def keys_of(rows: Rows) -> Rows:
