@@ -6,7 +6,8 @@ Tiers move rows as 4-byte words (`row_dtype`); what the words are is told by a `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,11 @@ BUCKETS = 64
 WORD = 4  # bytes of which lines are made
 EMBEDDING = "embedding"  # the field of a row that lookups return
 STATE_TYPES = "state_dtypes"  # of a description: the types of states, where a field is not float32
-NUMBERS = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}  # as they are stored
+NUMBERS: dict[str, np.dtype[Any]] = {  # as they are stored
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+}
 LAST_STEP = 2**32 - 2  # of a table: rows keep a step as u32, and the number of the step after it is needed
 
 Tables = NDArray[np.uint32]  # [n]
@@ -34,7 +39,8 @@ def row_dtype(width: int) -> np.dtype[np.void]:
     )
 
 
-class Field(NamedTuple):
+@dataclass(frozen=True)
+class Field:
     """One field of a row's line: `count` numbers of `type`, from byte `begin` of the line, padded to whole words."""
 
     name: str
@@ -52,8 +58,8 @@ class RowForm:
     """What the line of a row is made of: an embedding, the states of an optimizer, and numbers of which types.
 
     `fields`: the embedding first, then each state. `width`: 4-byte words of all fields. `dtype`: of stored rows. Where
-    all numbers are float32, it is `row_dtype(width)`; else it has a NumPy field for each by its name, bfloat16 as `<u2`,
-    the upper half of a float32.
+    all numbers are float32, it is `row_dtype(width)`; else it has a NumPy field for each by its name, bfloat16 as
+    `<u2`, the upper half of a float32.
     """
 
     def __init__(
@@ -110,21 +116,14 @@ class RowForm:
         return next(field for field in self.fields if field.name == name)
 
     def _named(self) -> np.dtype[np.void]:
-        start, end = KEY.itemsize, KEY.itemsize + self.width * WORD
-        return np.dtype(
-            {
-                "names": ["table", "key", *(field.name for field in self.fields), "updates", "step"],
-                "formats": [
-                    "<u4",
-                    "<u8",
-                    *((NUMBERS[field.type], (field.count,)) for field in self.fields),
-                    "<u4",
-                    "<u4",
-                ],
-                "offsets": [0, 4, *(start + field.begin for field in self.fields), end, end + WORD],
-                "itemsize": end + 2 * WORD,
-            }
-        )
+        begin, end = KEY.itemsize, KEY.itemsize + self.width * WORD
+        places: dict[str, tuple[Any, int]] = {"table": ("<u4", 0), "key": ("<u8", 4)}
+        for field in self.fields:
+            places[field.name] = (NUMBERS[field.type], (field.count,)), begin + field.begin
+        places |= {"updates": ("<u4", end), "step": ("<u4", end + WORD)}
+        formats, offsets = zip(*places.values(), strict=True)
+        dtype: Any = {"names": [*places], "formats": formats, "offsets": offsets, "itemsize": end + 2 * WORD}
+        return np.dtype(dtype)
 
 
 def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:
