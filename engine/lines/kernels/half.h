@@ -1,7 +1,9 @@
-// The types that a lookup's output and its gradient may have. Rows are float32; a value is rounded once, to nearest
-// even.
+// The types that stored numbers, a lookup's output and its gradient may have.
 //
-// A fixed sequence of operations, so that the bits are the same everywhere; a NaN becomes a quiet NaN without payload.
+// `store` rounds to nearest even. `store_by_chance` rounds to one of the two neighbours, up with a probability of the
+// distance from the lower one, by 32 bits of noise: exact values stay, and what is beyond the largest finite number
+// becomes that number. Infinities pass both; a NaN becomes a quiet NaN without payload. A fixed sequence of operations,
+// so that the bits are the same everywhere.
 #pragma once
 #include "portable.h"
 
@@ -11,6 +13,7 @@ struct Float32 {
     using Stored = float;
     TIERBED_FN static float load(Stored x) { return x; }
     TIERBED_FN static Stored store(float x) { return x; }
+    TIERBED_FN static Stored store_by_chance(float x, u32) { return x; }
 };
 
 struct BFloat16 {
@@ -20,6 +23,14 @@ struct BFloat16 {
         const u32 bits = bits_of(x);
         const u32 rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
         return static_cast<Stored>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
+    }
+    TIERBED_FN static Stored store_by_chance(float x, u32 noise) {
+        const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+        const u32 rounded = (magnitude + (noise >> 16)) >> 16;
+        const u32 finite = sign | (rounded < 0x7F80u ? rounded : 0x7F7Fu);
+        return static_cast<Stored>(magnitude > 0x7F800000u    ? 0x7FC0u
+                                   : magnitude == 0x7F800000u ? sign | 0x7F80u
+                                                              : finite);
     }
 };
 
@@ -40,6 +51,19 @@ struct Float16 {
         return static_cast<Stored>(sign | (magnitude >= 0x47800000u  ? large
                                            : magnitude < 0x38800000u ? small
                                                                      : normal));
+    }
+    TIERBED_FN static Stored store_by_chance(float x, u32 noise) {
+        const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+        // a subnormal in units of 2^-24, compared with 24 bits of noise; others keep their normal form there, unused
+        const float units = float_of(magnitude < 0x38800000u ? magnitude : 0) * 16777216.0f;
+        const i32 whole = static_cast<i32>(units);
+        const float chance = static_cast<float>(static_cast<i32>(noise >> 8)) * 5.9604644775390625e-08f;  // 2^-24
+        const u32 small = static_cast<u32>(whole) + (chance < units - static_cast<float>(whole) ? 1u : 0u);
+        const u32 normal = (magnitude - 0x38000000u + (noise >> 19)) >> 13;
+        const u32 finite = magnitude < 0x38800000u ? small : normal < 0x7C00u ? normal : 0x7BFFu;
+        return static_cast<Stored>(sign | (magnitude > 0x7F800000u    ? 0x7E00u
+                                           : magnitude == 0x7F800000u ? 0x7C00u
+                                                                      : finite));
     }
 };
 

@@ -4,7 +4,7 @@
 // One tile writes one whole line: embedding, optimizer state, record, padding. Column c takes word c % 4 of Philox with
 // counter (c / 4, table, key low, key high) and the seed as key: every column has 32 bits of its own.
 #pragma once
-#include "line.h"
+#include "codec.h"
 #include "philox.h"
 #include "quantile.h"
 
@@ -25,7 +25,7 @@ struct InitialRow {
     const u32* group_ends;        // [groups], the column after each group's last
     u32 groups;
     const float* states;    // [state_count], the initial value of each optimizer state
-    const u32* state_ends;  // [state_count], the float of the line after each state's last
+    const u32* state_ends;  // [state_count], the word of the line after each state's last
     u32 state_count;
 };
 
@@ -41,22 +41,42 @@ TIERBED_FN float initial_value(const InitialValues& how, u32 bits) {
     return static_cast<float>(static_cast<double>(how.a) + static_cast<double>(how.b) * z);
 }
 
-TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table,
-                                u64 key) {
-    float* out = floats(line);
+template <class Type>
+TIERBED_FN void initialise_embedding(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table,
+                                     u64 key) {
+    auto* out = reinterpret_cast<typename Type::Stored*>(line);
     for (u32 block = tile.lane; block * 4 < shape.dim; block += tile.size) {
         const Words words = philox(Words{{block, table, static_cast<u32>(key), static_cast<u32>(key >> 32)}}, row.seed);
         u32 group = 0;
         for (u32 j = 0; j < 4 && block * 4 + j < shape.dim; ++j) {
             const u32 column = block * 4 + j;
             while (column >= row.group_ends[group]) ++group;
-            out[column] = initial_value(row.values[table * row.groups + group], words.x[j]);
+            out[column] = Type::store(initial_value(row.values[table * row.groups + group], words.x[j]));
         }
     }
-    for (u32 k = 0; k < row.state_count; ++k)
-        for (u32 i = (k == 0 ? shape.dim : row.state_ends[k - 1]) + tile.lane; i < row.state_ends[k]; i += tile.size)
-            out[i] = row.states[k];
-    u32* tail = reinterpret_cast<u32*>(out + shape.width);
+    if (sizeof(*out) == 2 && shape.dim % 2 == 1 && tile.lane == 0) out[shape.dim] = 0;
+}
+
+// The word of two numbers of a type of 16 bits that are both x.
+TIERBED_FN u32 pair_of(FloatType type, float x) {
+    return (type == FloatType::bfloat16 ? BFloat16::store(x) : Float16::store(x)) * 0x10001u;
+}
+
+// Numbers that are not float32 are rounded to nearest even.
+TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table,
+                                u64 key) {
+    with_type(shape.embedding, [&](auto type) TIERBED_INLINE {
+        initialise_embedding<decltype(type)>(tile, line, shape, row, table, key);
+    });
+    u32* const out = reinterpret_cast<u32*>(line);
+    for (u32 k = 0; k < row.state_count; ++k) {
+        const bool is_narrow = k < shape.narrow_states;
+        const u32 word = is_narrow ? pair_of(shape.states, row.states[k]) : bits_of(row.states[k]);
+        const u32 begin = k == 0 ? words_of(shape.embedding, shape.dim) : row.state_ends[k - 1], end = row.state_ends[k];
+        for (u32 i = begin + tile.lane; i < end; i += tile.size)
+            out[i] = is_narrow && shape.dim % 2 == 1 && i + 1 == end ? word & 0xFFFFu : word;  // padding is zeros
+    }
+    u32* tail = out + shape.width;
     for (u32 i = tile.lane; i < shape.line_bytes / 4 - shape.width; i += tile.size) tail[i] = 0;
 }
 

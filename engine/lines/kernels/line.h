@@ -1,13 +1,25 @@
 // Where things lie in a row's line: embedding, optimizer state, lifecycle record (docs/architecture.md).
+//
+// A line is a sequence of 4-byte words, and tiers move it as such. Only what reads numbers knows of their types: lines
+// of float32 numbers are read where they are, others by codec.h.
 #pragma once
 #include "portable.h"
 
 namespace tierbed {
 
+enum class FloatType : u32 { float32 = 0, float16 = 1, bfloat16 = 2 };
+constexpr u32 FLOAT_TYPES = 3;
+
 struct LineShape {
-    u32 dim;         // floats of the embedding
-    u32 width;       // floats of embedding and state: dim, dim for each element state, 1 for each row state
+    u32 dim;         // numbers of the embedding
+    u32 width;       // words of embedding and state
     u32 line_bytes;  // record and padding included, a multiple of 16
+    // The embedding, and each of the first `narrow_states` states, are `dim` numbers of their type, padded to a word.
+    // Every other number is a float32.
+    FloatType embedding = FloatType::float32, states = FloatType::float32;
+    u32 narrow_states = 0;
+
+    TIERBED_FN constexpr bool is_narrow() const { return embedding != FloatType::float32 || narrow_states > 0; }
 };
 
 struct Record {
@@ -15,13 +27,24 @@ struct Record {
     u32 step;
 };
 
-TIERBED_FN u32 line_bytes_of(u32 width) { return (width * 4 + static_cast<u32>(sizeof(Record)) + 15) / 16 * 16; }
+TIERBED_FN constexpr u32 line_bytes_of(u32 width) {
+    return (width * 4 + static_cast<u32>(sizeof(Record)) + 15) / 16 * 16;
+}
 // what a tier on disk stores: the line without its padding
 TIERBED_FN u32 stored_bytes_of(u32 width) { return width * 4 + static_cast<u32>(sizeof(Record)); }
+// The words of n numbers.
+TIERBED_FN constexpr u32 words_of(FloatType type, u32 n) { return type == FloatType::float32 ? n : (n + 1) / 2; }
 
 TIERBED_FN float* floats(u64 line) { return reinterpret_cast<float*>(line); }
 TIERBED_FN Record* record(u64 line, const LineShape& shape) {
     return reinterpret_cast<Record*>(floats(line) + shape.width);
+}
+
+// The shape of a line with the same numbers in float32.
+TIERBED_FN constexpr LineShape widened(const LineShape& shape) {
+    const u32 narrow = words_of(shape.embedding, shape.dim) + shape.narrow_states * words_of(shape.states, shape.dim);
+    const u32 width = shape.width - narrow + shape.dim * (1 + shape.narrow_states);
+    return {shape.dim, width, line_bytes_of(width)};
 }
 
 }  // namespace tierbed

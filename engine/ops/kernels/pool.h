@@ -2,7 +2,7 @@
 //
 // One tile works on one bag. Rows are added in the order of their positions, in float32 from 0, each multiplied by its
 // weight if there are weights; a mean is divided by the number of rows at the end, and the result is rounded to the
-// output's type. Padding is no row; an empty bag is zeros.
+// output's type. Padding is no row; an empty bag is zeros. `Row` is the type of the embeddings' numbers.
 #pragma once
 #include "lines/kernels/copy.h"
 #include "lines/kernels/half.h"
@@ -21,8 +21,15 @@ struct Bag {
 constexpr u32 ROWS_AHEAD = 16;
 
 // Fetches the row of a later position.
+template <class Row>
 TIERBED_FN void fetch_ahead(const u64* lines, const i32* position, const i32* end, u32 dim) {
-    if (end - position > ROWS_AHEAD && position[ROWS_AHEAD] >= 0) prefetch_bytes(lines[position[ROWS_AHEAD]], dim * 4);
+    if (end - position > ROWS_AHEAD && position[ROWS_AHEAD] >= 0)
+        prefetch_bytes(lines[position[ROWS_AHEAD]], dim * static_cast<u32>(sizeof(typename Row::Stored)));
+}
+
+template <class Row>
+TIERBED_FN const typename Row::Stored* embedding_of(u64 line) {
+    return reinterpret_cast<const typename Row::Stored*>(line);
 }
 
 #ifdef TIERBED_GPU
@@ -38,20 +45,20 @@ TIERBED_FN u32 rows_of(const Bag& bag) {
 }
 
 // columns [begin, begin + n) of the output; n <= POOL_BLOCK
-template <class Type>
+template <class Row, class Type>
 TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const Bag& bag, u32 dim, u32 begin, u32 n,
                            float rows) {
     float sum[POOL_BLOCK];
     for (u32 j = 0; j < n; ++j) sum[j] = 0.0f;
     for (u32 i = 0; i < bag.count; ++i) {
-        if (begin == 0) fetch_ahead(lines, bag.inverse + i, bag.end, dim);
+        if (begin == 0) fetch_ahead<Row>(lines, bag.inverse + i, bag.end, dim);
         if (bag.inverse[i] < 0) continue;
-        const float* row = floats(lines[bag.inverse[i]]) + begin;
+        const auto* row = embedding_of<Row>(lines[bag.inverse[i]]) + begin;
         if (bag.weights) {
             const float weight = bag.weights[i];
-            for (u32 j = 0; j < n; ++j) sum[j] += weight * row[j];
+            for (u32 j = 0; j < n; ++j) sum[j] += weight * Row::load(row[j]);
         } else {
-            for (u32 j = 0; j < n; ++j) sum[j] += row[j];
+            for (u32 j = 0; j < n; ++j) sum[j] += Row::load(row[j]);
         }
     }
     if (bag.mean && rows != 0.0f)
@@ -61,38 +68,39 @@ TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const B
 }
 
 // out [dim]; lines [unique]
-template <class Type>
+template <class Row, class Type>
 TIERBED_FN void pool_row(Tile tile, typename Type::Stored* out, const u64* lines, const Bag& bag, u32 dim) {
     const float rows = bag.mean ? static_cast<float>(rows_of(bag)) : 0.0f;
     u32 begin = tile.lane * POOL_BLOCK;
     for (; begin + POOL_BLOCK <= dim; begin += tile.size * POOL_BLOCK)
-        pool_block<Type>(out, lines, bag, dim, begin, POOL_BLOCK, rows);
+        pool_block<Row, Type>(out, lines, bag, dim, begin, POOL_BLOCK, rows);
     if (POOL_BLOCK > VEC)
-        for (; begin + VEC <= dim; begin += VEC) pool_block<Type>(out, lines, bag, dim, begin, VEC, rows);
-    if (begin < dim) pool_block<Type>(out, lines, bag, dim, begin, dim - begin, rows);
+        for (; begin + VEC <= dim; begin += VEC) pool_block<Row, Type>(out, lines, bag, dim, begin, VEC, rows);
+    if (begin < dim) pool_block<Row, Type>(out, lines, bag, dim, begin, dim - begin, rows);
 }
 
 // out [dim]: the embedding of a line, or zeros where `line` is 0 (padding)
-template <class Type>
+template <class Row, class Type>
 TIERBED_FN void gather_row(Tile tile, typename Type::Stored* out, u64 line, u32 dim) {
     if (!line)
         for (u32 c = tile.lane; c < dim; c += tile.size) out[c] = Type::store(0.0f);
-    else if (sizeof(*out) == sizeof(float))
+    else if (sizeof(*out) == 4 && sizeof(typename Row::Stored) == 4)
         copy_bytes(tile, out, floats(line), dim * 4);
     else
-        for (u32 c = tile.lane; c < dim; c += tile.size) out[c] = Type::store(floats(line)[c]);
+        for (u32 c = tile.lane; c < dim; c += tile.size) out[c] = Type::store(Row::load(embedding_of<Row>(line)[c]));
 }
 
 // out [count]: the gradient of each weight of a bag, <grad, row>, over the number of rows for a mean; 0 for padding.
-template <class Type>
+template <class Row, class Type>
 TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const Bag& bag,
                                   const typename Type::Stored* grad, u32 dim) {
     const float rows = bag.mean ? static_cast<float>(rows_of(bag)) : 0.0f;
     for (u32 i = 0; i < bag.count; ++i) {
         float product = 0.0f;
         if (bag.inverse[i] >= 0) {
-            const float* row = floats(lines[bag.inverse[i]]);
-            product = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return Type::load(grad[c]) * row[c]; });
+            const auto* row = embedding_of<Row>(lines[bag.inverse[i]]);
+            product = sum_columns(
+                tile, dim, [&](i32 c) TIERBED_INLINE { return Type::load(grad[c]) * Row::load(row[c]); });
             if (bag.mean) product = product / rows;
         }
         if (tile.lane == 0) out[i] = product;

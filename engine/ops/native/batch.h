@@ -102,6 +102,7 @@ public:
 
     Buffer<u64> lines;      // [unique]
     Buffer<u64> views;      // [unique] what lookups read; empty where those are the lines
+    bool has_wide_lines = false;  // whether embeddings in `lines` are float32, whatever those of the table are
     Buffer<u64> own_lines;  // [unique] where a row is that no tier may hold, 0 for others; or empty
 
 private:

@@ -112,13 +112,21 @@ void bind_batch(nb::module_& m) {
              [](Batch& b, std::size_t n, const Layout& layout) { return own(b.allocate(n, layout.shape)); });
 }
 
+FloatType type_named(const std::string& dtype) {
+    const char* names[FLOAT_TYPES] = {"float32", "float16", "bfloat16"};
+    const auto type = std::find(names, names + FLOAT_TYPES, dtype) - names;
+    require(type < FLOAT_TYPES, "dtype must be float32, float16 or bfloat16");
+    return static_cast<FloatType>(type);
+}
+
 void bind_layout(nb::module_& m) {
     nb::class_<Layout>(m, "Layout")
         .def(
             "__init__",
             [](Layout* self, u32 dim, std::vector<float> states, std::vector<u32> state_widths, u64 seed,
                std::vector<u32> columns, std::vector<u32> kinds, In<float, nb::shape<-1, 2>> parameters,
-               In<double, nb::shape<-1, 2>> quantiles) {
+               In<double, nb::shape<-1, 2>> quantiles, const std::string& dtype, const std::string& state_dtype,
+               u32 narrow_states) {
                 require(states.size() == state_widths.size(), "states and state_widths differ in length");
                 require(kinds.size() == parameters.shape(0) && kinds.size() == quantiles.shape(0),
                         "kinds, parameters and quantiles differ in length");
@@ -130,16 +138,24 @@ void bind_layout(nb::module_& m) {
                 std::size_t width = dim;
                 for (const u32 w : state_widths) width += w;
                 require(width <= std::size_t{1} << 28, "a line of over 2^28 floats");
+                const std::pair types{type_named(dtype), type_named(state_dtype)};
+                require((narrow_states > 0) == (types.second != FloatType::float32) &&
+                            narrow_states <= state_widths.size(),
+                        "narrow_states are states of 16 bits");
+                for (u32 k = 0; k < narrow_states; ++k)
+                    require(state_widths[k] == dim, "a narrow state has dim numbers");
                 std::vector<InitialValues> values;
                 for (std::size_t i = 0; i < kinds.size(); ++i) {
                     require(kinds[i] <= 2, "kinds are 0, 1, 2");
                     values.push_back({static_cast<Initial>(kinds[i]), parameters(i, 0), parameters(i, 1),
                                       quantiles(i, 0), quantiles(i, 1)});
                 }
-                new (self) Layout(dim, std::move(states), state_widths, seed, columns, std::move(values));
+                new (self) Layout(dim, std::move(states), state_widths, seed, columns, std::move(values), types,
+                                  narrow_states);
             },
             nb::arg("dim"), nb::arg("states"), nb::arg("state_widths"), nb::arg("seed"), nb::arg("columns"),
-            nb::arg("kinds"), nb::arg("parameters"), nb::arg("quantiles"))
+            nb::arg("kinds"), nb::arg("parameters"), nb::arg("quantiles"), nb::arg("dtype") = "float32",
+            nb::arg("state_dtype") = "float32", nb::arg("narrow_states") = 0)
         .def_prop_ro("dim", [](const Layout& l) { return l.shape.dim; })
         .def_prop_ro("width", [](const Layout& l) { return l.shape.width; })
         .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });
@@ -154,10 +170,7 @@ Pooling pooling_of(const Batch& batch, std::size_t lookup, bool mean, const std:
     const Segment& segment = batch.lookups[lookup].segment;
     require(segment.pooled || (!mean && !weights), "mean and weights are for bags");
     require(!weights || weights->size() == segment.n, "weights must be [positions]");
-    const char* names[FLOAT_TYPES] = {"float32", "float16", "bfloat16"};
-    const auto type = std::find(names, names + FLOAT_TYPES, dtype) - names;
-    require(type < FLOAT_TYPES, "dtype must be float32, float16 or bfloat16");
-    return {mean, weights ? weights->data() : nullptr, static_cast<FloatType>(type)};
+    return {mean, weights ? weights->data() : nullptr, type_named(dtype)};
 }
 
 // float32, or 16 bits as unsigned integers: [outputs of the lookup, dim]
@@ -203,16 +216,18 @@ void bind_step(nb::module_& m) {
     m.def("initialise",
           [](const Layout& layout, InVector<u32> tables, InVector<u64> keys, Out<float, nb::ndim<2>> out) {
               const std::size_t n = keys.size();
-              require(tables.size() == n && out.shape(0) == n && out.shape(1) == layout.shape.width,
-                      "out must be [n, layout.width]");
+              const LineShape wide = widened(layout.shape);
+              require(tables.size() == n && out.shape(0) == n && out.shape(1) == wide.width,
+                      "out must be [n, dim and the widths of all states]");
               for (std::size_t i = 0; i < n; ++i) require(tables.data()[i] < layout.tables, "table id out of range");
               nb::gil_scoped_release unlocked;
               parallel_ranges(n, 256, [&](std::size_t begin, std::size_t end) {
-                  std::vector<char> memory(layout.shape.line_bytes + 16);
-                  const u64 line = (reinterpret_cast<u64>(memory.data()) + 15) / 16 * 16;
+                  Buffer<u8> memory(layout.shape.line_bytes + wide.line_bytes);
+                  const u64 line = reinterpret_cast<u64>(memory.data()), decoded = line + layout.shape.line_bytes;
                   for (std::size_t i = begin; i < end; ++i) {
                       layout.initialise(line, tables.data()[i], keys.data()[i]);
-                      std::copy_n(floats(line), layout.shape.width, out.data() + i * layout.shape.width);
+                      decode_line(THREAD, decoded, line, layout.shape);
+                      std::copy_n(floats(decoded), wide.width, out.data() + i * wide.width);
                   }
               });
           });
@@ -302,16 +317,20 @@ void bind_step(nb::module_& m) {
             require_places(batch, places, here + (rest ? rest->size - position : 0));
             const i64* const place_of = places.data();
             const u64* const there = !rest ? nullptr : rest->views.size() ? rest->views.data() : rest->lines.data();
+            const bool is_narrow = layout.shape.embedding != FloatType::float32;
+            std::vector<std::size_t> from_rest;
             for (std::size_t row = 0; row < batch.unique; ++row) {
                 const std::size_t place = static_cast<std::size_t>(place_of[row]);
                 if (place >= here) {
                     const i32 other = rest->inverse[position + place - here];
                     require(other >= 0, "a place is of padding");
                     batch.lines[row] = there[other];
+                    if (is_narrow) from_rest.push_back(row);
                 } else {
                     batch.lines[row] = reinterpret_cast<u64>(rows.data() + place * rows.shape(1));
                 }
             }
+            if (is_narrow) use_wide_lines(batch, layout, from_rest);
         },
         nb::arg("batch"), nb::arg("layout"), nb::arg("rows"), nb::arg("places"), nb::arg("rest").none() = nb::none(),
         nb::arg("position") = 0, nb::keep_alive<1, 3>());

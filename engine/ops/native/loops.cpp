@@ -2,6 +2,7 @@
 // function of the standard library that was compiled here could end up in code that runs on older processors.
 #include "loops.h"
 
+#include "lines/kernels/codec.h"
 #include "ops/kernels/pool.h"
 #include "ops/kernels/update.h"
 #include "rules.h"  // made of engine/optim
@@ -23,14 +24,14 @@ std::size_t distance(u32 row_bytes) {
     return rows < 4 ? 4 : rows > 32 ? 32 : rows;
 }
 
-template <class Type>
-void gather(const GatherJob& job, std::size_t begin, std::size_t end) {
+template <class Row, class Type>
+void gather_from(const GatherJob& job, std::size_t begin, std::size_t end) {
     auto* out = static_cast<typename Type::Stored*>(job.out);
     const i32* const last = job.inverse + job.n;
     if (!job.pooled) {
         for (std::size_t i = begin; i < end; ++i) {
-            fetch_ahead(job.lines, job.inverse + i, last, job.dim);
-            gather_row<Type>(ONE_THREAD, out + i * job.dim, line_at(job, i), job.dim);
+            fetch_ahead<Row>(job.lines, job.inverse + i, last, job.dim);
+            gather_row<Row, Type>(ONE_THREAD, out + i * job.dim, line_at(job, i), job.dim);
         }
         return;
     }
@@ -38,18 +39,45 @@ void gather(const GatherJob& job, std::size_t begin, std::size_t end) {
         const std::size_t first = job.bags.begin(bag), next = job.bags.end(bag);
         const Bag rows{job.inverse + first, job.weights ? job.weights + first : nullptr, static_cast<u32>(next - first),
                        job.mean, last};
-        pool_row<Type>(ONE_THREAD, out + job.bags.row(bag) * job.dim, job.lines, rows, job.dim);
+        pool_row<Row, Type>(ONE_THREAD, out + job.bags.row(bag) * job.dim, job.lines, rows, job.dim);
+    }
+}
+
+template <class Type>
+void gather(const GatherJob& job, std::size_t begin, std::size_t end) {
+    with_type(job.row_type, [&](auto row) { gather_from<decltype(row), Type>(job, begin, end); });
+}
+
+template <class Row, class Type>
+void weights_grad_from(const WeightsGradJob& job, std::size_t begin, std::size_t end) {
+    const auto* grads = static_cast<const typename Type::Stored*>(job.grads);
+    for (std::size_t bag = begin; bag < end; ++bag) {
+        const std::size_t first = job.lookup.bags.begin(bag), next = job.lookup.bags.end(bag);
+        const Bag rows{job.lookup.inverse + first, nullptr, static_cast<u32>(next - first), job.lookup.mean, nullptr};
+        pool_weights_grad<Row, Type>(ONE_THREAD, job.out + first, job.lookup.lines, rows,
+                                     grads + job.lookup.bags.row(bag) * job.lookup.dim, job.lookup.dim);
     }
 }
 
 template <class Type>
 void weights_grad(const WeightsGradJob& job, std::size_t begin, std::size_t end) {
-    const auto* grads = static_cast<const typename Type::Stored*>(job.grads);
-    for (std::size_t bag = begin; bag < end; ++bag) {
-        const std::size_t first = job.lookup.bags.begin(bag), next = job.lookup.bags.end(bag);
-        const Bag rows{job.lookup.inverse + first, nullptr, static_cast<u32>(next - first), job.lookup.mean, nullptr};
-        pool_weights_grad<Type>(ONE_THREAD, job.out + first, job.lookup.lines, rows,
-                                grads + job.lookup.bags.row(bag) * job.lookup.dim, job.lookup.dim);
+    with_type(job.lookup.row_type, [&](auto row) { weights_grad_from<decltype(row), Type>(job, begin, end); });
+}
+
+void decode(const CodecJob& job, std::size_t begin, std::size_t end) {
+    const u32 bytes = widened(job.shape).line_bytes;
+    for (std::size_t i = begin; i < end; ++i)
+        decode_line(ONE_THREAD, job.wide + (i - begin) * bytes, job.lines[i], job.shape);
+}
+
+void encode(const CodecJob& job, std::size_t begin, std::size_t end) {
+    const u32 bytes = widened(job.shape).line_bytes;
+    for (std::size_t i = begin; i < end; ++i) {
+        const u64 wide = job.wide + (i - begin) * bytes;
+        if (job.hashes)
+            encode_line(ONE_THREAD, job.lines[i], wide, job.shape, Noise(job.seed, job.hashes[i], job.step));
+        else
+            encode_line(ONE_THREAD, job.lines[i], wide, job.shape, NoNoise{});
     }
 }
 
@@ -72,7 +100,7 @@ std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, f
     const SumRow sum_row = SUM_ROW[static_cast<u32>(job.type)];
     const std::size_t ahead = distance(job.shape.line_bytes);
     float *sum = memory, *block = sum + job.shape.dim, *whole = block + job.shape.dim;
-    const u32* const last = job.sources + job.offsets[end];
+    const u32* const last = job.sources_end;
     const bool single = job.type == FloatType::float32 && !job.scales;  // a gradient may be taken where it is
     std::size_t written = 0;
     for (std::size_t row = begin; row < end; ++row) {
@@ -101,7 +129,7 @@ std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, f
 
 template <class Type>
 void square(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, float* out) {
-    const u32* const last = job.sources + job.offsets[end];
+    const u32* const last = job.sources_end;
     for (std::size_t row = begin; row < end; ++row) {
         const u32 first = job.offsets[row], count = job.offsets[row + 1] - first;
         const Occurrences occurrences{job.sources + first, job.scales ? job.scales + first : nullptr, count, last};
@@ -111,7 +139,7 @@ void square(const UpdateJob& job, std::size_t begin, std::size_t end, float* mem
 
 template <class Type>
 void sum(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, const i64* places, float* out) {
-    const u32* const last = job.sources + job.offsets[end];
+    const u32* const last = job.sources_end;
     for (std::size_t row = begin; row < end; ++row) {
         const u32 first = job.offsets[row], count = job.offsets[row + 1] - first;
         const Occurrences occurrences{job.sources + first, job.scales ? job.scales + first : nullptr, count, last};
@@ -154,6 +182,8 @@ extern const Loops TIERBED_LOOPS;
 const Loops TIERBED_LOOPS{TIERBED_ISA,
                           {gather<Float32>, gather<Float16>, gather<BFloat16>},
                           {weights_grad<Float32>, weights_grad<Float16>, weights_grad<BFloat16>},
+                          decode,
+                          encode,
                           {square<Float32>, square<Float16>, square<BFloat16>},
                           {sum<Float32>, sum<Float16>, sum<BFloat16>},
                           table_of(AllRules{}),

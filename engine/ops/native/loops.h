@@ -9,8 +9,6 @@
 
 namespace tierbed {
 
-enum class FloatType : u32 { float32 = 0, float16 = 1, bfloat16 = 2 };
-constexpr u32 FLOAT_TYPES = 3;
 constexpr std::size_t ROWS = 1024;  // rows or bags a task
 
 // Bags [begin, end) of one lookup.
@@ -21,6 +19,7 @@ struct GatherJob {
     Bags bags;
     const float* weights;  // [n] or null
     u32 dim;
+    FloatType row_type;  // of the embeddings in `lines`
     bool pooled, mean;
     void* out;
 };
@@ -37,6 +36,7 @@ struct UpdateJob {
     const u64* lines;     // [unique]
     const u32* offsets;   // [unique + 1], where each row's occurrences start
     const u32* sources;   // [occurrences]
+    const u32* sources_end;
     const float* scales;  // [occurrences] or null
     Gradients gradients;
     FloatType type;  // of the gradients
@@ -53,6 +53,16 @@ struct CatchUpJob {
     u32 step;
 };
 
+// Lines [begin, end) to lines of float32 numbers, or from them: `wide` is the first of a row of such.
+struct CodecJob {
+    const u64* lines;
+    LineShape shape;
+    u64 wide;
+    const u64* hashes;  // [rows], of the rows in `lines`, with seed and step for the noise; null to round to nearest
+    u64 seed;
+    u32 step;
+};
+
 struct RuleLoops {
     const char* name;
     u32 element_states, row_states;
@@ -64,8 +74,11 @@ struct RuleLoops {
 
 struct Loops {
     const char* name;
+    // by the type of the output
     void (*gather[FLOAT_TYPES])(const GatherJob&, std::size_t begin, std::size_t end);
     void (*weights_grad[FLOAT_TYPES])(const WeightsGradJob&, std::size_t begin, std::size_t end);
+    void (*decode)(const CodecJob&, std::size_t begin, std::size_t end);
+    void (*encode)(const CodecJob&, std::size_t begin, std::size_t end);
     // out [unique]: the sum of the squares of each row's gradient. Of the job it reads what is about gradients.
     void (*square[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, float* out);
     // out [*, dim]: the gradient of row u goes to place places[u], null for u. memory [dim]: of the caller.

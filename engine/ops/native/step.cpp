@@ -32,6 +32,7 @@ GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
     job.n = of.segment.n;
     job.bags = of.segment.bags;
     job.dim = layout.shape.dim;
+    job.row_type = batch.has_wide_lines ? FloatType::float32 : layout.shape.embedding;
     job.pooled = of.segment.pooled;
     return job;
 }
@@ -71,8 +72,8 @@ std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 
     FirstWrites first_writes(batch, layout, by_table);
     const auto write = [&](std::size_t row) {
         const u32 last = batch.occurrences[batch.offsets[row + 1] - 1];
-        copy_bytes(THREAD, floats(batch.lines[row]), values + static_cast<std::size_t>(last) * layout.shape.dim,
-                   layout.shape.dim * 4);
+        set_embedding(THREAD, batch.lines[row], values + static_cast<std::size_t>(last) * layout.shape.dim,
+                      layout.shape);
         Record* lifecycle = record(batch.lines[row], layout.shape);
         const bool first = lifecycle->updates == 0;
         if (lifecycle->updates != 0xFFFFFFFFu) lifecycle->updates += 1;
@@ -104,6 +105,17 @@ void initialise_lines(const Layout& layout, const u32* tables, const u64* keys, 
     parallel_ranges(n, ROWS, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) layout.initialise(lines[i], tables[i], keys[i]);
     });
+}
+
+void use_wide_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows) {
+    const std::vector<u64> lines = batch.allocate(rows.size(), widened(layout.shape));
+    parallel_ranges(rows.size(), ROWS, [&](std::size_t begin, std::size_t end) {
+        for (std::size_t i = begin; i < end; ++i) {
+            decode_line(THREAD, lines[i], batch.lines[rows[i]], layout.shape);
+            batch.lines[rows[i]] = lines[i];
+        }
+    });
+    batch.has_wide_lines = true;
 }
 
 void initialise_missing(Batch& batch, const Layout& layout) {

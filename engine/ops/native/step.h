@@ -44,6 +44,8 @@ std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 
 std::size_t count_new(const Batch& batch, const Layout& layout);
 // Adds to by_table [layout.tables] the rows that were ever written.
 void count_written(const Batch& batch, const Layout& layout, u64* by_table);
+// Lines of float32 numbers for some rows of a batch, in memory of the batch, where all others of it are such already.
+void use_wide_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows);
 void initialise_missing(Batch& batch, const Layout& layout);
 void initialise_lines(const Layout& layout, const u32* tables, const u64* keys, const u64* lines, std::size_t n);
 

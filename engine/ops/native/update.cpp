@@ -57,12 +57,64 @@ struct Given {
             parts.push_back({grads[k].rows, static_cast<u32>(batch.lookups[k].source)});
         job.lines = batch.lines.data();
         job.offsets = batch.offsets.data();
-        job.sources = batch.pooled ? batch.occurrence_sources.data() : batch.occurrences.data();
+        const Buffer<u32>& sources = batch.pooled ? batch.occurrence_sources : batch.occurrences;
+        job.sources = sources.data();
+        job.sources_end = sources.data() + sources.size();
         job.scales = scales.size() ? scales.data() : nullptr;
         job.gradients = {parts.data(), static_cast<u32>(parts.size()), dim};
         job.type = grads.empty() ? FloatType::float32 : grads[0].pooling.type;
     }
 };
+
+// Narrow lines as lines of float32 numbers, in memory of a thread, a few at a time.
+class WideLines {
+public:
+    WideLines(const Layout& layout, const u64* lines)
+        : job_{lines, layout.shape, 0, nullptr, layout.seed, 0}, bytes_(shape().line_bytes), memory_(MOST * bytes_) {
+        job_.wide = reinterpret_cast<u64>(memory_.data());
+        for (std::size_t i = 0; i < MOST; ++i) wide[i] = job_.wide + i * bytes_;
+    }
+
+    LineShape shape() const { return widened(job_.shape); }
+
+    // Calls body(first, n) with the lines [first, first + n) in `wide`, for all of [begin, end), and puts them back:
+    // rounded to nearest, or given hashes [rows] with the noise of `step`.
+    template <class Body>
+    void change(std::size_t begin, std::size_t end, const u64* hashes, u32 step, const Body& body) {
+        job_.hashes = hashes;
+        job_.step = step;
+        for (std::size_t first = begin; first < end; first += MOST) {
+            const std::size_t last = std::min(first + MOST, end);
+            for (std::size_t i = last; i < std::min(last + MOST, end); ++i)
+                prefetch_to_write(job_.lines[i], job_.shape.line_bytes);
+            loops().decode(job_, first, last);
+            body(first, last - first);
+            loops().encode(job_, first, last);
+        }
+    }
+
+    static constexpr std::size_t MOST = 8;
+    u64 wide[MOST];
+
+private:
+    CodecJob job_;
+    std::size_t bytes_;
+    Buffer<u8> memory_;
+};
+
+std::size_t update_narrow(const Batch& batch, const Layout& layout, const BoundRule& rule, const UpdateJob& given,
+                          std::size_t begin, std::size_t end, float* memory) {
+    WideLines lines(layout, given.lines);
+    UpdateJob job = given;
+    job.lines = lines.wide;
+    job.shape = lines.shape();
+    std::size_t written = 0;
+    lines.change(begin, end, batch.hashes.data(), given.step, [&](std::size_t first, std::size_t n) {
+        job.offsets = given.offsets + first;
+        written += rule.loops.update(job, 0, n, memory);
+    });
+    return written;
+}
 
 }  // namespace
 
@@ -71,7 +123,9 @@ BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<
     if (hyper.size() + 1 == loops.hypers) hyper.push_back(0.0);  // the last limit is left out where it is none
     if (hyper.size() != loops.hypers)
         throw std::invalid_argument("rule " + name + " takes " + std::to_string(loops.hypers) + " hyper-parameters");
-    if (layout.shape.width != layout.shape.dim * (1 + loops.element_states) + loops.row_states)
+    const LineShape& shape = layout.shape;
+    if (widened(shape).width != shape.dim * (1 + loops.element_states) + loops.row_states ||
+        (shape.narrow_states > 0 && shape.narrow_states != loops.element_states))
         throw std::invalid_argument("the line has no room for the state of rule " + name);
 }
 
@@ -86,7 +140,9 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstrea
     FirstWrites first_writes(batch, layout, by_table);
     parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(3 * std::size_t{layout.shape.dim});
-        first_writes.add(begin, end, rule.loops.update(job, begin, end, memory.data()));
+        first_writes.add(begin, end,
+                         layout.shape.is_narrow() ? update_narrow(batch, layout, rule, job, begin, end, memory.data())
+                                                  : rule.loops.update(job, begin, end, memory.data()));
     });
     return first_writes.total();
 }
@@ -112,7 +168,12 @@ void sum_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& gra
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step) {
     if (!rule.loops.catch_up) return;
     const CatchUpJob job{lines, layout.shape, rule.hyper.data(), step};
-    parallel_ranges(n, ROWS, [&](std::size_t begin, std::size_t end) { rule.loops.catch_up(job, begin, end); });
+    parallel_ranges(n, ROWS, [&](std::size_t begin, std::size_t end) {
+        if (!layout.shape.is_narrow()) return rule.loops.catch_up(job, begin, end);
+        WideLines wide(layout, lines);
+        const CatchUpJob of_wide{wide.wide, wide.shape(), job.hyper, step};
+        wide.change(begin, end, nullptr, step, [&](std::size_t, std::size_t n) { rule.loops.catch_up(of_wide, 0, n); });
+    });
 }
 
 void settle(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step) {

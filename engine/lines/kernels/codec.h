@@ -1,0 +1,116 @@
+// Numbers of lines to and from float32.
+//
+// An optimizer's rule works on lines of float32 numbers: a narrow line is decoded to such a line, and the result is
+// encoded. Numbers are rounded to nearest even where a row begins, is put or is only looked at, and by chance where it
+// is trained, by noise that is a pure function of (seed, hash of the row, step, column). Padding is zeros.
+#pragma once
+#include "copy.h"
+#include "half.h"
+
+namespace tierbed {
+
+// The bits of x, mixed: a bijection, by multiplications and shifts of 32 bits alone (Chris Wellons' lowbias32).
+TIERBED_FN u32 mixed(u32 x) {
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x *= 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+// The noise of one row at one step. A column is a number's place in the line of float32 numbers.
+struct Noise {
+    u32 base;
+
+    TIERBED_FN Noise(u64 seed, u64 hash, u32 step) {
+        base = mixed(static_cast<u32>(seed) ^ static_cast<u32>(hash));
+        base = mixed(base + static_cast<u32>(seed >> 32));
+        base = mixed(base ^ static_cast<u32>(hash >> 32));
+        base = mixed(base + step * 0x9E3779B9u);
+    }
+    TIERBED_FN u32 operator()(u32 column) const { return mixed(base + column * 0x9E3779B9u); }
+};
+
+// For numbers that are rounded to nearest even.
+struct NoNoise {};
+
+template <class Type>
+TIERBED_FN typename Type::Stored rounded(float x, const NoNoise&, u32) {
+    return Type::store(x);
+}
+template <class Type>
+TIERBED_FN typename Type::Stored rounded(float x, const Noise& noise, u32 column) {
+    return Type::store_by_chance(x, noise(column));
+}
+
+// Calls body(Type{}) for the type of that name.
+template <class Body>
+TIERBED_FN void with_type(FloatType type, const Body& body) {
+    if (type == FloatType::bfloat16)
+        body(BFloat16{});
+    else if (type == FloatType::float16)
+        body(Float16{});
+    else
+        body(Float32{});
+}
+
+template <class Type>
+TIERBED_FN void decode(Tile tile, float* to, u64 from, u32 n) {
+    const auto* numbers = reinterpret_cast<const typename Type::Stored*>(from);
+    for (u32 j = tile.lane; j < n; j += tile.size) to[j] = Type::load(numbers[j]);
+}
+
+// column: of the first number, for the noise
+template <class Type, class Noise>
+TIERBED_FN void encode(Tile tile, u64 to, const float* from, u32 n, const Noise& noise, u32 column) {
+    auto* numbers = reinterpret_cast<typename Type::Stored*>(to);
+    for (u32 j = tile.lane; j < n; j += tile.size) numbers[j] = rounded<Type>(from[j], noise, column + j);
+    if (sizeof(*numbers) == 2 && n % 2 == 1 && tile.lane == 0) numbers[n] = 0;
+}
+
+// Calls body(type, place in the line, column in the float32 line) for the embedding and each narrow state. Returns the
+// words of them.
+template <class Body>
+TIERBED_FN u32 for_narrow(u64 line, const LineShape& shape, const Body& body) {
+    const u32 of_state = words_of(shape.states, shape.dim);
+    u32 word = words_of(shape.embedding, shape.dim);
+    body(shape.embedding, line, 0u);
+    for (u32 k = 1; k <= shape.narrow_states; ++k, word += of_state)
+        body(shape.states, line + u64{word} * 4, k * shape.dim);
+    return word;
+}
+
+// to: a line of the shape `widened(shape)`, record included
+TIERBED_FN void decode_line(Tile tile, u64 to, u64 line, const LineShape& shape) {
+    const u32 word = for_narrow(line, shape, [&](FloatType type, u64 from, u32 column) TIERBED_INLINE {
+        with_type(type, [&](auto of) TIERBED_INLINE {
+            decode<decltype(of)>(tile, floats(to) + column, from, shape.dim);
+        });
+    });
+    copy_bytes(tile, floats(to) + shape.dim * (1 + shape.narrow_states), floats(line) + word,
+               (shape.width - word) * 4 + static_cast<u32>(sizeof(Record)));
+}
+
+// from: a line of the shape `widened(shape)`, record included
+template <class Noise>
+TIERBED_FN void encode_line(Tile tile, u64 line, u64 from, const LineShape& shape, const Noise& noise) {
+    const u32 word = for_narrow(line, shape, [&](FloatType type, u64 to, u32 column) TIERBED_INLINE {
+        with_type(type, [&](auto of) TIERBED_INLINE {
+            encode<decltype(of)>(tile, to, floats(from) + column, shape.dim, noise, column);
+        });
+    });
+    copy_bytes(tile, floats(line) + word, floats(from) + shape.dim * (1 + shape.narrow_states),
+               (shape.width - word) * 4 + static_cast<u32>(sizeof(Record)));
+}
+
+// values [dim] to the embedding of a line, rounded to nearest even
+TIERBED_FN void set_embedding(Tile tile, u64 line, const float* values, const LineShape& shape) {
+    if (shape.embedding == FloatType::float32)
+        copy_bytes(tile, floats(line), values, shape.dim * 4);
+    else
+        with_type(shape.embedding, [&](auto of) TIERBED_INLINE {
+            encode<decltype(of)>(tile, line, values, shape.dim, NoNoise{}, 0);
+        });
+}
+
+}  // namespace tierbed

@@ -1,0 +1,42 @@
+#include "layout.h"
+
+namespace tierbed {
+namespace {
+
+LineShape shape_of(u32 dim, const std::vector<u32>& state_widths, std::pair<FloatType, FloatType> types,
+                   u32 narrow_states) {
+    u32 width = words_of(types.first, dim);
+    for (std::size_t k = 0; k < state_widths.size(); ++k)
+        width += k < narrow_states ? words_of(types.second, dim) : state_widths[k];
+    return {dim, width, line_bytes_of(width), types.first, types.second, narrow_states};
+}
+
+}  // namespace
+
+Layout::Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
+               const std::vector<u32>& columns, std::vector<InitialValues> values,
+               std::pair<FloatType, FloatType> types, u32 narrow_states)
+    : shape(shape_of(dim, state_widths, types, narrow_states)),
+      tables(static_cast<u32>(values.size() / columns.size())),
+      seed(seed),
+      states_(std::move(states)),
+      values_(std::move(values)) {
+    u32 end = 0;
+    for (u32 columns_of_group : columns) group_ends_.push_back(end += columns_of_group);
+    end = words_of(types.first, dim);
+    for (std::size_t k = 0; k < state_widths.size(); ++k)
+        state_ends_.push_back(end += k < narrow_states ? words_of(types.second, dim) : state_widths[k]);
+}
+
+void Layout::initialise(u64 line, u32 table, u64 key) const {
+    const InitialRow row{seed,
+                         values_.data(),
+                         group_ends_.data(),
+                         static_cast<u32>(group_ends_.size()),
+                         states_.data(),
+                         state_ends_.data(),
+                         static_cast<u32>(states_.size())};
+    initialise_line(THREAD, line, shape, row, table, key);
+}
+
+}  // namespace tierbed
