@@ -233,13 +233,15 @@ class ShardedHeld:
 
 def _described(world: Group, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
     """What must be the same on all ranks, by the name that the user knows."""
-    state = None if optimizer is None else optimizer.row_state(spec.dim)
+    state = None if optimizer is None else spec.state_of(optimizer)
     rule = None if state is None or optimizer is None else [optimizer.rule, list(state.names), list(state.initial)]
     return {
         "version of tierbed": __version__,
         "name": spec.name,
         "embedding_dims": list(spec.columns),
         "key_type": str(spec.key_type),
+        "dtype": spec.dtype,
+        "state_dtype": spec.state_dtype,
         "tables": spec.plain_tables(),
         "names of tables": list(spec.table_names),
         "seed": spec.seed,

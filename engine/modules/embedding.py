@@ -23,7 +23,7 @@ from ..persist.held_table import HeldTable
 from ..spec.initializers import make_normal_initializer
 from ..spec.inputs import Lookup, check_lookup, check_output_dtype, check_weights
 from ..spec.option_makers import store_options_from_dict
-from ..spec.table_spec import check_dtype, table_spec
+from ..spec.table_spec import table_spec
 from ..table import parts
 from ..table.table import OpenTable
 from .keyed_rows import KeyedRows
@@ -36,15 +36,18 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     name: names the folder under `persistent_path`.
     embedding_dim: the width of a row, or a list of widths, one for each column.
-    dtype: torch.float32. key_type: torch.int32, int64 or uint64, the dtype of ids; every value is a legal id.
+    dtype: of the numbers of stored rows: torch.float32, bfloat16 or float16. All arithmetic is float32; what training
+    writes is rounded by chance, everything else to nearest even.
+    key_type: torch.int32, int64 or uint64, the dtype of ids; every value is a legal id.
     tables: one `make_table_options(...)` for each table, known by its name or its place; None is one table with
     `default_initializer` (normal(0, 0.05)).
     store_options: from a `make_*_store_options`, or the dict that it prints.
     padding_idx: an id that is no row: zeros, no gradient.
     seed: initial rows are a pure function of (seed, table, key, column). Give each embedding a seed of its own: two
     embeddings that differ in name alone begin with equal rows.
-    output_dtype: of a lookup's result and of its gradient: torch.float32, float16 or bfloat16. Rows stay float32.
+    output_dtype: of a lookup's result and of its gradient: torch.float32, float16 or bfloat16, whatever rows are.
     world: a `World` of tierbed.distributed, over whose ranks the rows are spread; None keeps all rows in this process.
+    state_dtype: of the numbers of the optimizer's state that every element has: torch.float32 or bfloat16.
 
     A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use, on the
     device of the module, and moves with the module. Raises OptionError.
@@ -63,16 +66,16 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         seed: int = 0,
         output_dtype: torch.dtype = torch.float32,
         world: Ranks | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        check_dtype(dtype)
         if tables is None:
             tables = [default_initializer if default_initializer is not None else make_normal_initializer(0.0, 0.05)]
         elif default_initializer is not None:
             raise OptionError("default_initializer is for tables=None alone; leave it out, or give each table its own")
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
-        self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed)
+        self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
         self.spec.layout(RowState())  # reports a table whose columns do not fit at once, not at the first use
         self.output_dtype = check_output_dtype(output_dtype)
         self.store_options = store_options_from_dict(store_options)

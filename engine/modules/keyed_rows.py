@@ -12,8 +12,9 @@ from torch import Tensor
 from ..errors import InputError, StoreError
 from ..ops.segments import check_legal
 from ..persist.held_contract import TableOfAll
+from ..row_format import EMBEDDING
 from ..signals import uninterrupted
-from ..spec.inputs import Lookup, check_lookup, check_row, keys_from, rows_from
+from ..spec.inputs import Lookup, check_lookup, check_range, check_row, keys_from, rows_from
 from ..spec.tables import numbered
 from ..table.report import metrics, settled, where
 from ..table.table import OpenTable
@@ -57,6 +58,7 @@ class KeyedRows(SavedRows):
                 raise InputError(
                     f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row"
                 )
+            check_range(self.spec, wanted.ids, values)
             check_legal(self.spec, wanted)
         self._table().put(wanted, values)
 
@@ -72,9 +74,10 @@ class KeyedRows(SavedRows):
 
         A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
         """
-        for _, rows in settled(self._own_table()):
+        table = self._own_table()
+        for _, rows in settled(table):
             keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
-            values = rows["values"][:, : self.dim].copy()
+            values = table.form.numbers(rows, EMBEDDING).copy()
             tables = torch.from_numpy(rows["table"].astype(np.int64))
             yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)
 

@@ -29,6 +29,7 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         seed: int = 0,
         output_dtype: torch.dtype = torch.float32,
         world: Ranks | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         if whole(embedding_dim) is None:
             raise OptionError(
@@ -46,4 +47,5 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
             seed,
             output_dtype,
             world,
+            state_dtype,
         )

@@ -79,9 +79,14 @@ class RowOptimizer:
         changes_inside = any(isinstance(value, torch.Tensor | list) for value in settings.values())
         self._checked = None if changes_inside else settings
 
-    def row_state(self, dim: int) -> RowState:
-        """The state that a row of `dim` elements carries."""
-        return RowState(self.rule, self.states, self._rule.kernel.state_widths(dim), tuple(self.initial))
+    def row_state(self, dim: int, state_type: str = "float32") -> RowState:
+        """The state that a row of `dim` elements carries. state_type: of the numbers of states that elements have."""
+        kernel = self._rule.kernel
+        types = (state_type,) * len(kernel.element_states) + ("float32",) * len(kernel.row_states)
+        narrow = state_type != "float32" and bool(kernel.element_states)
+        return RowState(
+            self.rule, self.states, kernel.state_widths(dim), tuple(self.initial), types if narrow else ()
+        )
 
 
 def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:

@@ -32,7 +32,7 @@ def check_stored(
     for field, argument, mine in (
         ("columns", "embedding_dim", list(spec.columns)),
         ("key_type", "key_type", KEY_TYPES[spec.key_type]),
-        ("dtype", "dtype", "float32"),
+        ("dtype", "dtype", spec.dtype),
     ):
         if stored[field] != mine:
             raise error(

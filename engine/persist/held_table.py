@@ -115,7 +115,7 @@ class HeldTable:
     def check_optimizer(self, optimizer: RowOptimizer) -> None:
         """Raises OptimizerError where the rows carry another state, OptionError where lines have no room for it."""
         table = self.table
-        held, wanted = table.state, optimizer.row_state(table.spec.dim)
+        held, wanted = table.state, table.spec.state_of(optimizer)
         known = _is_known(held, wanted)
         as_before = table.optimizer is None or table.optimizer.initial == optimizer.initial
         stateless = held.rule is None and not held.names  # rows that were put
@@ -134,8 +134,8 @@ class HeldTable:
         """
         self.check_optimizer(optimizer)
         table = self.table
-        held, wanted = table.state, optimizer.row_state(table.spec.dim)
-        if _is_known(held, wanted) and (held.widths, held.initial) == (wanted.widths, wanted.initial):
+        held, wanted = table.state, table.spec.state_of(optimizer)
+        if _is_known(held, wanted) and (held.widths, held.initial, held.types) == (wanted.widths, wanted.initial, wanted.types):
             table.optimizer, table.state = optimizer, wanted
             return
         self._replace(table, lambda: self._persistence.reopen(table, optimizer))

@@ -28,7 +28,7 @@ from ..lifecycle.lifecycle import Lifecycle
 from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
 from ..processors.choose import processor_of
-from ..row_format import Chunks
+from ..row_format import Chunks, Field, RowForm
 from ..signals import uninterrupted
 from ..spec.options import CachedSsdOptions, StoreOptions
 from ..spec.table_spec import TableSpec
@@ -176,7 +176,11 @@ class TablePersistence:
 
     def check_row(self, optimizer: RowOptimizer) -> None:
         """Raises OptionError where the options name another row size than the optimizer needs."""
-        self.options.check_row(self.spec.dim, self.spec.dim + optimizer.row_state(self.spec.dim).width)
+        self.options.check_row(self.spec.dim, self.spec.dim + self.spec.state_of(optimizer).width)
+
+    def _fields(self, optimizer: RowOptimizer) -> tuple[Field, ...]:
+        """The fields of a row under an optimizer."""
+        return self.spec.form(self.spec.state_of(optimizer)).fields
 
     def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
         """A table of the same rows, with room for the optimizer's state, on the device that is wanted now."""
@@ -222,7 +226,7 @@ class TablePersistence:
         except ValueError as error:
             raise StoreError(f"{where} was written by another version of tierbed: its mark has {error}") from error
         check_stored(self.spec, mark, optimizer, StoreError, where)
-        same_lines = optimizer is None or list(optimizer.row_state(self.spec.dim).widths) == mark["state_widths"]
+        same_lines = optimizer is None or self._fields(optimizer) == RowForm.described(mark).fields
         try:
             if self._on_disk and mark["live"] == "rocksdb" and same_lines:
                 return self._build(optimizer, mark, folder.live)
@@ -319,10 +323,10 @@ class TablePersistence:
         """Load scanned rows, with room for the optimizer's state where they were put without one. Returns how many."""
         assert table.stack is not None
         if table.state.names and not stored["states"]:
-            chunks = table.state.added_to(chunks)
+            chunks = table.state.added_to(chunks, self.spec.dim, self.spec.dtype)
         checked = checked_rows(chunks, self.spec.num_tables)
         remembered = table.lifecycle.remember(checked)
-        table.counts.stored = load_rows(table.stack, remembered, table.layout.width, self.spec.num_tables)
+        table.counts.stored = load_rows(table.stack, remembered, table.form, self.spec.num_tables)
         return int(table.counts.stored.sum())
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
@@ -330,7 +334,7 @@ class TablePersistence:
         state = RowState() if stored is None else RowState.described(stored)
         if optimizer is not None:
             self.check_row(optimizer)
-            state = optimizer.row_state(self.spec.dim)
+            state = self.spec.state_of(optimizer)
         rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
         lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
         processor = self._processor(self.spec, state, lifecycle.capacity)

@@ -46,6 +46,11 @@ class Initializer(PlainDict):
         """Kind, parameters and quantiles, as `_core.Layout` takes them for one column group of one table."""
         raise NotImplementedError
 
+    @property
+    def reach(self) -> float:
+        """The largest distance of a value from 0 that there may be."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class UniformInitializer(Initializer):
@@ -67,6 +72,10 @@ class UniformInitializer(Initializer):
     def entry(self) -> Entry:
         return UNIFORM, (self.low, self.high), (0.0, 1.0)
 
+    @property
+    def reach(self) -> float:
+        return max(abs(self.low), abs(self.high))
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ConstantInitializer(Initializer):
@@ -77,6 +86,10 @@ class ConstantInitializer(Initializer):
 
     def entry(self) -> Entry:
         return CONSTANT, (self.value, 0.0), (0.0, 1.0)
+
+    @property
+    def reach(self) -> float:
+        return abs(self.value)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -98,6 +111,10 @@ class NormalInitializer(Initializer):
 
     def entry(self) -> Entry:
         return NORMAL, (self.mean, self.std), (0.0, 1.0)
+
+    @property
+    def reach(self) -> float:
+        return abs(self.mean) + REACH * self.std
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -124,6 +141,10 @@ class TruncNormalInitializer(NormalInitializer):
 
     def entry(self) -> Entry:
         return NORMAL, (self.mean, self.std), _truncation(self.mean, self.std, self.a, self.b)
+
+    @property
+    def reach(self) -> float:
+        return max(abs(self.a), abs(self.b))
 
 
 @lru_cache(maxsize=1024)
@@ -305,6 +326,9 @@ class InitialValues(NamedTuple):
     kinds: Sequence[int]
     parameters: NDArray[np.float32]
     quantiles: NDArray[np.float64]
+    dtype: str = "float32"  # of the embedding's numbers
+    state_dtype: str = "float32"  # of those of the first `narrow_states` states
+    narrow_states: int = 0
 
 
 def as_arrays(

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import InputError, OptionError
 from ..numeric import whole
+from ..row_format import overflows
 from .table_spec import KEY_TYPES, TableSpec
 from .tables import choices, table_number
 
@@ -323,6 +324,17 @@ def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float
     if given.dtype != torch.float32 or tuple(given.shape) != wanted:
         raise InputError(f"{where}: {given.dtype} {tuple(given.shape)}; give float32 {wanted}")
     return given.reshape(-1, spec.dim).contiguous().numpy()
+
+
+def check_range(spec: TableSpec, keys: Tensor, values: NDArray[np.float32]) -> None:
+    """Raises InputError for a finite number of values [n, dim], of n keys, that rows cannot hold as finite."""
+    if spec.dtype == "float32" or not (flags := overflows(values, spec.dtype)).any():
+        return
+    row, column = np.argwhere(flags)[0].tolist()
+    raise InputError(
+        f"rows of embedding {spec.name!r}: {values[row, column]} for key {keys.flatten()[row].item()} overflows "
+        f"dtype=torch.{spec.dtype}; give smaller numbers, or make the embedding with torch.float32"
+    )
 
 
 def _array(values: Any, error: str, kinds: str = "iuf") -> NDArray[Any]:

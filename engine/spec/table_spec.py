@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 from .. import _core
 from ..errors import OptionError
 from ..numeric import whole, whole_option
+from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
-from .initializers import TABLE_FACTS, AnyTableOptions, InitialValues, as_arrays, make_table_options
+from ..row_format import STATE_TYPES, RowForm, overflows
+from .initializers import TABLE_FACTS, AnyTableOptions, InitialValues, TableOptions, as_arrays, make_table_options
 from .names import is_folder_name
 from .tables import FIELD, check_distinct, labels_of
 
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # of stored numbers
 KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
 
 
@@ -34,7 +37,9 @@ class TableSpec:
     tables: tuple[AnyTableOptions, ...]
     padding_idx: int | None
     seed: int
-    dim: int = field(init=False)  # floats of a row, optimizer state apart
+    dtype: str = "float32"  # of the embedding's numbers: a name of NUMBERS
+    state_dtype: str = "float32"  # of the numbers of states that elements have
+    dim: int = field(init=False)  # numbers of a row, optimizer state apart
     num_tables: int = field(init=False)
     padding_key: int | None = field(init=False)  # the 64 bits of `padding_idx`
     # [num_tables] uint64, the last legal id of each table; None where every id of every table is legal
@@ -72,7 +77,16 @@ class TableSpec:
 
     def initial_values(self, state: RowState) -> InitialValues:
         arrays = as_arrays(self.tables, self.columns)
-        return InitialValues(state.initial, state.widths, self.seed % 2**64, self.columns, *arrays)
+        seed = self.seed % 2**64
+        return InitialValues(state.initial, state.widths, seed, self.columns, *arrays, self.dtype, *state.narrow)
+
+    def form(self, state: RowState) -> RowForm:
+        """The form of a row with that state."""
+        return state.form(self.dim, self.dtype)
+
+    def state_of(self, optimizer: RowOptimizer) -> RowState:
+        """The state that rows carry under an optimizer."""
+        return optimizer.row_state(self.dim, self.state_dtype)
 
     def plain_tables(self) -> list[dict[str, Any]]:
         """For each table, its options as plain values: how its rows begin."""
@@ -82,14 +96,15 @@ class TableSpec:
 
     def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
         """What marks and snapshots keep of the table, as plain values. `hyper`: the rule's numbers at that step."""
-        names = list(self.table_names)
+        names, form = list(self.table_names), self.form(state)
         return {
             "name": self.name,
             "key_type": KEY_TYPES[self.key_type],
-            "dtype": "float32",
+            "dtype": self.dtype,
             "columns": list(self.columns),
-            "width": self.dim + state.width,
+            "width": form.width,
             **state.describe(),
+            **({STATE_TYPES: [field.type for field in form.fields[1:]]} if form.is_narrow else {}),
             "hyper": list(hyper),
             "seed": self.seed,
             "tables": self.plain_tables(),
@@ -106,10 +121,14 @@ def table_spec(
     tables: Sequence[Mapping[str, Any]],
     padding_idx: Any,
     seed: Any,
+    dtype: Any = torch.float32,
+    state_dtype: Any = torch.float32,
 ) -> TableSpec:
     """The spec of an embedding from a user's arguments, `tables` with options for each table. Raises OptionError."""
     key_type = check_key_type(key_type)
+    dtype, state_dtype = check_dtype(dtype), check_state_dtype(state_dtype)
     options = tuple(make_table_options(table) for table in tables)
+    check_reach(options, dtype)
     check_distinct([table.name for table in options])
     return TableSpec(
         check_name(name),
@@ -118,6 +137,8 @@ def table_spec(
         options,
         check_padding(padding_idx, key_type),
         check_seed(seed),
+        dtype,
+        state_dtype,
     )
 
 
@@ -150,10 +171,37 @@ def check_key_type(key_type: Any) -> torch.dtype:
     return key_type
 
 
-def check_dtype(dtype: Any) -> None:
-    """Raises OptionError for any dtype but float32, the dtype of stored rows."""
-    if dtype is not torch.float32:
-        raise OptionError(f"dtype={dtype!r}: rows are float32; give torch.float32, and cast what a lookup returns")
+def check_dtype(dtype: Any) -> str:
+    """The name of an embedding's dtype. Raises OptionError for one that stored rows cannot have."""
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise OptionError(
+            f"dtype={dtype!r}: the numbers of a row are stored in torch.float32, bfloat16 or float16; give one of them, "
+            "and output_dtype for what a lookup returns"
+        )
+    return DTYPES[dtype]
+
+
+def check_state_dtype(dtype: Any) -> str:
+    """The name of the dtype of element states. Raises OptionError for one that they cannot have."""
+    if dtype is torch.float16:
+        raise OptionError(
+            "state_dtype=torch.float16: sums of squares under 6e-8 would be 0, and steps by them infinite; give "
+            "torch.bfloat16, which has the range of float32, or torch.float32"
+        )
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise OptionError(f"state_dtype={dtype!r}: give torch.float32 or torch.bfloat16")
+    return DTYPES[dtype]
+
+
+def check_reach(tables: Sequence[AnyTableOptions], dtype: str) -> None:
+    """Raises OptionError for an initializer with values that a finite number of `dtype` cannot hold."""
+    for index, table in enumerate(tables):
+        for part in [table] if isinstance(table, TableOptions) else table.columns:
+            if overflows(np.array([part.initializer.reach], np.float32), dtype).any():
+                raise OptionError(
+                    f"tables[{index}]: {part.initializer}: values of up to {part.initializer.reach:.6g} overflow "
+                    f"dtype=torch.{dtype}; give smaller ones, or torch.float32"
+                )
 
 
 def check_seed(seed: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import ClosedError
-from ..row_format import BUCKETS, Chunks, Keys, Tables, row_dtype
+from ..row_format import BUCKETS, Chunks, Keys, Tables
 from ..threads import LOOK
 from .contract import TableImage
 
@@ -53,8 +53,10 @@ class Image(Protocol):
 class DiskImage:
     """A scan of RocksDB, which is a view of one instant. `closed` is called after `close`, with the table's lock."""
 
-    def __init__(self, rows: Chunks, lock: Any, closed: Callable[[Image], None]) -> None:
-        self._rows = rows
+    def __init__(
+        self, rows: Chunks, dtype: np.dtype[np.void], lock: Any, closed: Callable[[Image], None]
+    ) -> None:
+        self._rows, self._dtype = rows, dtype
         self._reading = RLock()
         self._lock, self._tell = lock, closed
         self._closed = False
@@ -63,7 +65,7 @@ class DiskImage:
     def chunks(self) -> Chunks:
         chunk = self._first
         while chunk is not None:
-            yield chunk
+            yield chunk[0], chunk[1].view(self._dtype)
             with self._reading:
                 if self._closed:
                     raise _closed_error()
@@ -92,7 +94,7 @@ class DiskImage:
 
 
 class MemoryImage:
-    """The rows of a full table, of `width` floats, over which there may be a cache.
+    """The rows of a full table, as rows of `dtype`, over which there may be a cache.
 
     A row that changes before it was read is kept aside as it was. `kept_bytes` bounds the memory for such rows, and the
     rows of one step may exceed it. `closed` is called once the image was closed, with the table's lock.
@@ -101,13 +103,13 @@ class MemoryImage:
     def __init__(
         self,
         table: TableImage,
-        width: int,
+        dtype: np.dtype[np.void],
         kept_bytes: int,
         lock: Any,
         closed: Callable[[Image], None],
     ) -> None:
         self._table: TableImage | None = table
-        self._dtype = row_dtype(width)
+        self._dtype = dtype
         self._kept_bytes = kept_bytes
         self._tell = closed
         self._changed = Condition(lock)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from ..row_format import BUCKETS, Change, Keys, Tables, keys_of, row_dtype
+from ..row_format import BUCKETS, Change, Keys, Tables, keys_of
 from ..store.contract import Store, Tracker
 from .scanned import line_addresses
 
@@ -52,13 +52,13 @@ class Changes:
         """Note that what changed until the last `cut` is in the snapshot with the id `since`."""
         self.since, self._saving = since, None
 
-    def rows(self, top: Store[Any], width: int) -> Iterator[Change]:
-        """What changed until the last `cut`, as `top` has it now, in chunks.
+    def rows(self, top: Store[Any], dtype: np.dtype[np.void]) -> Iterator[Change]:
+        """What changed until the last `cut`, as `top` has it now, in chunks of rows of `dtype`.
 
         Buckets ascend. Within a bucket the rows ascend by (table, key), and so do the keys of rows that are gone. Some
         of these keys may be of rows that came after the snapshot and went again.
         """
-        changed, dtype = self._saving, row_dtype(width)
+        changed = self._saving
         assert changed is not None
         most = max(1, CHUNK_BYTES // dtype.itemsize)
         for bucket in range(BUCKETS):

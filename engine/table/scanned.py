@@ -14,7 +14,7 @@ from .. import _core
 from ..errors import SnapshotError, StoreError
 from ..optim.row_state import RowState
 from ..optim.rule import catches_up
-from ..row_format import Chunks, row_dtype
+from ..row_format import KEY, Chunks, RowForm
 from ..signals import uninterrupted
 from ..spec.initializers import make_constant_initializer, make_table_options
 from ..spec.table_spec import TableSpec
@@ -34,15 +34,15 @@ def checked_rows(chunks: Chunks, tables: int) -> Chunks:
         yield bucket, rows
 
 
-def load_rows(stack: Stack, chunks: Chunks, width: int, num_tables: int) -> Counts:
+def load_rows(stack: Stack, chunks: Chunks, form: RowForm, num_tables: int) -> Counts:
     """Write scanned rows to the last tier of an empty stack. Returns the number of rows by table.
 
-    Raises StoreError for another width.
+    Raises StoreError for rows of another form.
     """
     counts = np.zeros(num_tables, np.int64)
     for _, rows in chunks:
-        if rows.dtype != row_dtype(width) or not rows.flags.c_contiguous:
-            raise StoreError(f"rows of {rows.dtype} cannot be loaded into lines of {width} floats")
+        if rows.dtype != form.dtype or not rows.flags.c_contiguous:
+            raise StoreError(f"rows of {rows.dtype} cannot be loaded as rows of {form.dtype}")
         tables = rows["table"].copy()
         stack.bottom.write(tables, rows["key"].copy(), line_addresses(rows))
         counts += counted(tables, num_tables)
@@ -51,8 +51,7 @@ def load_rows(stack: Stack, chunks: Chunks, width: int, num_tables: int) -> Coun
 
 def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:
     """The addresses of the lines in scanned rows [n]: a row is its table and key, followed by its line."""
-    assert rows.dtype.fields is not None
-    start = rows.ctypes.data + rows.dtype.fields["values"][1]
+    start = rows.ctypes.data + KEY.itemsize
     return np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.dtype.itemsize) + np.uint64(start)
 
 
@@ -63,7 +62,7 @@ def settled(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
         yield from chunks
         return
     constant = make_table_options(make_constant_initializer(0.0))  # any will do: no row is initial
-    spec = TableSpec(stored["name"], tuple(stored["columns"]), torch.int64, (constant,), None, 0)
+    spec = TableSpec(stored["name"], tuple(stored["columns"]), torch.int64, (constant,), None, 0, stored["dtype"])
     layout = spec.layout(RowState.described(stored))
     for bucket, rows in chunks:
         rows = rows.copy()

@@ -73,7 +73,8 @@ class OpenTable:
         self.between_steps = BetweenSteps()
         self.lock = RLock()  # native loops let other threads of Python run
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
-        self.watch = Watch(spec.name, stack, self.layout.width, self.lock, self.use, self.check)
+        self.form = spec.form(state)
+        self.watch = Watch(spec.name, stack, self.form.dtype, self.lock, self.use, self.check)
         self._erasure = Erasure(self.counts, lifecycle, self.watch, self.before_write)
 
     @property
@@ -95,8 +96,9 @@ class OpenTable:
         return self.spec.describe(self.state, self.hyper, self.step)
 
     def scan(self) -> Chunks:
-        """Every written row, as `Tier.scan`. Raises ClosedError if the table is closed or replaced on the way."""
-        yield from locked(self.use().scan(), self.lock, self.use)
+        """Every written row of `form`, as `Tier.scan`. ClosedError if the table is closed or replaced on the way."""
+        for bucket, rows in locked(self.use().scan(), self.lock, self.use):
+            yield bucket, rows.view(self.form.dtype)
 
     def flush(self) -> None:
         with self.lock, uninterrupted():

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from threading import RLock
 from typing import Any
 
+import numpy as np
+
 from ..errors import ClosedError, StoreError
 from ..row_format import Change, Chunks, Keys, Tables
 from ..signals import uninterrupted
@@ -26,9 +28,16 @@ class Watch:
     """
 
     def __init__(
-        self, name: str, stack: Stack, width: int, lock: RLock, use: Callable[[], Store[Any]], check: Callable[[], None]
+        self,
+        name: str,
+        stack: Stack,
+        dtype: np.dtype[np.void],
+        lock: RLock,
+        use: Callable[[], Store[Any]],
+        check: Callable[[], None],
     ) -> None:
-        self._name, self._width = name, width
+        """dtype: of rows, as watchers give them."""
+        self._name, self._dtype = name, dtype
         self._stack: Stack | None = stack
         self._lock, self._use, self._check = lock, use, check
         self.saving: BackgroundSave | None = None  # the last one, which may have ended
@@ -63,7 +72,7 @@ class Watch:
             if self.changes is None or self.changes.since != since:
                 return None
             self.changes.cut()
-            return locked(self.changes.rows(store, self._width), self._lock, self._use)
+            return locked(self.changes.rows(store, self._dtype), self._lock, self._use)
 
     def changes_saved(self, since: str) -> None:
         """Note that the snapshot with the id `since` has what `changed` gave last, or the rows of the last `image`."""
@@ -89,9 +98,9 @@ class Watch:
             assert self._stack is not None
             bottom = self._stack.bottom
             if isinstance(bottom, RocksDB):
-                self._image = DiskImage(bottom.scan(), self._lock, self._forget)
+                self._image = DiskImage(bottom.scan(), self._dtype, self._lock, self._forget)
             else:
-                self._image = MemoryImage(bottom.image(top), self._width, kept_bytes, self._lock, self._forget)
+                self._image = MemoryImage(bottom.image(top), self._dtype, kept_bytes, self._lock, self._forget)
             self.watches = True
             return self._image
 

@@ -45,8 +45,9 @@ def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], optimizer
         for count in rows
     ]
     if state.names:
-        for _, chunk in settled(embedding.opened().own_table):
-            values = torch.from_numpy(chunk["values"][:, embedding.dim :].copy()).split(list(state.widths), 1)
+        table = embedding.opened().own_table
+        for _, chunk in settled(table):
+            values = [torch.from_numpy(table.form.numbers(chunk, name).copy()) for name in state.names]
             for number, count in enumerate(rows):
                 chosen = (chunk["table"] == number) & (chunk["key"] < count)
                 keys, here = torch.from_numpy(chunk["key"][chosen].astype("i8")), torch.from_numpy(chosen)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tierbed.engine import _core
+from tierbed.engine.lines import naive as rounding
 from tierbed.engine.ops import naive
+from tierbed.engine.row_format import NUMBERS, RowForm, narrowed, widened
 from tierbed.engine.spec.initializers import (
     as_arrays,
     make_constant_initializer,
@@ -42,8 +44,13 @@ class Table:
         seed: int = 7,
         tables: int = len(INITIALIZERS),
         state_widths: Sequence[int] | None = None,
+        types: tuple[str, str] = ("float32", "float32"),
+        narrow_states: int = 0,
     ) -> None:
-        """Each state is as wide as the embedding where `state_widths` does not tell."""
+        """Each state is as wide as the embedding where `state_widths` does not tell.
+
+        types: of embedding and of the first `narrow_states` states.
+        """
         options = [
             make_table_options([INITIALIZERS[(table + group) % len(INITIALIZERS)] for group in range(len(columns))])
             for table in range(tables)
@@ -53,14 +60,27 @@ class Table:
         self.dim = sum(columns)
         self.state_widths = [self.dim] * len(self.states) if state_widths is None else list(state_widths)
         self.layout = _core.Layout(
-            self.dim, self.states, self.state_widths, seed, self.columns, self.kinds, self.parameters, self.quantiles
+            self.dim,
+            self.states,
+            self.state_widths,
+            seed,
+            self.columns,
+            self.kinds,
+            self.parameters,
+            self.quantiles,
+            *types,
+            narrow_states,
         )
+        self.types = [types[1]] * narrow_states + ["float32"] * (len(self.states) - narrow_states)
+        names = [f"state{index}" for index in range(len(self.states))]
+        self.form = RowForm(self.dim, types[0], names, self.state_widths, self.types)
         self.width = self.layout.width
+        assert self.width == self.form.width
         self._line = ctypes.c_uint32 * (self.width + 2)
         self._initial: dict[tuple[int, int], NDArray[np.float32]] = {}
 
     def initial(self, tables: NDArray[np.uint32], keys: NDArray[np.uint64]) -> NDArray[np.float32]:
-        """[n, width]. The naive functions are slow: each row is computed once."""
+        """[n, dim and all states]. The naive functions are slow: each row is computed once."""
         rows = list(zip(tables.tolist(), keys.tolist(), strict=True))
         if absent := [row for row in dict.fromkeys(rows) if row not in self._initial]:
             values = naive.initial_rows(
@@ -74,8 +94,30 @@ class Table:
                 self.states,
                 self.state_widths,
             )
-            self._initial |= zip(absent, values, strict=True)
-        return np.array([self._initial[row] for row in rows], np.float32).reshape(len(rows), self.width)
+            self._initial |= zip(absent, self.nearest(values), strict=True)
+        width = self.dim + sum(self.state_widths)
+        return np.array([self._initial[row] for row in rows], np.float32).reshape(len(rows), width)
+
+    def nearest(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """values [n, dim and all states], each rounded to the nearest that its field holds."""
+        return self._by_field(values, lambda part, type, _: widened(narrowed(part, type), type))
+
+    def by_chance(
+        self, values: NDArray[np.float32], tables: NDArray[np.uint32], keys: NDArray[np.uint64], step: int
+    ) -> NDArray[np.float32]:
+        """values [n, dim and all states] of rows, as they are stored when they are trained."""
+        hashes = np.array([naive.hash_row(*row) for row in zip(tables.tolist(), keys.tolist(), strict=True)], np.uint64)
+        noise = rounding.noise(self.seed, hashes, step, values.shape[1])
+        return self._by_field(values, lambda part, type, place: rounding.trained(part, type, noise[:, place]))
+
+    def _by_field(
+        self, values: NDArray[np.float32], change: Callable[[NDArray[np.float32], str, slice], NDArray[np.float32]]
+    ) -> NDArray[np.float32]:
+        out, begin = np.empty_like(values), 0
+        for field in self.form.fields:
+            place = slice(begin, begin := begin + field.count)
+            out[:, place] = change(values[:, place], field.type, place)
+        return out
 
     def batch(
         self,
@@ -104,8 +146,15 @@ class Table:
         return words[: self.width].view(np.float32), words[self.width :]
 
     def values(self, lines: NDArray[np.uint64]) -> NDArray[np.float32]:
-        """[n, width], a copy of the lines' floats."""
-        return self._words(lines)[:, : self.width].view(np.float32)
+        """[n, dim and all states], a copy of the lines' numbers."""
+        words = np.ascontiguousarray(self._words(lines)[:, : self.width]).view(np.uint8)
+        parts = []
+        for field in self.form.fields:
+            dtype = NUMBERS[field.type]
+            held = np.ascontiguousarray(words[:, field.begin : field.begin + field.count * dtype.itemsize])
+            parts.append(widened(held.view(dtype), field.type))
+            assert not words[:, field.begin + field.count * dtype.itemsize : field.end].any(), "padding is not zeros"
+        return np.concatenate(parts, 1)
 
     def records(self, lines: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """[n, 2], a copy of (updates, last step)."""

@@ -1,9 +1,9 @@
 // The types that stored numbers, a lookup's output and its gradient may have.
 //
-// `store` rounds to nearest even. `store_by_chance` rounds to one of the two neighbours, up with a probability of the
-// distance from the lower one, by 32 bits of noise: exact values stay, and what is beyond the largest finite number
-// becomes that number. Infinities pass both; a NaN becomes a quiet NaN without payload. A fixed sequence of operations,
-// so that the bits are the same everywhere.
+// `store` rounds to nearest even. `store_by_chance` rounds to one of the two neighbours, away from 0 with a probability
+// of the distance from the other: the highest of 32 bits of noise are added below the last place, and what is there is
+// cut off. Exact values stay; what is beyond the largest finite number becomes that number. Infinities pass both; a NaN
+// becomes a quiet NaN without payload. A fixed sequence of operations, so that the bits are the same everywhere.
 #pragma once
 #include "portable.h"
 
@@ -54,11 +54,9 @@ struct Float16 {
     }
     TIERBED_FN static Stored store_by_chance(float x, u32 noise) {
         const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
-        // a subnormal in units of 2^-24, compared with 24 bits of noise; others keep their normal form there, unused
-        const float units = float_of(magnitude < 0x38800000u ? magnitude : 0) * 16777216.0f;
-        const i32 whole = static_cast<i32>(units);
-        const float chance = static_cast<float>(static_cast<i32>(noise >> 8)) * 5.9604644775390625e-08f;  // 2^-24
-        const u32 small = static_cast<u32>(whole) + (chance < units - static_cast<float>(whole) ? 1u : 0u);
+        const float units = float_of(magnitude < 0x38800000u ? magnitude : 0) * 16777216.0f;  // of 2^-24, subnormals'
+        const i32 whole = static_cast<i32>(units), rest = static_cast<i32>((units - static_cast<float>(whole)) * 16777216.0f);
+        const u32 small = static_cast<u32>(whole) + ((static_cast<u32>(rest) + (noise >> 8)) >> 24);
         const u32 normal = (magnitude - 0x38000000u + (noise >> 19)) >> 13;
         const u32 finite = magnitude < 0x38800000u ? small : normal < 0x7C00u ? normal : 0x7BFFu;
         return static_cast<Stored>(sign | (magnitude > 0x7F800000u    ? 0x7E00u
