@@ -17,13 +17,16 @@ _GOLDEN = np.uint32(0x9E3779B9)
 _LAST_PLACE = {"float16": (11, -24), "bfloat16": (8, -133)}  # digits of a number, exponent of the smallest one
 
 
-def noise(seed: int, hashes: U64, step: int, columns: int) -> U32:
-    """[n, columns] of 32 bits each, for rows by their hashes [n]. A column is a number's place in a float32 line."""
+def noise(seed: int, hashes: U64, step: int | U32, columns: int) -> U32:
+    """[n, columns] of 32 bits each, for rows by their hashes [n]. A column is a number's place in a float32 line.
+
+    step: of all rows, or of each.
+    """
     low, high = hashes.astype(np.uint32), (hashes >> np.uint64(32)).astype(np.uint32)
     with np.errstate(over="ignore"):
         base = _mixed(np.uint32(seed & 0xFFFFFFFF) ^ low)
         base = _mixed(base + np.uint32(seed >> 32 & 0xFFFFFFFF))
-        base = _mixed(_mixed(base ^ high) + np.uint32(step) * _GOLDEN)
+        base = _mixed(_mixed(base ^ high) + np.asarray(step, np.uint32) * _GOLDEN)
         return _mixed(base[:, None] + np.arange(columns, dtype=np.uint32) * _GOLDEN)
 
 
@@ -39,14 +42,14 @@ def by_chance(values: F32, type: str, noise: U32) -> NDArray[Any]:
         exponent = np.maximum(np.frexp(exact)[1] - digits, smallest)
         units = np.ldexp(exact, -exponent)  # of the last place
         whole = np.floor(units)
-        bits = np.where(exponent == smallest, 24, 24 - digits) if type == "float16" else np.full(values.shape, 16)
+        small = exact < 2.0**-14 if type == "float16" else np.zeros(values.shape, bool)
+        bits = np.where(small, 24, 24 - digits)
         below = np.floor(np.ldexp(units - whole, bits)).astype(np.uint64)
         up = (below + (noise >> (32 - bits).astype(np.uint32))) >> bits.astype(np.uint64)
         magnitude = np.ldexp(whole + up, exponent)
         largest = float(np.finfo(np.float16).max) if type == "float16" else float(np.float32(2.0**127) * (2 - 2.0**-7))
         rounded = np.copysign(np.minimum(magnitude, largest), values).astype(np.float32)
-    stored = narrowed(np.where(np.isfinite(values), rounded, values), type)
-    return stored
+    return narrowed(np.where(np.isfinite(values), rounded, values), type)
 
 
 def trained(values: F32, type: str, noise: U32) -> F32:
