@@ -9,6 +9,11 @@
 
 namespace tierbed {
 
+// Choices without branches, so that loops of them become vectors. Numbers are below 2^31.
+TIERBED_FN u32 below(u32 a, u32 b) { return static_cast<u32>(static_cast<i32>(a - b) >> 31); }  // all bits, or none
+TIERBED_FN u32 either(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+TIERBED_FN u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
+
 struct Float32 {
     using Stored = float;
     TIERBED_FN static float load(Stored x) { return x; }
@@ -26,11 +31,9 @@ struct BFloat16 {
     }
     TIERBED_FN static Stored store_by_chance(float x, u32 noise) {
         const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
-        const u32 rounded = (magnitude + (noise >> 16)) >> 16;
-        const u32 finite = sign | (rounded < 0x7F80u ? rounded : 0x7F7Fu);
-        return static_cast<Stored>(magnitude > 0x7F800000u    ? 0x7FC0u
-                                   : magnitude == 0x7F800000u ? sign | 0x7F80u
-                                                              : finite);
+        const u32 finite = sign | smaller((magnitude + (noise >> 16)) >> 16, 0x7F7Fu);
+        const u32 special = either(below(0x7F800000u, magnitude), 0x7FC0u, sign | 0x7F80u);
+        return static_cast<Stored>(either(below(magnitude, 0x7F800000u), finite, special));
     }
 };
 
@@ -38,30 +41,30 @@ struct Float16 {
     using Stored = u16;
     TIERBED_FN static float load(Stored x) {
         const u32 sign = (x & 0x8000u) << 16, magnitude = x & 0x7FFFu;
-        const float small = static_cast<float>(magnitude) * 5.9604644775390625e-08f;  // 2^-24, exact for subnormals
-        const u32 normal = (magnitude << 13) + (magnitude >= 0x7C00u ? 0x70000000u : 0x38000000u);
-        return float_of(sign | (magnitude < 0x400u ? bits_of(small) : normal));
+        const u32 small = bits_of(static_cast<float>(static_cast<i32>(magnitude)) * 5.9604644775390625e-08f);  // 2^-24
+        const u32 normal = (magnitude << 13) + 0x38000000u + (below(0x7BFFu, magnitude) & 0x38000000u);
+        return float_of(sign | either(below(magnitude, 0x400u), small, normal));
     }
     TIERBED_FN static Stored store(float x) {
         const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
         // adding 0.5 rounds a subnormal at its last place, 2^-24
         const u32 small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
         const u32 normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-        const u32 large = magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u;
-        return static_cast<Stored>(sign | (magnitude >= 0x47800000u  ? large
-                                           : magnitude < 0x38800000u ? small
-                                                                     : normal));
+        const u32 large = 0x7C00u | (below(0x7F800000u, magnitude) & 0x200u);
+        const u32 finite = either(below(magnitude, 0x38800000u), small, normal);
+        return static_cast<Stored>(sign | either(below(magnitude, 0x47800000u), finite, large));
     }
     TIERBED_FN static Stored store_by_chance(float x, u32 noise) {
         const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
-        const float units = float_of(magnitude < 0x38800000u ? magnitude : 0) * 16777216.0f;  // of 2^-24, subnormals'
-        const i32 whole = static_cast<i32>(units), rest = static_cast<i32>((units - static_cast<float>(whole)) * 16777216.0f);
+        const u32 is_small = below(magnitude, 0x38800000u);
+        const float units = float_of(magnitude & is_small) * 16777216.0f;  // of 2^-24, the last place of a subnormal
+        const i32 whole = static_cast<i32>(units);
+        const i32 rest = static_cast<i32>((units - static_cast<float>(whole)) * 16777216.0f);
         const u32 small = static_cast<u32>(whole) + ((static_cast<u32>(rest) + (noise >> 8)) >> 24);
-        const u32 normal = (magnitude - 0x38000000u + (noise >> 19)) >> 13;
-        const u32 finite = magnitude < 0x38800000u ? small : normal < 0x7C00u ? normal : 0x7BFFu;
-        return static_cast<Stored>(sign | (magnitude > 0x7F800000u    ? 0x7E00u
-                                           : magnitude == 0x7F800000u ? 0x7C00u
-                                                                      : finite));
+        const u32 normal = smaller((magnitude - 0x38000000u + (noise >> 19)) >> 13, 0x7BFFu);
+        const u32 special = 0x7C00u | (below(0x7F800000u, magnitude) & 0x200u);
+        return static_cast<Stored>(sign |
+                                   either(below(magnitude, 0x7F800000u), either(is_small, small, normal), special));
     }
 };
 

@@ -56,6 +56,7 @@ struct Tile {
 // floats that one lane takes at a time: neighbouring lanes read neighbouring floats
 constexpr u32 VEC = 1;
 
+TIERBED_FN float* unknown(float* address) { return address; }
 TIERBED_FN void prefetch(const void*) {}
 TIERBED_FN void prefetch_bytes(u64, u32) {}
 TIERBED_FN void copy_floats(float* to, const float* from, u32 n) {
@@ -85,6 +86,11 @@ TIERBED_FN float shuffle_down(float x, u32 lanes) { return __shfl_down_sync(0xFF
 // a block of floats that the compiler turns into vector registers
 constexpr u32 VEC = 16;
 
+// The address, of which the compiler knows nothing: that of an array on the stack it makes anew in each turn of a loop.
+TIERBED_FN float* unknown(float* address) {
+    asm("" : "+r"(address));
+    return address;
+}
 TIERBED_FN void prefetch(const void* address) { __builtin_prefetch(address); }
 TIERBED_FN void copy_floats(float* to, const float* from, u32 n) { __builtin_memcpy(to, from, n * 4); }
 // every cache line of [address, address + bytes)

@@ -48,7 +48,7 @@ TIERBED_FN u32 rows_of(const Bag& bag) {
 template <class Row, class Type>
 TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const Bag& bag, u32 dim, u32 begin, u32 n,
                            float rows) {
-    float sum[POOL_BLOCK];
+    float memory[POOL_BLOCK], *const sum = unknown(memory);
     for (u32 j = 0; j < n; ++j) sum[j] = 0.0f;
     for (u32 i = 0; i < bag.count; ++i) {
         if (begin == 0) fetch_ahead<Row>(lines, bag.inverse + i, bag.end, dim);

@@ -25,7 +25,8 @@ std::size_t distance(u32 row_bytes) {
 }
 
 template <class Row, class Type>
-void gather_from(const GatherJob& job, std::size_t begin, std::size_t end) {
+__attribute__((noinline)) void gather_from(const GatherJob& given, std::size_t begin, std::size_t end) {
+    const GatherJob job = given;
     auto* out = static_cast<typename Type::Stored*>(job.out);
     const i32* const last = job.inverse + job.n;
     if (!job.pooled) {
@@ -49,7 +50,7 @@ void gather(const GatherJob& job, std::size_t begin, std::size_t end) {
 }
 
 template <class Row, class Type>
-void weights_grad_from(const WeightsGradJob& job, std::size_t begin, std::size_t end) {
+__attribute__((noinline)) void weights_grad_from(const WeightsGradJob& job, std::size_t begin, std::size_t end) {
     const auto* grads = static_cast<const typename Type::Stored*>(job.grads);
     for (std::size_t bag = begin; bag < end; ++bag) {
         const std::size_t first = job.lookup.bags.begin(bag), next = job.lookup.bags.end(bag);

@@ -70,9 +70,11 @@ struct Given {
 class WideLines {
 public:
     WideLines(const Layout& layout, const u64* lines)
-        : job_{lines, layout.shape, 0, nullptr, layout.seed, 0}, bytes_(shape().line_bytes), memory_(MOST * bytes_) {
+        : job_{lines, layout.shape, 0, nullptr, layout.seed, 0},
+          most_(std::clamp<std::size_t>(MEMORY / shape().line_bytes, 4, MOST)),
+          memory_(most_ * shape().line_bytes) {
         job_.wide = reinterpret_cast<u64>(memory_.data());
-        for (std::size_t i = 0; i < MOST; ++i) wide[i] = job_.wide + i * bytes_;
+        for (std::size_t i = 0; i < most_; ++i) wide[i] = job_.wide + i * shape().line_bytes;
     }
 
     LineShape shape() const { return widened(job_.shape); }
@@ -83,9 +85,9 @@ public:
     void change(std::size_t begin, std::size_t end, const u64* hashes, u32 step, const Body& body) {
         job_.hashes = hashes;
         job_.step = step;
-        for (std::size_t first = begin; first < end; first += MOST) {
-            const std::size_t last = std::min(first + MOST, end);
-            for (std::size_t i = last; i < std::min(last + MOST, end); ++i)
+        for (std::size_t first = begin; first < end; first += most_) {
+            const std::size_t last = std::min(first + most_, end);
+            for (std::size_t i = last; i < std::min(last + most_, end); ++i)
                 prefetch_to_write(job_.lines[i], job_.shape.line_bytes);
             loops().decode(job_, first, last);
             body(first, last - first);
@@ -93,13 +95,15 @@ public:
         }
     }
 
-    static constexpr std::size_t MOST = 8;
-    u64 wide[MOST];
-
 private:
+    static constexpr std::size_t MOST = 32, MEMORY = 4096;  // lines, bytes: in the first level of a processor's cache
+
     CodecJob job_;
-    std::size_t bytes_;
+    std::size_t most_;
     Buffer<u8> memory_;
+
+public:
+    u64 wide[MOST];
 };
 
 std::size_t update_narrow(const Batch& batch, const Layout& layout, const BoundRule& rule, const UpdateJob& given,
