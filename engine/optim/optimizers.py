@@ -84,9 +84,7 @@ class RowOptimizer:
         kernel = self._rule.kernel
         types = (state_type,) * len(kernel.element_states) + ("float32",) * len(kernel.row_states)
         narrow = state_type != "float32" and bool(kernel.element_states)
-        return RowState(
-            self.rule, self.states, kernel.state_widths(dim), tuple(self.initial), types if narrow else ()
-        )
+        return RowState(self.rule, self.states, kernel.state_widths(dim), tuple(self.initial), types if narrow else ())
 
 
 def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:

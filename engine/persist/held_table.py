@@ -135,7 +135,7 @@ class HeldTable:
         self.check_optimizer(optimizer)
         table = self.table
         held, wanted = table.state, table.spec.state_of(optimizer)
-        if _is_known(held, wanted) and (held.widths, held.initial, held.types) == (wanted.widths, wanted.initial, wanted.types):
+        if _is_known(held, wanted) and dataclasses.replace(held, rule=wanted.rule) == wanted:
             table.optimizer, table.state = optimizer, wanted
             return
         self._replace(table, lambda: self._persistence.reopen(table, optimizer))

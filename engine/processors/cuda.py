@@ -211,7 +211,9 @@ class CudaProcessor:
         if rest is not None:
             other, position = rest
             behind = there >= len(rows)
-            lines[behind] = other.views[other.inverse[position + there[behind] - len(rows)].to(torch.int64)]
+            positions = position + there[behind] - len(rows)
+            lines[behind] = kernels.wide_lines(other, self._layout, positions, batch)
+        batch.has_wide_lines = self._layout.is_narrow
         batch.lines[: len(places)] = lines
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:

@@ -175,8 +175,8 @@ def check_dtype(dtype: Any) -> str:
     """The name of an embedding's dtype. Raises OptionError for one that stored rows cannot have."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise OptionError(
-            f"dtype={dtype!r}: the numbers of a row are stored in torch.float32, bfloat16 or float16; give one of them, "
-            "and output_dtype for what a lookup returns"
+            f"dtype={dtype!r}: rows are stored in torch.float32, bfloat16 or float16; give one of them, and "
+            "output_dtype for what a lookup returns"
         )
     return DTYPES[dtype]
 

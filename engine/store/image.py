@@ -53,9 +53,7 @@ class Image(Protocol):
 class DiskImage:
     """A scan of RocksDB, which is a view of one instant. `closed` is called after `close`, with the table's lock."""
 
-    def __init__(
-        self, rows: Chunks, dtype: np.dtype[np.void], lock: Any, closed: Callable[[Image], None]
-    ) -> None:
+    def __init__(self, rows: Chunks, dtype: np.dtype[np.void], lock: Any, closed: Callable[[Image], None]) -> None:
         self._rows, self._dtype = rows, dtype
         self._reading = RLock()
         self._lock, self._tell = lock, closed

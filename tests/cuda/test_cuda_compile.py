@@ -12,6 +12,7 @@ from support import nvrtc
 from support.cells import rotated
 from tierbed.engine.errors import StoreError
 from tierbed.engine.ops.cuda.compiler import compiled
+from tierbed.engine.ops.cuda.layout import line_bytes, words
 from tierbed.engine.ops.cuda.program import ENGINE, OPTIONS, Program
 from tierbed.engine.ops.cuda.step import struct_name
 from tierbed.engine.optim.kernel import declared
@@ -21,13 +22,26 @@ pytestmark = pytest.mark.op
 ARCHITECTURES = ("sm_80", "sm_90")
 MOST_REGISTERS = 128  # two blocks of 256 threads share a processor's registers
 RULES = {kernel.name: kernel for kernel in declared()}
+ROWS = [("Float32", "Float32"), ("BFloat16", "Float32"), ("Float16", "BFloat16")]
 OF_GRADIENTS = ["ops/cuda/sums.cu", "ops/cuda/update.cu"]
 FILES = sorted(str(path.relative_to(ENGINE)) for path in ENGINE.rglob("*.cu"))
 
 
-def macros(dim: int, width: int) -> tuple[tuple[str, str | int], ...]:
-    line_bytes = (width * 4 + 8 + 15) // 16 * 16
-    return ("TIERBED_DIM", dim), ("TIERBED_WIDTH", width), ("TIERBED_LINE_BYTES", line_bytes)
+def macros(
+    dim: int, states: int, types: tuple[str, str] = ("Float32", "Float32"), numbers: int = 0
+) -> tuple[tuple[str, str | int], ...]:
+    """Of rows with states that elements have, and numbers that rows have. types: of embedding and states."""
+    embedding, of_states = types
+    width = words(embedding.lower(), dim) + states * words(of_states.lower(), dim) + numbers
+    return (
+        ("TIERBED_DIM", dim),
+        ("TIERBED_WIDTH", width),
+        ("TIERBED_LINE_BYTES", line_bytes(width)),
+        ("TIERBED_EMBEDDING", embedding),
+        ("TIERBED_STATES", of_states if states else "Float32"),
+        ("TIERBED_NARROW_STATES", states if of_states != "Float32" else 0),
+        ("TIERBED_ROW", embedding),
+    )
 
 
 def check(program: Program, architecture: str) -> None:
@@ -51,7 +65,7 @@ def check(program: Program, architecture: str) -> None:
 
 
 def joined(target: tuple[object, ...]) -> str:
-    return "-".join(map(str, target))
+    return "-".join("-".join(part) if isinstance(part, tuple) else str(part) for part in target)
 
 
 def test_no_file_is_left_out() -> None:
@@ -65,23 +79,23 @@ def test_no_file_is_left_out() -> None:
 
 
 @rotated("target")
-@pytest.mark.parametrize("target", list(product([128, 17, 1], ARCHITECTURES)), ids=joined)
+@pytest.mark.parametrize("target", list(product([128, 17, 1], ARCHITECTURES, ROWS)), ids=joined)
 @pytest.mark.parametrize("file", [file for file in FILES if file not in OF_GRADIENTS])
-def test_kernels_compile(file: str, target: tuple[int, str]) -> None:
-    dim, architecture = target
-    check(Program(file, macros(dim, 3 * dim)), architecture)
+def test_kernels_compile(file: str, target: tuple[int, str, tuple[str, str]]) -> None:
+    dim, architecture, rows = target
+    check(Program(file, macros(dim, 2, rows)), architecture)
 
 
 @rotated("target")
-@pytest.mark.parametrize("target", list(product(["Float32", "Float16", "BFloat16"], ARCHITECTURES)), ids=joined)
+@pytest.mark.parametrize("target", list(product(["Float32", "Float16", "BFloat16"], ARCHITECTURES, ROWS)), ids=joined)
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_compile(rule: str, target: tuple[str, str]) -> None:
-    gradients, architecture = target
+def test_rules_compile(rule: str, target: tuple[str, str, tuple[str, str]]) -> None:
+    gradients, architecture, rows = target
     kernel = RULES[rule]
     dim = 128 if gradients == "Float32" else 17
-    width = dim * (1 + len(kernel.element_states)) + len(kernel.row_states)
+    line = macros(dim, len(kernel.element_states), rows, len(kernel.row_states))
     rule_macros = (("TIERBED_RULE", struct_name(rule)), ("TIERBED_GRADIENTS", gradients))
-    check(Program("ops/cuda/update.cu", macros(dim, width) + rule_macros), architecture)
+    check(Program("ops/cuda/update.cu", line + rule_macros), architecture)
 
 
 @rotated("target")
@@ -89,12 +103,12 @@ def test_rules_compile(rule: str, target: tuple[str, str]) -> None:
 @pytest.mark.parametrize("gradients", ["Float32", "Float16", "BFloat16"])
 def test_sums_compile(gradients: str, target: tuple[int, str]) -> None:
     dim, architecture = target
-    check(Program("ops/cuda/sums.cu", (*macros(dim, 3 * dim), ("TIERBED_GRADIENTS", gradients))), architecture)
+    check(Program("ops/cuda/sums.cu", (*macros(dim, 2), ("TIERBED_GRADIENTS", gradients))), architecture)
 
 
 def test_what_was_compiled_once_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kept"))
-    narrow, wide = (Program("ops/cuda/staging.cu", macros(dim, dim)) for dim in (4, 8))
+    narrow, wide = (Program("ops/cuda/staging.cu", macros(dim, 0)) for dim in (4, 8))
     path = compiled(nvrtc, narrow, "sm_90")
     assert path.read_bytes().startswith(b"\x7fELF")
     path.write_bytes(b"kept")

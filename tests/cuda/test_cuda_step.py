@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.cells import rotated
 from support.cuda_tables import NO_GPU, DeviceTable, HostSegment, contents_on_host, on_devices, tensor
 from support.rows import SPECIAL_KEYS, Table
 from tierbed.engine import _core
@@ -68,9 +69,15 @@ class Both:
         assert int(self.there.written.sum()) - before == new
 
 
-def both_of(device: Device, kernel: Kernel, dim: int) -> Both:
+ROWS = [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")]  # embedding, states
+
+
+def both_of(device: Device, kernel: Kernel, dim: int, types: tuple[str, str] = ROWS[0]) -> Both:
     widths = [dim] * len(kernel.element_states) + [1] * len(kernel.row_states)
-    return Both(device, Table([dim], [0.1 * (k + 1) for k in range(len(widths))], state_widths=widths))
+    narrow = len(kernel.element_states) if types[1] != "float32" else 0
+    types = types[0], types[1] if narrow else "float32"
+    initial = [0.1 * (k + 1) for k in range(len(widths))]
+    return Both(device, Table([dim], initial, state_widths=widths, types=types, narrow_states=narrow))
 
 
 def random_hyper(kernel: Kernel, rng: np.random.Generator, limits: list[float]) -> list[float]:
@@ -86,11 +93,13 @@ def random_keys(rng: np.random.Generator, count: int) -> list[int]:
 
 @on_devices
 @pytest.mark.parametrize("limits", [[0.0, 0.0], [0.5, 1.0, 0.7]], ids=str)
+@pytest.mark.parametrize("types", ROWS, ids="-".join)
 @pytest.mark.parametrize("rule", RULES)
-def test_steps_of_every_rule(device: Device, rule: str, limits: list[float]) -> None:
+@rotated("types")
+def test_steps_of_every_rule(device: Device, rule: str, types: tuple[str, str], limits: list[float]) -> None:
     kernel = RULES[rule]
     rng = np.random.default_rng(1)
-    both = both_of(device, kernel, DIM)
+    both = both_of(device, kernel, DIM, types)
     hyper = random_hyper(kernel, rng, limits)
     for step in (1, 2, 3, 9, 10):  # rows that miss steps catch up where the rule does
         both.pin([(random_keys(rng, 70), rng.integers(0, 5, 70).tolist(), None)], padding=3)

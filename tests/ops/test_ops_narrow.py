@@ -173,7 +173,8 @@ def test_lookups_read_the_numbers_that_are_stored(type: str, dim: int, output: s
     table = Table([dim], types=(type, "float32"))
     keys = np.random.default_rng(dim).integers(0, 40, 60).astype(np.uint64)
     offsets = np.array([0, 0, 20, 21, 60])
-    bags = _core.Batch([(keys, np.zeros(4, np.uint32), offsets), (keys, np.zeros(60, np.uint32), None)], table.tables, 3)
+    segments = [(keys, np.zeros(4, np.uint32), offsets), (keys, np.zeros(60, np.uint32), None)]
+    bags = _core.Batch(segments, table.tables, 3)
     _core.initialise_missing(bags, table.layout)
     rows, weights = table.initial(bags.tables, bags.keys), np.linspace(-1, 1, 60, dtype=np.float32)
 
@@ -187,9 +188,9 @@ def test_lookups_read_the_numbers_that_are_stored(type: str, dim: int, output: s
 
     inverse = bags.inverse
     for mean in (False, True):
-        for given in (None, weights):
-            wanted = naive.pool(rows, inverse[:60], offsets, mean, given)
-            np.testing.assert_array_equal(gathered(0, 4, mean=mean, weights=given), stored(wanted))
+        for scales in (None, weights):
+            wanted = naive.pool(rows, inverse[:60], offsets, mean, scales)
+            np.testing.assert_array_equal(gathered(0, 4, mean=mean, weights=scales), stored(wanted))
     np.testing.assert_array_equal(gathered(1, 60), stored(naive.gather(rows, inverse[60:])))
     grads = np.random.default_rng(1).standard_normal((4, dim), np.float32)
     out = np.empty(60, np.float32)

@@ -71,7 +71,14 @@ class DeviceTable:
     def __init__(self, device: Device, table: Table, capacity: int | None = None) -> None:
         self.device, self.table = device, table
         initial = InitialValues(
-            table.states, table.state_widths, table.seed, table.columns, table.kinds, table.parameters, table.quantiles
+            table.states,
+            table.state_widths,
+            table.seed,
+            table.columns,
+            table.kinds,
+            table.parameters,
+            table.quantiles,
+            *table.narrow,
         )
         self.layout = Layout(device, initial)
         self.faults = tensor(device, [0], np.uint32)
@@ -103,14 +110,14 @@ class DeviceTable:
         return list(zip(tables, array(batch.keys, np.uint64).tolist(), strict=True))
 
     def read(self, lines: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
-        """Floats [n, width] and (updates, last step) [n, 2] of lines, copied to the host."""
+        """Numbers [n, dim and all states] and (updates, last step) [n, 2] of lines, copied to the host."""
         bytes_ = self.layout.line_bytes
         memory = torch.zeros(len(lines) * bytes_, dtype=torch.uint8, device=self.device.torch_device)
         to = memory.data_ptr() + bytes_ * torch.arange(len(lines), dtype=torch.int64, device=lines.device)
         step.copy_lines(self.layout, lines, to)
         rows = memory.cpu().numpy().reshape(len(lines), bytes_)
-        floats = np.ascontiguousarray(rows[:, : 4 * self.layout.width]).view(np.float32)
-        return floats, np.ascontiguousarray(rows[:, 4 * self.layout.width :][:, :8]).view(np.uint32)
+        numbers = self.table.decoded(rows[:, : 4 * self.layout.width])
+        return numbers, np.ascontiguousarray(rows[:, 4 * self.layout.width :][:, :8]).view(np.uint32)
 
     def contents(self, batch: Batch) -> dict[tuple[int, int], tuple[bytes, bytes]]:
         """Each row of a batch by its identity: the bytes of its floats and record."""

@@ -59,6 +59,7 @@ class Table:
         self.kinds, self.parameters, self.quantiles = as_arrays(options, columns)
         self.dim = sum(columns)
         self.state_widths = [self.dim] * len(self.states) if state_widths is None else list(state_widths)
+        self.narrow = *types, narrow_states
         self.layout = _core.Layout(
             self.dim,
             self.states,
@@ -68,8 +69,7 @@ class Table:
             self.kinds,
             self.parameters,
             self.quantiles,
-            *types,
-            narrow_states,
+            *self.narrow,
         )
         self.types = [types[1]] * narrow_states + ["float32"] * (len(self.states) - narrow_states)
         names = [f"state{index}" for index in range(len(self.states))]
@@ -147,13 +147,17 @@ class Table:
 
     def values(self, lines: NDArray[np.uint64]) -> NDArray[np.float32]:
         """[n, dim and all states], a copy of the lines' numbers."""
-        words = np.ascontiguousarray(self._words(lines)[:, : self.width]).view(np.uint8)
+        return self.decoded(self._words(lines)[:, : self.width])
+
+    def decoded(self, words: NDArray[np.generic]) -> NDArray[np.float32]:
+        """[n, dim and all states], the numbers of the words [n, width] of lines."""
+        held = np.ascontiguousarray(words).view(np.uint8)
         parts = []
         for field in self.form.fields:
             dtype = NUMBERS[field.type]
-            held = np.ascontiguousarray(words[:, field.begin : field.begin + field.count * dtype.itemsize])
-            parts.append(widened(held.view(dtype), field.type))
-            assert not words[:, field.begin + field.count * dtype.itemsize : field.end].any(), "padding is not zeros"
+            end = field.begin + field.count * dtype.itemsize
+            parts.append(widened(np.ascontiguousarray(held[:, field.begin : end]).view(dtype), field.type))
+            assert not held[:, end : field.end].any(), "padding is not zeros"
         return np.concatenate(parts, 1)
 
     def records(self, lines: NDArray[np.uint64]) -> NDArray[np.uint32]:

@@ -5,7 +5,6 @@
 // is trained, by noise that is a pure function of (seed, hash of the row, step, column). Padding is zeros.
 #pragma once
 #include "copy.h"
-#include "half.h"
 
 namespace tierbed {
 
@@ -41,17 +40,6 @@ TIERBED_FN typename Type::Stored rounded(float x, const NoNoise&, u32) {
 template <class Type>
 TIERBED_FN typename Type::Stored rounded(float x, const Noise& noise, u32 column) {
     return Type::store_by_chance(x, noise(column));
-}
-
-// Calls body(Type{}) for the type of that name.
-template <class Body>
-TIERBED_FN void with_type(FloatType type, const Body& body) {
-    if (type == FloatType::bfloat16)
-        body(BFloat16{});
-    else if (type == FloatType::float16)
-        body(Float16{});
-    else
-        body(Float32{});
 }
 
 template <class Type>

@@ -14,7 +14,11 @@ TIERBED_FN u32 below(u32 a, u32 b) { return static_cast<u32>(static_cast<i32>(a 
 TIERBED_FN u32 either(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 TIERBED_FN u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
+enum class FloatType : u32 { float32 = 0, float16 = 1, bfloat16 = 2 };
+constexpr u32 FLOAT_TYPES = 3;
+
 struct Float32 {
+    static constexpr FloatType TYPE = FloatType::float32;
     using Stored = float;
     TIERBED_FN static float load(Stored x) { return x; }
     TIERBED_FN static Stored store(float x) { return x; }
@@ -22,6 +26,7 @@ struct Float32 {
 };
 
 struct BFloat16 {
+    static constexpr FloatType TYPE = FloatType::bfloat16;
     using Stored = u16;
     TIERBED_FN static float load(Stored x) { return float_of(static_cast<u32>(x) << 16); }
     TIERBED_FN static Stored store(float x) {
@@ -38,6 +43,7 @@ struct BFloat16 {
 };
 
 struct Float16 {
+    static constexpr FloatType TYPE = FloatType::float16;
     using Stored = u16;
     TIERBED_FN static float load(Stored x) {
         const u32 sign = (x & 0x8000u) << 16, magnitude = x & 0x7FFFu;
@@ -67,5 +73,16 @@ struct Float16 {
                                    either(below(magnitude, 0x7F800000u), either(is_small, small, normal), special));
     }
 };
+
+// Calls body(Type{}) for the type of that name.
+template <class Body>
+TIERBED_FN void with_type(FloatType type, const Body& body) {
+    if (type == FloatType::bfloat16)
+        body(BFloat16{});
+    else if (type == FloatType::float16)
+        body(Float16{});
+    else
+        body(Float32{});
+}
 
 }  // namespace tierbed

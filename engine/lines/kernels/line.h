@@ -3,12 +3,9 @@
 // A line is a sequence of 4-byte words, and tiers move it as such. Only what reads numbers knows of their types: lines
 // of float32 numbers are read where they are, others by codec.h.
 #pragma once
-#include "portable.h"
+#include "half.h"
 
 namespace tierbed {
-
-enum class FloatType : u32 { float32 = 0, float16 = 1, bfloat16 = 2 };
-constexpr u32 FLOAT_TYPES = 3;
 
 struct LineShape {
     u32 dim;         // numbers of the embedding

@@ -176,6 +176,7 @@ class Batch:
         faults |= self.wrong
         self.lines = torch.zeros_like(self.hashes)  # addresses
         self.views = self.lines  # what lookups see
+        self.has_wide_lines = False  # whether embeddings in them are float32, whatever those of the table are
         self._owned: list[Tensor] = []
 
     @property

@@ -6,7 +6,10 @@
 
 namespace tierbed {
 
-constexpr LineShape SHAPE{TIERBED_DIM, TIERBED_WIDTH, TIERBED_LINE_BYTES};
+using Row = TIERBED_ROW;  // the type of the embeddings that are read
+
+constexpr LineShape SHAPE{TIERBED_DIM,           TIERBED_WIDTH,        TIERBED_LINE_BYTES,
+                          TIERBED_EMBEDDING::TYPE, TIERBED_STATES::TYPE, TIERBED_NARROW_STATES};
 
 TIERBED_FN constexpr u32 lanes_for(u32 words) {
     u32 lanes = 1;

@@ -26,6 +26,19 @@ _ROW = np.dtype(
 )
 
 
+TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}  # the structs of kernels/half.h
+
+
+def words(type: str, count: int) -> int:
+    """The words of `count` numbers, as `words_of` of kernels/line.h."""
+    return count if type == "float32" else (count + 1) // 2
+
+
+def line_bytes(width: int) -> int:
+    """The bytes of a line of `width` words, as `line_bytes_of` of kernels/line.h."""
+    return (width * 4 + 8 + 15) // 16 * 16
+
+
 class Layout:
     """What a line looks like and how a new one begins. `initial` is kernels/initialise.h's InitialRow, by value."""
 
@@ -33,19 +46,25 @@ class Layout:
         self.device = device
         self.dim = int(sum(initial.columns))
         self.tables = len(initial.kinds) // len(initial.columns)
-        self.width = self.dim + sum(initial.state_widths)
+        self.type, self.state_type, narrow = TYPES[initial.dtype], TYPES[initial.state_dtype], initial.narrow_states
+        widths = [words(initial.state_dtype, self.dim)] * narrow + list(initial.state_widths)[narrow:]
+        ends = words(initial.dtype, self.dim) + np.cumsum([0, *widths], dtype=np.uint32)
+        self.width, self.narrow_states = int(ends[-1]), narrow
+        self.is_narrow = initial.dtype != "float32" or narrow > 0
+        # of a line of the same numbers in float32
+        self.wide_bytes = line_bytes(self.dim + sum(initial.state_widths))
+        self.seed = np.uint64(initial.seed)
         self.stored_bytes = self.width * 4 + 8  # of a line without its padding
-        self.line_bytes = (self.stored_bytes + 15) // 16 * 16
+        self.line_bytes = line_bytes(self.width)
         values = np.zeros(len(initial.kinds), _VALUES)
         values["kind"] = initial.kinds
         values["a"], values["b"] = np.asarray(initial.parameters).T
         values["q0"], values["q1"] = np.asarray(initial.quantiles).T
-        state_ends = self.dim + np.cumsum(initial.state_widths, dtype=np.uint32)
         self._memory = [
             self._tensor(values),
             self._tensor(np.cumsum(initial.columns, dtype=np.uint32)),
             self._tensor(np.asarray(initial.states, np.float32)),
-            self._tensor(state_ends.astype(np.uint32)),
+            self._tensor(ends[1:].astype(np.uint32)),
         ]
         self.initial = np.zeros((), _ROW)
         self.initial["seed"] = initial.seed
@@ -54,9 +73,17 @@ class Layout:
         for name, memory in zip(names, self._memory, strict=True):
             self.initial[name] = memory.data_ptr()
 
-    def program(self, file: str, **macros: str) -> Program:
-        """A program for lines of this shape."""
-        shape = (("TIERBED_DIM", self.dim), ("TIERBED_WIDTH", self.width), ("TIERBED_LINE_BYTES", self.line_bytes))
+    def program(self, file: str, row: str | None = None, **macros: str) -> Program:
+        """A program for lines of this shape. row: the type of the embeddings that it reads, if it is another."""
+        shape = (
+            ("TIERBED_DIM", self.dim),
+            ("TIERBED_WIDTH", self.width),
+            ("TIERBED_LINE_BYTES", self.line_bytes),
+            ("TIERBED_EMBEDDING", self.type),
+            ("TIERBED_STATES", self.state_type),
+            ("TIERBED_NARROW_STATES", self.narrow_states),
+            ("TIERBED_ROW", self.type if row is None else row),
+        )
         return Program(file, (*shape, *macros.items()))
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:

@@ -12,7 +12,7 @@ template <class Type>
 TIERBED_FN void gather_rows(const u64* lines, const i32* inverse, u64 n, void* out) {
     auto* rows = static_cast<typename Type::Stored*>(out);
     for_each_item<COPY_LANES>(n, [&](Tile tile, u64 i) {
-        gather_row<Type>(tile, rows + i * SHAPE.dim, inverse[i] < 0 ? 0 : lines[inverse[i]], SHAPE.dim);
+        gather_row<Row, Type>(tile, rows + i * SHAPE.dim, inverse[i] < 0 ? 0 : lines[inverse[i]], SHAPE.dim);
     });
 }
 
@@ -37,7 +37,7 @@ template <class Type>
 TIERBED_FN void pool_rows(const u64* lines, const PooledIds& ids, void* out) {
     auto* rows = static_cast<typename Type::Stored*>(out);
     for_each_item<COLUMN_LANES>(ids.count, [&](Tile tile, u64 bag) {
-        pool_row<Type>(tile, rows + ids.bags.row(bag) * SHAPE.dim, lines, ids.at(bag), SHAPE.dim);
+        pool_row<Row, Type>(tile, rows + ids.bags.row(bag) * SHAPE.dim, lines, ids.at(bag), SHAPE.dim);
     });
 }
 
@@ -46,7 +46,7 @@ template <class Type>
 TIERBED_FN void pool_weights_grads(const u64* lines, const PooledIds& ids, const void* grads, float* out) {
     const auto* rows = static_cast<const typename Type::Stored*>(grads);
     for_each_item<WARP>(ids.count, [&](Tile tile, u64 bag) {
-        pool_weights_grad<Type>(tile, out + ids.begin(bag), lines, ids.at(bag), rows + ids.bags.row(bag) * SHAPE.dim,
+        pool_weights_grad<Row, Type>(tile, out + ids.begin(bag), lines, ids.at(bag), rows + ids.bags.row(bag) * SHAPE.dim,
                                 SHAPE.dim);
     });
 }
@@ -137,7 +137,7 @@ extern "C" __global__ void assign_rows(const u64* lines, const u32* tables, cons
     Tally counted(written);
     for_each_item<WARP>(*count, [&](Tile tile, u64 i) {
         const u64 last = positions[offsets[i + 1] - 1];
-        copy_bytes(tile, floats(lines[i]), values + last * SHAPE.dim, SHAPE.dim * 4);
+        set_embedding(tile, lines[i], values + last * SHAPE.dim, SHAPE);
         if (tile.lane != 0) return;
         Record* lifecycle = record(lines[i], SHAPE);
         if (lifecycle->updates == 0) counted.add(tables[i]);

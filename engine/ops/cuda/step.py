@@ -48,7 +48,7 @@ def gather(
 ) -> None:
     """out [rows of lookup `index`, dim], float32, float16 or bfloat16; pooled where the lookup has bags."""
     lookup, name = batch.lookups[index], _NAMES[out.dtype]
-    program = layout.program(LINES)
+    program = _reading(batch, layout)
     if lookup.pooled:
         ids = _pooled(batch, lookup, mean, weights)
         launch(layout.device, program, f"pool_{name}", lookup.bags, lanes_for(layout.dim), batch.views, ids, out)
@@ -65,7 +65,7 @@ def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: T
     lookup = batch.lookups[index]
     kernel = f"weights_grad_{_NAMES[grads.dtype]}"
     ids = _pooled(batch, lookup, mean, None)
-    launch(layout.device, layout.program(LINES), kernel, lookup.bags, WARP, batch.views, ids, grads, out)
+    launch(layout.device, _reading(batch, layout), kernel, lookup.bags, WARP, batch.views, ids, grads, out)
 
 
 class RuleKernels:
@@ -103,7 +103,7 @@ class RuleKernels:
         sources, sums, _kept = _sum_blocks(program, layout, batch, (grads, means, weights))
         launch(
             layout.device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.tables, batch.count,
-            numbers, sums, _whole(layout, batch), written, faults,
+            numbers, sums, _whole(layout, batch), written, faults, _wide(layout, batch), batch.hashes, layout.seed,
         )  # fmt: skip
 
     def settle(self, batch: Batch, numbers: Tensor) -> None:
@@ -111,15 +111,18 @@ class RuleKernels:
         memory = torch.empty(batch.size * self._layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
         views = batch.empty(torch.int64)
         address = np.uint64(batch.own(memory))
-        self._run("settle_rows", batch.size, batch.lines, batch.count, numbers, address, views)
+        self._run("settle_rows", batch.size, batch.lines, batch.count, numbers, address, views, self._wide(batch))
         batch.views = views
 
     def catch_up(self, batch: Batch, numbers: Tensor) -> None:
         """Bring embedding and state of the rows to the beginning of the step, for a rule that catches up."""
-        self._run("catch_up_lines", batch.size, batch.lines, batch.count, numbers)
+        self._run("catch_up_lines", batch.size, batch.lines, batch.count, numbers, self._wide(batch))
 
     def _run(self, kernel: str, items: int, *arguments: Argument) -> None:
         launch(self._layout.device, self._program(torch.float32), kernel, items, WARP, *arguments)
+
+    def _wide(self, batch: Batch) -> Tensor:
+        return _wide(self._layout, batch)
 
     def _program(self, dtype: torch.dtype) -> Program:
         macros = {"TIERBED_RULE": struct_name(self._rule), "TIERBED_GRADIENTS": _TYPES[dtype]}
@@ -196,6 +199,18 @@ def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
     launch(layout.device, layout.program(LINES), "copy_lines", len(source), lanes, source, to, n)
 
 
+def wide_lines(batch: Batch, layout: Layout, positions: Tensor, owner: Batch) -> Tensor:
+    """The lines of positions [n] of a batch; where lines are narrow, those of float32 copies in memory of `owner`."""
+    inverse = batch.inverse[positions]
+    if not layout.is_narrow:
+        return batch.views[inverse.to(torch.int64)]
+    rows = torch.empty((len(inverse), layout.dim), dtype=torch.float32, device=batch.lines.device)
+    n = np.uint64(len(inverse))
+    lanes = lanes_for((layout.dim + 3) // 4)
+    launch(layout.device, layout.program(LINES), "gather_float32", len(inverse), lanes, batch.views, inverse, n, rows)
+    return owner.own(rows) + 4 * layout.dim * torch.arange(len(inverse), device=rows.device)
+
+
 def copy_present(batch: Batch, layout: Layout) -> None:
     """Replace the line of each row that has one by a copy, in memory of the batch."""
     memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
@@ -258,10 +273,24 @@ def _sum_blocks(program: Program, layout: Layout, batch: Batch, given: Given) ->
     return sources, sums, [grads, memory]
 
 
+def _reading(batch: Batch, layout: Layout) -> Program:
+    """The program that reads the rows of a batch."""
+    return layout.program(LINES, "Float32" if batch.has_wide_lines else None)
+
+
 def _whole(layout: Layout, batch: Batch) -> Tensor:
     """Memory for one row of each warp."""
-    warps = min(-(-batch.size * WARP // THREADS), layout.device.blocks) * THREADS // WARP
-    return torch.empty(warps * layout.dim, dtype=torch.float32, device=batch.lines.device)
+    return torch.empty(_warps(layout, batch) * layout.dim, dtype=torch.float32, device=batch.lines.device)
+
+
+def _wide(layout: Layout, batch: Batch) -> Tensor:
+    """Memory for a line of float32 numbers of each warp, where lines are narrow."""
+    size = _warps(layout, batch) * layout.wide_bytes if layout.is_narrow else 0
+    return torch.empty(size, dtype=torch.uint8, device=batch.lines.device)
+
+
+def _warps(layout: Layout, batch: Batch) -> int:
+    return min(-(-batch.size * WARP // THREADS), layout.device.blocks) * THREADS // WARP
 
 
 def _scales(batch: Batch, layout: Layout, means: Sequence[bool], weights: Sequence[Tensor | None]) -> Tensor | None:

@@ -11,6 +11,8 @@ namespace {
 
 using Rule = TIERBED_RULE;
 
+constexpr LineShape WIDE = widened(SHAPE);
+
 constexpr u32 MOST_HYPERS = 24;
 
 // What changes from step to step: `scale` multiplies gradients, `step` is the embedding's.
@@ -27,29 +29,62 @@ extern "C" __global__ void write_numbers(const __grid_constant__ Numbers given, 
     if (blockIdx.x == 0 && threadIdx.x == 0) *numbers = given;
 }
 
-// `whole`: [warps of the grid, dim]. written [tables] counts first writes.
+// Lines of float32 numbers that a warp works on: [warps of the grid] of them, where lines are narrow.
+TIERBED_FN u64 line_of_warp(u64 wide) {
+    return wide + (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP * WIDE.line_bytes;
+}
+
+// body(line) with a line of float32 numbers, which becomes the row's by encode(line, that line).
+template <class Body, class Encode>
+TIERBED_FN void change_line(Tile tile, u64 line, u64 wide, const Body& body, const Encode& encode) {
+    if constexpr (SHAPE.is_narrow()) {
+        const u64 decoded = line_of_warp(wide);
+        synchronise(tile);  // the row before has been encoded
+        decode_line(tile, decoded, line, SHAPE);
+        synchronise(tile);
+        body(decoded);
+        synchronise(tile);
+        encode(line, decoded);
+    } else {
+        body(line);
+    }
+}
+
+// `whole`: [warps of the grid, dim]. written [tables] counts first writes. hashes, seed: of the rows, for the noise.
 extern "C" __global__ void update_rows(const __grid_constant__ Sources from, const u64* lines, const u32* tables,
                                        const u32* count, const Numbers* numbers, float* sums, float* whole,
-                                       u64* written, const u32* faults) {
+                                       u64* written, const u32* faults, u64 wide, const u64* hashes, u64 seed) {
     if (*faults) return;
     const Rule rule(numbers->hyper);
     const float scale = numbers->scale;
     const u32 step = numbers->step;
     Tally counted(written);
     for_each_item<WARP>(*count, [&](Tile tile, u64 row) {
-        with_gradients(
-            tile, from, row, sums, [&](auto type, const Gradients& gradients, const Occurrences& occurrences) {
-                const bool first = update_row<decltype(type)>(tile, lines[row], SHAPE, gradients, occurrences, scale,
-                                                              rule, step, memory_of_warp(whole));
+        const auto update = [&](u64 line) {
+            const auto apply = [&](auto type, const Gradients& gradients, const Occurrences& occurrences) {
+                const bool first = update_row<decltype(type)>(tile, line, WIDE, gradients, occurrences, scale, rule,
+                                                              step, memory_of_warp(whole));
                 if (first && tile.lane == 0) counted.add(tables[row]);
-            });
+            };
+            with_gradients(tile, from, row, sums, apply);
+        };
+        change_line(tile, lines[row], wide, update, [&](u64 line, u64 decoded) {
+            encode_line(tile, line, decoded, SHAPE, Noise(seed, hashes[row], step));
+        });
     });
     counted.end();
 }
 
-// The two below do nothing for a rule that does not catch up; templates, since such a rule has not what it takes.
+// Those below do nothing for a rule that does not catch up; templates, since such a rule has not what it takes.
 template <class Rule>
-TIERBED_FN void settle(const u64* lines, u64 count, const Rule& rule, u32 step, u64 memory, u64* views) {
+TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, u32 last, u32 step, u64 wide) {
+    change_line(
+        tile, line, wide, [&](u64 at) { catch_up(tile, floats(at), SHAPE.dim, rule, last, step); },
+        [&](u64 at, u64 decoded) { encode_line(tile, at, decoded, SHAPE, NoNoise{}); });
+}
+
+template <class Rule>
+TIERBED_FN void settle(const u64* lines, u64 count, const Rule& rule, u32 step, u64 memory, u64* views, u64 wide) {
     if constexpr (Rule::CATCHES_UP)
         for_each_item<WARP>(count, [&](Tile tile, u64 row) {
             const bool behind = is_behind(*record(lines[row], SHAPE), step);
@@ -58,27 +93,27 @@ TIERBED_FN void settle(const u64* lines, u64 count, const Rule& rule, u32 step, 
             if (!behind) return;
             copy_line(tile, view, lines[row], SHAPE);
             synchronise(tile);
-            catch_up(tile, floats(view), SHAPE.dim, rule, record(lines[row], SHAPE)->step, step);
+            catch_up_line(tile, view, rule, record(lines[row], SHAPE)->step, step, wide);
         });
 }
 
 template <class Rule>
-TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 step) {
+TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 step, u64 wide) {
     if constexpr (Rule::CATCHES_UP)
         for_each_item<WARP>(count, [&](Tile tile, u64 i) {
             const Record lifecycle = *record(lines[i], SHAPE);
-            if (is_behind(lifecycle, step)) catch_up(tile, floats(lines[i]), SHAPE.dim, rule, lifecycle.step, step);
+            if (is_behind(lifecycle, step)) catch_up_line(tile, lines[i], rule, lifecycle.step, step, wide);
         });
 }
 
 // Lets lookups see rows at the beginning of the step: views [count] are the lines, or for rows that are behind caught-up
 // copies in `memory`, which has room for `count` lines.
 extern "C" __global__ void settle_rows(const u64* lines, const u32* count, const Numbers* numbers, u64 memory,
-                                       u64* views) {
-    settle(lines, *count, Rule(numbers->hyper), numbers->step, memory, views);
+                                       u64* views, u64 wide) {
+    settle(lines, *count, Rule(numbers->hyper), numbers->step, memory, views, wide);
 }
 
 // Brings embedding and state of the first `count` lines to the beginning of the step.
-extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const Numbers* numbers) {
-    catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step);
+extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const Numbers* numbers, u64 wide) {
+    catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step, wide);
 }
