@@ -78,8 +78,13 @@ class Layout:
         kinds: Sequence[int],
         parameters: F32,
         quantiles: NDArray[np.float64],
+        dtype: str = "float32",
+        state_dtype: str = "float32",
+        narrow_states: int = 0,
     ) -> None:
-        """`states`: the initial value of each optimizer state; `state_widths`: its floats in a row, `dim` or, last, 1.
+        """`states`: the initial value of each optimizer state; `state_widths`: its numbers in a row, `dim` or, last, 1.
+
+        `dtype`: of the embedding, `state_dtype`: of the first `narrow_states` states, all others being float32.
 
         `columns`: widths of the column groups, summing to `dim`.
 
@@ -90,5 +95,5 @@ class Layout:
         (0, 1) untruncated.
         """
     dim: int
-    width: int  # floats, states included
+    width: int  # words of 4 bytes, states included
     line_bytes: int

@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -135,7 +136,7 @@ class HeldTable:
         self.check_optimizer(optimizer)
         table = self.table
         held, wanted = table.state, table.spec.state_of(optimizer)
-        if _is_known(held, wanted) and dataclasses.replace(held, rule=wanted.rule) == wanted:
+        if _is_known(held, wanted) and replace(held, rule=wanted.rule) == wanted:
             table.optimizer, table.state = optimizer, wanted
             return
         self._replace(table, lambda: self._persistence.reopen(table, optimizer))

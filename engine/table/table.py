@@ -39,7 +39,8 @@ from .watch import Watch
 class OpenTable:
     """Rows in a stack of tiers, used on a processor, a batch at a time.
 
-    `step` counts the updates of the whole table. `state` is what rows carry beside the embedding; `optimizer` is None
+    `step` counts the updates of the whole table. `state` is what rows carry beside the embedding, `form` of which
+    numbers they are made; `optimizer` is None
     where the table is open for reading and `put` alone. `before_write(step)`, if there is one, is called before each
     write of that step.
     """
@@ -54,11 +55,9 @@ class OpenTable:
         before_write: Callable[[int], None] | None,
         io_threads: int,
     ) -> None:
-        self.spec = spec
-        self.processor = processor
-        self.layout = processor.layout
+        self.spec, self.state, self.form = spec, state, spec.form(state)
+        self.processor, self.layout = processor, processor.layout
         self.stack: Stack | None = stack
-        self.state = state
         self.hyper: list[float] = []  # the rule's numbers at its last update; empty before its first
         self.optimizer: RowOptimizer | None = None
         self.step = 0
@@ -73,7 +72,6 @@ class OpenTable:
         self.between_steps = BetweenSteps()
         self.lock = RLock()  # native loops let other threads of Python run
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
-        self.form = spec.form(state)
         self.watch = Watch(spec.name, stack, self.form.dtype, self.lock, self.use, self.check)
         self._erasure = Erasure(self.counts, lifecycle, self.watch, self.before_write)
 

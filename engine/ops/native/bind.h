@@ -106,6 +106,10 @@ Array<const T> view(const Buffer<T>& values, nb::handle owner) {
     return Array<const T>(values.data(), {values.size()}, owner);
 }
 
+// The type of that name. Throws std::invalid_argument.
+FloatType type_named(const std::string& dtype);
+void bind_layout(nb::module_& m);
+
 // What `where` tells of a row, as a dict that more is added to.
 inline nb::dict described(const Record& record) {
     nb::dict place;
