@@ -49,9 +49,14 @@ class Field:
     begin: int
 
     @property
+    def is_padded(self) -> bool:
+        """Whether a number of padding, 0, follows."""
+        return self.count * NUMBERS[self.type].itemsize % WORD != 0
+
+    @property
     def end(self) -> int:
         """The byte of the line after the field, padding included."""
-        return self.begin + -(-self.count * NUMBERS[self.type].itemsize // WORD) * WORD
+        return self.begin + (self.count + self.is_padded) * NUMBERS[self.type].itemsize
 
 
 class RowForm:
@@ -59,7 +64,7 @@ class RowForm:
 
     `fields`: the embedding first, then each state. `width`: 4-byte words of all fields. `dtype`: of stored rows. Where
     all numbers are float32, it is `row_dtype(width)`; else it has a NumPy field for each by its name, bfloat16 as
-    `<u2`, the upper half of a float32.
+    `<u2`, the upper half of a float32, and one behind each that is padded.
     """
 
     def __init__(
@@ -116,14 +121,12 @@ class RowForm:
         return next(field for field in self.fields if field.name == name)
 
     def _named(self) -> np.dtype[np.void]:
-        begin, end = KEY.itemsize, KEY.itemsize + self.width * WORD
-        places: dict[str, tuple[Any, int]] = {"table": ("<u4", 0), "key": ("<u8", 4)}
+        fields: list[tuple[Any, ...]] = [("table", "<u4"), ("key", "<u8")]
         for field in self.fields:
-            places[field.name] = (NUMBERS[field.type], (field.count,)), begin + field.begin
-        places |= {"updates": ("<u4", end), "step": ("<u4", end + WORD)}
-        formats, offsets = zip(*places.values(), strict=True)
-        dtype: Any = {"names": [*places], "formats": formats, "offsets": offsets, "itemsize": end + 2 * WORD}
-        return np.dtype(dtype)
+            fields.append((field.name, NUMBERS[field.type], (field.count,)))
+            if field.is_padded:  # by a field of its own, since NumPy copies no bytes between fields
+                fields.append((f"{field.name}_padding", NUMBERS[field.type]))
+        return np.dtype([*fields, ("updates", "<u4"), ("step", "<u4")])
 
 
 def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:
