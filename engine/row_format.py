@@ -97,9 +97,14 @@ class RowForm:
         )
 
     @property
-    def stored_bytes(self) -> int:
-        """The bytes of a row with its record, without table and key."""
-        return self.dtype.itemsize - KEY.itemsize
+    def counts(self) -> dict[str, int]:
+        """How many numbers a row has in each field, by name."""
+        return {field.name: field.count for field in self.fields}
+
+    def of_words(self, chunks: Chunks) -> Chunks:
+        """Rows of `dtype`, given them as words of `row_dtype(width)`."""
+        for bucket, rows in chunks:
+            yield bucket, rows.view(self.dtype)
 
     def numbers(self, rows: Rows, name: str) -> NDArray[np.float32]:
         """Field `name` of rows [n] of `dtype`: float32 [n, count], exact. The memory may be that of the rows."""

@@ -80,6 +80,7 @@ class SavedRows(Rows):
         where: Where | None = None,
         strict: bool = True,
         weights_only: bool = False,
+        convert: bool = False,
     ) -> LoadReport:
         """Replace all rows by the rows of a snapshot, or by a selection of them. Returns what was loaded.
 
@@ -88,16 +89,17 @@ class SavedRows(Rows):
         another, and begins anew.
         strict: whether all of the snapshot must fit. If not, tables that the embedding lacks or has under another name,
         and another optimizer's state, are left out, as the report's `remarks` say.
+        convert: whether numbers of another dtype are converted: widening is exact, narrowing rounds to nearest even.
 
         The snapshot is checked first, and rows stay where this raises: SnapshotError where the snapshot is missing,
         damaged or of another table; StoreError where its tables have other names; OptimizerError where its state is
-        another optimizer's; InputError for a selection that cannot be.
+        another optimizer's; InputError for a selection that cannot be, or a number that a narrower dtype cannot hold.
         """
         with self.told():
-            for argument, value in (("strict", strict), ("weights_only", weights_only)):
+            for argument, value in (("strict", strict), ("weights_only", weights_only), ("convert", convert)):
                 if not isinstance(value, bool):
                     raise InputError(f"{argument}={value!r}: give True or False")
-        selection = Selection(tables, where, not weights_only)
+        selection = Selection(tables, where, not weights_only, convert=convert)
         return self.opened().load_snapshot(snapshot_name, selection, strict)
 
     def check_save(self, snapshot_name: str, kind: str = "full", *, overwrite: bool = False) -> None:

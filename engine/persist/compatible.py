@@ -7,9 +7,11 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
+from ...snapshots.store.converted import converted_description
 from ...snapshots.store.selection import Selection
 from ..errors import InputError, OptimizerError, SnapshotError, StoreError
 from ..optim.optimizers import RowOptimizer
+from ..optim.row_state import RowState
 from ..spec.table_spec import KEY_TYPES, TableSpec
 from ..spec.tables import Names, choices, labels_of, misplaced, names_in, table_number
 
@@ -32,13 +34,14 @@ def check_stored(
     for field, argument, mine in (
         ("columns", "embedding_dim", list(spec.columns)),
         ("key_type", "key_type", KEY_TYPES[spec.key_type]),
-        ("dtype", "dtype", spec.dtype),
     ):
         if stored[field] != mine:
             raise error(
                 f"{what} holds rows of {argument} {stored[field]}, not {mine}; give that {argument}, or another "
                 f"name or persistent_path"
             )
+    if stored["dtype"] != spec.dtype:
+        raise _of_other_type(error, what, "dtype", stored["dtype"], spec.dtype)
     _check_names(spec, stored, what, wanted)
     there, begun = stored["tables"], spec.plain_tables()
     if wanted is not None:  # rows of tables with higher numbers are not loaded
@@ -57,6 +60,16 @@ def check_stored(
             f"{optimizer.rule}; train with that optimizer, begin its state anew by loading a snapshot with "
             "weights_only=True, or take another name or persistent_path"
         )
+    if RowState.described(stored).types != spec.state_of(optimizer).types:
+        state_type, _ = RowState.described(stored).narrow
+        raise _of_other_type(error, what, "state_dtype", state_type, spec.state_dtype)
+
+
+def _of_other_type(error: type[Exception], what: str, argument: str, theirs: str, ours: str) -> Exception:
+    return error(
+        f"{what} holds rows of {argument} {theirs}, not {ours}; give {argument}=torch.{theirs}, load a snapshot of it "
+        "with load_snapshot(name, convert=True), or take another name or persistent_path"
+    )
 
 
 def _check_names(spec: TableSpec, stored: dict[str, Any], what: str, wanted: Collection[int] | None) -> None:
@@ -98,6 +111,9 @@ def fitting(
         remarks.append(_left_out(spec, names, others, what))
         tables = [table for table in (range(len(names)) if tables is None else tables) if table not in others]
     selection = dataclasses.replace(selection, tables=tables)
+    wanted = spec.dtype, spec.state_dtype
+    if selection.convert and converted_description(stored, wanted) != stored:
+        selection = dataclasses.replace(selection, types=wanted)
     try:
         check_stored(spec, selection.description(stored), optimizer, SnapshotError, what, tables)
     except OptimizerError as error:

@@ -95,8 +95,7 @@ class OpenTable:
 
     def scan(self) -> Chunks:
         """Every written row of `form`, as `Tier.scan`. ClosedError if the table is closed or replaced on the way."""
-        for bucket, rows in locked(self.use().scan(), self.lock, self.use):
-            yield bucket, rows.view(self.form.dtype)
+        yield from self.form.of_words(locked(self.use().scan(), self.lock, self.use))
 
     def flush(self) -> None:
         with self.lock, uninterrupted():

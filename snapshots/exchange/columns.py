@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import InputError, SnapshotError
-from ...engine.row_format import row_dtype
+from ...engine.row_format import EMBEDDING as EMBEDDING
+from ...engine.row_format import RowForm, overflows
 from ...engine.spec.tables import choices, names_in, table_number
 
-TABLE, KEY, EMBEDDING, UPDATES, STEP = "table", "key", "embedding", "updates", "step"
+TABLE, KEY, UPDATES, STEP = "table", "key", "updates", "step"
 TABLE_NAME = "table_name"  # a column beside the table's number, in formats that have text
-VALUES = "values"  # all floats of a row in one array, in place of the embedding and the states
+VALUES = "values"  # all numbers of a row in one array, in place of the embedding and the states
 KEY_DTYPES: dict[str, np.dtype[Any]] = {
     "int32": np.dtype(np.int32),
     "int64": np.dtype(np.int64),
@@ -28,9 +29,9 @@ _CHUNK_BYTES = 1 << 25
 Arrays = Mapping[str, Any]  # NumPy arrays of n rows each; `table` may be one table for all, by number or name
 
 
-def chunk_rows(width: int) -> int:
-    """How many rows of `width` floats are worked on at once: at most 65,536, and about 32 MiB."""
-    return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // row_dtype(width).itemsize))
+def chunk_rows(row_bytes: int) -> int:
+    """How many rows of so many bytes are worked on at once: at most 65,536, and about 32 MiB."""
+    return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // row_bytes))
 
 
 class Columns:
@@ -48,14 +49,12 @@ class Columns:
         self.key_dtype: np.dtype[Any] = KEY_DTYPES[description["key_type"]]
         self.dim = sum(description["columns"])
         self.table_names = names_in(description)
-        self.width = int(description["width"])
-        self.floats = {EMBEDDING: slice(0, self.dim)}  # the place of each column in a row's values
-        end = self.dim
-        for state, width in zip(description["states"], description["state_widths"], strict=True):
-            if state in _OTHERS or state in self.floats:
+        states = description["states"]
+        for state in states:
+            if state in _OTHERS or states.count(state) > 1:
                 raise SnapshotError(f"optimizer state {state!r} has the name of another column: use state=False")
-            self.floats[state] = slice(end, end + width)
-            end += width
+        self.form = RowForm.described(description)
+        self.storage_dim = sum(self.form.counts.values())  # numbers of a row
 
     def shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         """The dtype of each column and the shape of one row in it, in their order."""
@@ -63,17 +62,17 @@ class Columns:
         return {
             KEY: (self.key_dtype, ()),
             TABLE: (integer, ()),
-            **{name: (single, (place.stop - place.start,)) for name, place in self.floats.items()},
+            **{name: (single, (count,)) for name, count in self.form.counts.items()},
             UPDATES: (integer, ()),
             STEP: (integer, ()),
         }
 
     def split(self, rows: NDArray[np.void]) -> dict[str, NDArray[Any]]:
-        """The columns of rows [n] of `row_dtype(width)`, each contiguous."""
+        """The columns of rows [n] of `form.dtype`, each contiguous."""
         columns = {
             KEY: self.user_keys(rows["key"]),
             TABLE: rows["table"],
-            **{name: rows["values"][:, place] for name, place in self.floats.items()},
+            **{name: self.form.numbers(rows, name) for name in self.form.counts},
             UPDATES: rows["updates"],
             STEP: rows["step"],
         }
@@ -84,7 +83,7 @@ class Columns:
         return stored.astype(np.int64).astype(self.key_dtype) if self.key_dtype.kind == "i" else stored.copy()
 
     def rows(self, arrays: Arrays, where: str) -> Iterator[NDArray[np.void]]:
-        """Chunks of rows of `row_dtype(width)`, from arrays by name. All arrays are checked before this returns.
+        """Chunks of rows of `form.dtype`, from arrays by name. All arrays are checked before this returns.
 
         Without `table`, rows are of the only table. Without `updates` and `step`, rows were written once, at the step
         of the description. `where` is named in messages. Raises InputError.
@@ -92,8 +91,10 @@ class Columns:
         keys = arrays[KEY]
         _check(keys, self.key_dtype, (None,), f"{where}: {KEY}")
         count = len(keys)
-        for name, place in self._parts(arrays).items():
-            _check(arrays[name], np.dtype(np.float32), (count, place.stop - place.start), f"{where}: {name}")
+        for name, width in ({VALUES: self.storage_dim} if VALUES in arrays else self.form.counts).items():
+            _check(arrays[name], np.dtype(np.float32), (count, width), f"{where}: {name}")
+        arrays = self._in_fields(arrays)
+        self._check_range(keys, arrays, where)
         self._check_keys(keys, where)
         arrays = self._numbered(arrays)
         self._check_tables(arrays.get(TABLE), count, where)
@@ -102,21 +103,35 @@ class Columns:
 
     def _packed(self, arrays: Arrays) -> Iterator[NDArray[np.void]]:
         given = {TABLE: 0, UPDATES: 1, STEP: self.description["step"], **arrays}
-        limit = chunk_rows(self.width)
+        limit = chunk_rows(self.form.dtype.itemsize)
         for begin in range(0, len(given[KEY]), limit):
             chosen = slice(begin, begin + limit)
             keys = given[KEY][chosen]
-            rows = np.empty(len(keys), row_dtype(self.width))
+            rows = np.zeros(len(keys), self.form.dtype)
             rows["key"] = keys.astype(np.int64).view(np.uint64) if keys.dtype.kind == "i" else keys
-            for name, place in self._parts(arrays).items():
-                rows["values"][:, place] = given[name][chosen]
+            for name in self.form.counts:
+                self.form.set_numbers(rows, name, given[name][chosen])
             for name in (TABLE, UPDATES, STEP):
                 value = given[name]
                 rows[name] = value[chosen] if isinstance(value, np.ndarray) else value
             yield rows
 
-    def _parts(self, arrays: Arrays) -> dict[str, slice]:
-        return {VALUES: slice(0, self.width)} if VALUES in arrays else self.floats
+    def _in_fields(self, arrays: Arrays) -> Arrays:
+        """The arrays, with one for each field in the place of one of all numbers."""
+        if VALUES not in arrays:
+            return arrays
+        ends = np.cumsum(list(self.form.counts.values())).tolist()
+        return {**arrays, **dict(zip(self.form.counts, np.split(arrays[VALUES], ends[:-1], axis=1), strict=True))}
+
+    def _check_range(self, keys: NDArray[Any], arrays: Arrays, where: str) -> None:
+        for field in self.form.fields if self.form.is_narrow else ():
+            flags = overflows(arrays[field.name], field.type)
+            if flags.any():
+                row, column = np.argwhere(flags)[0].tolist()
+                raise InputError(
+                    f"{where}: {field.name} holds {arrays[field.name][row, column]} for key {keys[row]}, which "
+                    f"overflows {field.type}; give smaller numbers, or a description with dtype=torch.float32"
+                )
 
     def _check_keys(self, keys: NDArray[Any], where: str) -> None:
         padding = self.description["padding_idx"]

@@ -29,19 +29,23 @@ def description_for(
     seed: int = 0,
     optimizer: RowOptimizer | None = None,
     step: int = 0,
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """The description of a table, as a snapshot of the embedding with the same arguments has it.
 
     optimizer: from `tierbed.row_optimizer`, for rows with its state; None for rows without state, which any optimizer
-    may train. step: how many steps the rows were trained for. Raises OptionError, OptimizerError.
+    may train. step: how many steps the rows were trained for. dtype, state_dtype: as of an embedding.
+
+    Raises OptionError, OptimizerError.
     """
     tables = [make_normal_initializer(0.0, 0.05)] if tables is None else tables
     if not isinstance(tables, (list, tuple)):
         raise OptionError(f"tables={tables!r}: give a list with the options of each table, as by make_table_options")
     if not isinstance(optimizer, (RowOptimizer, NoneType)):
         raise OptimizerError(f"optimizer={optimizer!r}: give what engine.row_optimizer makes of an optimizer, or None")
-    spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed)
-    state = RowState() if optimizer is None else optimizer.row_state(spec.dim)
+    spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
+    state = RowState() if optimizer is None else spec.state_of(optimizer)
     hyper = [] if optimizer is None or step == 0 else optimizer.hyper(step)
     return spec.describe(state, hyper, step)
 

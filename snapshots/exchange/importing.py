@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...engine.errors import InputError
+from ...engine.row_format import RowForm
 from ...engine.store.folder import StoreFolder
 from ..files.format import Manifest, check_name
 from ..files.writer import Progress, check_free, write_snapshot
@@ -63,12 +64,12 @@ def import_snapshot(
 def write_rows(
     folder: Path, description: Mapping[str, Any], batches: Iterable[NDArray[np.void]], progress: Progress | None = None
 ) -> Manifest:
-    """`write_snapshot` of rows [n] of `row_dtype(width)` in any order; of a repeated (table, key) the last stands.
+    """`write_snapshot` of rows [n] of its `RowForm.dtype` in any order; of a repeated (table, key) the last stands.
 
     `progress` is called with rows as they are read, and again as they are written.
     """
     check_free(folder, None)
-    with RowSorter(folder.parent, description["width"]) as sorter:
+    with RowSorter(folder.parent, RowForm.described(description).dtype) as sorter:
         for rows in batches:
             sorter.add(rows)
             if progress is not None:

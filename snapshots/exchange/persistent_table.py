@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...engine.errors import ClosedError, InputError
-from ...engine.spec.table_spec import KEY_TYPES, check_dtype, check_key_type
+from ...engine.errors import ClosedError, InputError, OptionError
+from ...engine.spec.table_spec import KEY_TYPES, check_key_type
 from ...engine.store.folder import StoreFolder
 from ...engine.table.scanned import settled
 from ..files.format import check_name
 from ..files.reader import Snapshot
 from ..files.writer import check_free, write_snapshot
 from ..store.status import existing_store
-from .columns import KEY, TABLE, VALUES, Columns
+from .columns import EMBEDDING, KEY, TABLE, VALUES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state
 from .sorting import RowSorter
 from .sources import path_of
@@ -39,13 +39,16 @@ class PersistentTableReader(Iterator[Chunk]):
         self._dim = storage_dim
         self._table_ids = table_ids
         chunks = snapshot.chunks()
-        self._chunks = chunks if storage_dim == self._columns.width else settled(snapshot.description, chunks)
+        whole = storage_dim == self._columns.storage_dim
+        self._chunks = chunks if whole else settled(snapshot.description, chunks)
 
     def __next__(self) -> Chunk:
         if self._closed:
             raise ClosedError(f"the reader of snapshot {self._name!r} was closed: make another")
         _, rows = next(self._chunks)
-        keys, values = self._columns.user_keys(rows["key"]), rows["values"][:, : self._dim].copy()
+        form = self._columns.form
+        parts = [form.numbers(rows, name) for name in (form.counts if self._dim > form.dim else (EMBEDDING,))]
+        keys, values = self._columns.user_keys(rows["key"]), np.concatenate(parts, axis=1)
         return (keys, values, rows["table"].copy()) if self._table_ids else (keys, values)
 
     def close(self) -> None:
@@ -73,7 +76,7 @@ class PersistentTableWriter:
         self._place = folder.snapshots / name
         self._description = dict(description)
         self._columns = Columns(description)
-        self._sorter = RowSorter(folder.snapshots, description["width"])
+        self._sorter = RowSorter(folder.snapshots, self._columns.form.dtype)
         self._closed = False
 
     def write(self, keys: NDArray[Any], values: NDArray[np.float32], table_ids: Any = None) -> None:
@@ -137,7 +140,7 @@ def make_persistent_table_reader(
     bucket raises SnapshotError at its end. Raises InputError for an argument that is not the snapshot's, SnapshotError
     where it is missing, StoreError where there is no store.
     """
-    check_dtype(value_type)
+    _check_value_type(value_type)
     check_name(snapshot_name)
     snapshot = Snapshot.open(existing_store(path_of(path, "path")) / "snapshots" / snapshot_name)
     _check_kind(snapshot.description, key_type, storage_dim, f"snapshot {snapshot_name!r}")
@@ -172,7 +175,7 @@ def make_persistent_table_writer(
     InputError for an argument that is not the table's, SnapshotError for a name that is taken or cannot be used,
     StoreError where the store is in use.
     """
-    check_dtype(value_type)
+    _check_value_type(value_type)
     check_key_type(key_type)
     check_name(snapshot_name)
     if description is not None:
@@ -183,7 +186,7 @@ def make_persistent_table_writer(
         description = description or stored_description(folder)
         description = description or description_for(folder.path.name, storage_dim, key_type)
         _check_kind(description, key_type, storage_dim, f"the table of {str(folder.path)!r}")
-        if storage_dim != description["width"]:
+        if storage_dim != Columns(description).storage_dim:
             description = without_state(description)
         return PersistentTableWriter(folder, snapshot_name, description)
     except BaseException:
@@ -191,10 +194,16 @@ def make_persistent_table_writer(
         raise
 
 
+def _check_value_type(value_type: Any) -> None:
+    if value_type is not torch.float32:
+        raise OptionError(f"value_type={value_type!r}: values are float32, whatever rows are stored in; give that")
+
+
 def _check_kind(description: Mapping[str, Any], key_type: torch.dtype, storage_dim: int, what: str) -> None:
     if KEY_TYPES[check_key_type(key_type)] != description["key_type"]:
         raise InputError(f"key_type={key_type}: {what} has keys of {description['key_type']}; give that")
-    dim, width = sum(description["columns"]), description["width"]
-    if type(storage_dim) is not int or storage_dim not in (dim, width):
-        states = f", or {width} with optimizer state {', '.join(description['states'])}" if width > dim else ""
+    dim = sum(description["columns"])
+    whole = dim + sum(description["state_widths"])
+    if type(storage_dim) is not int or storage_dim not in (dim, whole):
+        states = f", or {whole} with optimizer state {', '.join(description['states'])}" if whole > dim else ""
         raise InputError(f"storage_dim={storage_dim!r}: {what} has rows of {dim} floats{states}; give that")

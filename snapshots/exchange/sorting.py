@@ -16,25 +16,25 @@ from numpy.typing import NDArray
 from ...engine import _core
 from ...engine.durable import make_folder
 from ...engine.errors import SnapshotError
-from ...engine.row_format import BUCKETS, Chunks, row_dtype
+from ...engine.row_format import BUCKETS, Chunks
 from .columns import chunk_rows
 
 _BUFFER_BYTES = 1 << 16
 
 
 class RowSorter:
-    """Takes rows [n] of `row_dtype(width)` in any order, and gives them in the order of `write_snapshot`.
+    """Takes rows [n] of `dtype` in any order, and gives them in the order of `write_snapshot`.
 
     Of rows with the same (table, key), the last that was added stands. Rows wait in one file for each bucket. The files
     have no names, so they are gone when the process ends, however it ends. They lie in the file system of `place`,
     which must have room for all rows. Memory: the rows of one bucket, about 1/64 of all, a few times.
     """
 
-    def __init__(self, place: Path, width: int) -> None:
+    def __init__(self, place: Path, dtype: np.dtype[np.void]) -> None:
         """`place`: a folder, created where it is missing."""
         self._place = place
-        self._dtype = row_dtype(width)
-        self._limit = chunk_rows(width)
+        self._dtype = dtype
+        self._limit = chunk_rows(dtype.itemsize)
         self._files: dict[int, IO[bytes]] = {}
 
     def add(self, rows: NDArray[np.void]) -> None:

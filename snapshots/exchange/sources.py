@@ -108,7 +108,7 @@ class Source:
         with _reading(self.what), self._opener() as file:
             for part in self._parts:
                 begin = 0
-                for batch in file.batches([part.columns[name] for name in wanted], chunk_rows(self.dim)):
+                for batch in file.batches([part.columns[name] for name in wanted], chunk_rows(4 * self.dim)):
                     columns: dict[str, Any] = {name: batch[part.columns[name]] for name in wanted}
                     end = begin + len(columns[EMBEDDING])
                     columns.setdefault(KEY, np.arange(begin, end))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from functools import cached_property
 from types import NoneType
 from typing import Any, Literal
 
 from ...engine.durable import seal, unseal
 from ...engine.errors import SnapshotError
 from ...engine.optim.kernel import LIMITS, kernels
-from ...engine.row_format import BUCKETS, LAST_STEP
+from ...engine.row_format import BUCKETS, LAST_STEP, NUMBERS, STATE_TYPES, RowForm
 from ...engine.spec.names import is_folder_name
 from ...engine.spec.tables import FIELD, are_names
 from ...engine.store.folder_state import MANIFEST as MANIFEST
@@ -20,7 +21,7 @@ from ...engine.store.shares import SHARE
 from ...engine.store.table_counts import FIELD as TABLE_ROWS
 from .row_files import MOST_PARTS, RowFile, decode_file, is_deleted
 
-FORMAT = 3  # of a snapshot in parts; one without parts is of format 2
+FORMAT = 3  # of a snapshot in parts, or of rows that are not all float32; any other is of format 2
 ROCKSDB = "rocksdb"  # the folder of a checkpoint's files
 
 Kind = Literal["full", "incremental", "checkpoint"]
@@ -36,6 +37,8 @@ _MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or a mark has room for 
 OF_THE_MARK = ("live", "rows", "shards", TABLE_ROWS, SHARE)  # fields of a mark beside the description of a snapshot
 _MAX_SHARDS = BUCKETS
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
+_STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
+_OWN_FIELDS = ("table", "key", "embedding", "updates", "step")
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -62,7 +65,7 @@ class Manifest:
     `rows`: how many rows the whole table has when the snapshot is loaded. `deleted`: how many keys of deleted rows the
     snapshot's own files have. `files` is ordered by name. `created` is in ns since 1970, UTC. The latest snapshot has
     the largest `sequence`. `id`: 32 hex digits, unique to the snapshot. `parts`: how many parts all rows fall into,
-    each with files of its own; None in format 2.
+    each with files of its own; None for one writer that knows of no others.
     """
 
     kind: Kind
@@ -83,10 +86,10 @@ class Manifest:
         step = self.description["step"]
         return f"<{self.kind} snapshot of {self.description['name']!r}: {self.rows:,} rows at step {step:,}, {files}>"
 
-    @property
-    def width(self) -> int:
-        """Floats in a row, optimizer state included."""
-        return int(self.description["width"])
+    @cached_property
+    def form(self) -> RowForm:
+        """The form of a row, optimizer state included."""
+        return RowForm.described(self.description)
 
     @property
     def own_rows(self) -> int:
@@ -102,7 +105,7 @@ class Manifest:
     def encode(self) -> bytes:
         """The manifest file. Raises ValueError if `decode` would refuse it."""
         fields = dataclasses.asdict(self)
-        if self.parts is None:
+        if self.parts is None and not self.form.is_narrow:
             del fields["parts"]
         data = seal({"format": FORMAT if "parts" in fields else FORMAT - 1, **fields})
         Manifest.decode(data)
@@ -123,15 +126,16 @@ class Manifest:
             value.keys() == (fields if format == FORMAT else fields - {"parts"}) | {"format"},
             "fields are missing or foreign",
         )
-        parts = value.get("parts")
+        check_description(value["description"])
+        form, parts = RowForm.described(value["description"]), value.get("parts")
         _require(
-            format < FORMAT or (_is_count(parts) and 0 < parts <= MOST_PARTS),
+            format < FORMAT or (parts is None and form.is_narrow) or (_is_count(parts) and 0 < parts <= MOST_PARTS),
             f"its parts are {parts!r}, and a snapshot has 1 to {MOST_PARTS}",
         )
+        _require(format == FORMAT or not form.is_narrow, f"rows that are not float32 are of format {FORMAT}")
         kind = value["kind"]
         _require(kind in KINDS, f"its kind is {kind!r}, and there are {', '.join(KINDS)}")
         _require(_is_id(value["id"]), "id is not 32 hex digits")
-        check_description(value["description"])
         _check_room(value["description"])
         for field in ("rows", "deleted", "created", "sequence"):
             _require(_is_count(value[field]), f"{field} is not a count")
@@ -143,8 +147,7 @@ class Manifest:
         _require((rocksdb is not None) == (kind == "checkpoint"), "a checkpoint has RocksDB's files, and no other")
         files = value["files"]
         _require(type(files) is dict and all(type(name) is str for name in files), "files is not a map of names")
-        width = value["description"]["width"]
-        files = {name: decode_file(name, entry, width, parts) for name, entry in sorted(files.items())}
+        files = {name: decode_file(name, entry, form, parts) for name, entry in sorted(files.items())}
         rows, deleted = (sum(file.rows for name, file in files.items() if is_deleted(name) == of) for of in (0, 1))
         _require(deleted == value["deleted"], "deleted is not the sum over the files")
         _require(kind == "incremental" or deleted == 0, "only an incremental snapshot deletes rows")
@@ -196,7 +199,7 @@ def check_description(value: Any) -> None:
     valid = {
         "name": lambda x: type(x) is str,
         "key_type": lambda x: x in ("int32", "int64", "uint64"),
-        "dtype": lambda x: x == "float32",
+        "dtype": lambda x: type(x) is str and x in NUMBERS,
         "columns": lambda x: type(x) is list and all(_is_count(c) and c > 0 for c in x) and 0 < sum(x) <= _MAX_DIM,
         "width": lambda x: _is_count(x) and 0 < x <= _MAX_WIDTH,
         "optimizer": lambda x: x is None or type(x) is str,
@@ -218,9 +221,29 @@ def check_description(value: Any) -> None:
     for field in ("state_widths", "initial"):
         _require(len(value[field]) == len(value["states"]), f"description has no {field!r} for each of its states")
     _require(all(w in (1, dim) for w in widths), "description has 'state_widths' that are neither 1 nor the columns'")
-    width = dim + sum(widths)
+    _check_types(value, dim)
+    width = RowForm.described(value).width
     _require(width == value["width"], "description has a 'width' that is not that of its columns and states")
     _check_rule(value, dim)
+
+
+def _check_types(value: dict[str, Any], dim: int) -> None:
+    """Raises ValueError where the types of states are not valid, or are there although all numbers are float32."""
+    types, widths = value.get(STATE_TYPES), value["state_widths"]
+    if types is None:
+        _require(value["dtype"] == "float32", f"description has no {STATE_TYPES!r}, which go with its 'dtype'")
+        return
+    valid = type(types) is list and len(types) == len(widths) and all(t in ("float32", "bfloat16") for t in types)
+    _require(valid, f"description has no valid {STATE_TYPES!r}")
+    _require({value["dtype"], *types} != {"float32"}, f"description has {STATE_TYPES!r} though all numbers are float32")
+    narrow = [width for width, type in zip(widths, types, strict=True) if type != "float32"]
+    first = types == ["bfloat16"] * len(narrow) + ["float32"] * (len(types) - len(narrow))
+    _require(first and all(w == dim for w in narrow), f"description has {STATE_TYPES!r} of other than the first states")
+    names = value["states"]
+    _require(
+        len({*names}) == len(names) and all(_STATE.fullmatch(name) and name not in _OWN_FIELDS for name in names),
+        "description has 'states' that cannot name fields of a row",
+    )
 
 
 def _check_room(description: dict[str, Any]) -> None:
@@ -251,6 +274,10 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     states = list(zip(kernel.states, kernel.state_widths(dim), strict=True))
     found = list(zip(value["states"], value["state_widths"], strict=True))
     _require(found == states, f"description has 'states' and 'state_widths' {found}, and rule {name!r} has {states}")
+    types = value.get(STATE_TYPES, [])[: len(kernel.element_states)]
+    _require(len({*types}) <= 1, f"description has {STATE_TYPES!r} {types}, and rule {name!r} has one of all of them")
+    of_rows = value.get(STATE_TYPES, [])[len(kernel.element_states) :]
+    _require({*of_rows} <= {"float32"}, f"description has {STATE_TYPES!r} {of_rows} of states that rows have")
     given, most = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last is left out where it is none
     _require(
         given in (0, most - 1, most), f"description has 'hyper' of {given} numbers, and rule {name!r} takes {most - 1}"
@@ -281,7 +308,7 @@ def _require(condition: bool, problem: str) -> None:
 
 def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
     """Whether rows of a table described by `older` are rows of the table described by `newer`."""
-    same = all(older[field] == newer[field] for field in ("width", "key_type", "columns"))
+    same = all(older.get(field) == newer.get(field) for field in ("width", "key_type", "columns", "dtype", STATE_TYPES))
     return same and len(older["tables"]) <= len(newer["tables"])
 
 

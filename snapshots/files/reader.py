@@ -123,7 +123,7 @@ class Snapshot:
         verify_chain(self.chain, progress)
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
-        """Every row of the table as (bucket, rows [n] of `row_dtype(width)`), ordered as by `Tier.scan`.
+        """Every row of the table as (bucket, rows [n] of its `RowForm.dtype`), ordered as by `Tier.scan`.
 
         n is at most `max_rows`, and a chunk at most about 32 MiB, for each snapshot in the chain. Every file's
         presence, size and header is checked before the first chunk, its checksum before its last chunk, and the number

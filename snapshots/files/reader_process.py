@@ -16,7 +16,7 @@ from typing import IO
 import numpy as np
 
 from ...engine import _core
-from ...engine.row_format import Chunks, row_dtype
+from ...engine.row_format import Chunks, RowForm
 from ...engine.store.rocksdb import SCAN_BYTES
 from .reader_child import END, FAILED, HEADER, READY
 
@@ -32,14 +32,14 @@ class NotStartedError(Exception):
     """The other process could not begin to read."""
 
 
-def rows_apart(folder: Path, width: int, shards: int, max_rows: int) -> Chunks:
-    """The rows in `folder` as `RocksDB.scan` yields them, `max_rows` at a time.
+def rows_apart(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
+    """The rows of `form` in `folder`, as `RocksDB.scan` yields their words, `max_rows` at a time.
 
     Raises ApartError, NotStartedError, OSError.
     """
-    dtype = row_dtype(width)
+    dtype = form.dtype
     most = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
-    with _child(folder, width, shards, most) as (rows_from, said_to, process):
+    with _child(folder, form.width, shards, most) as (rows_from, said_to, process):
         if rows_from.read(HEADER.size) != HEADER.pack(READY, 0):
             rows_from.close()  # a process that is not our reader may write for ever
             status = _status_of(process)

@@ -37,7 +37,7 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
     for name, entry in files.items():
         _check_file(folder, name, entry)
     try:
-        yield from rows_apart(folder / ROCKSDB, manifest.width, manifest.rocksdb.shards, max_rows)
+        yield from rows_apart(folder / ROCKSDB, manifest.form, manifest.rocksdb.shards, max_rows)
     except ApartError as error:
         if (of_system := cause_of(error)) is not None:
             raise unread(folder / ROCKSDB, of_system, folder) from error

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine import _core
-from ...engine.row_format import BUCKETS, KEY, Rows, row_dtype
+from ...engine.row_format import BUCKETS, KEY, RowForm, Rows
 
-HEADER_BYTES = 256
+_HEADER_STEP = 256  # bytes
 MOST_PARTS = 1024
 
 _NAME = re.compile(r"(bucket|deleted)-([0-9]{2})(?:-([0-9]{4}))?\.npy")
@@ -80,7 +80,7 @@ def part_of(name: str) -> int | None:
     return int(words[2]) if len(words) > 2 else None
 
 
-def decode_file(name: str, entry: Any, width: int, parts: int | None) -> RowFile:
+def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowFile:
     """What a manifest says of a file, of so many parts. Raises ValueError."""
     match = _NAME.fullmatch(name)
     if match is None or int(match[2]) >= BUCKETS or (parts is None) != (match[3] is None):
@@ -92,7 +92,7 @@ def decode_file(name: str, entry: Any, width: int, parts: int | None) -> RowFile
     if not all(type(number) is int and 0 <= number < _MAX_COUNT for number in entry.values()):
         raise ValueError(f"the entry of {name} is not made of counts")
     file = RowFile(**entry)
-    if file.rows == 0 or file.bytes != HEADER_BYTES + file.rows * dtype_of(name, width).itemsize:
+    if file.rows == 0 or file.bytes != file_bytes(dtype_of(name, form), file.rows):
         raise ValueError(f"rows and bytes of {name} disagree")
     return file
 
@@ -106,13 +106,27 @@ def row_check(description: dict[str, Any], bucket: int, part: Part | None = None
     return _core.RowCheck(bucket, len(description["tables"]), description["key_type"] == "int32", number, of)
 
 
-def dtype_of(name: str, width: int) -> np.dtype[np.void]:
+def dtype_of(name: str, form: RowForm) -> np.dtype[np.void]:
     """The dtype of the array in a file that a manifest names."""
-    return KEY if is_deleted(name) else row_dtype(width)
+    return KEY if is_deleted(name) else form.dtype
+
+
+def header_bytes(dtype: np.dtype[np.void]) -> int:
+    """The bytes of the header of a row file, whatever the count of its rows: 256 where all numbers are float32."""
+    return -(-(len(_description(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
+
+
+def file_bytes(dtype: np.dtype[np.void], rows: int) -> int:
+    """The bytes of a row file."""
+    return header_bytes(dtype) + rows * dtype.itemsize
 
 
 def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
-    """The header of a row file, HEADER_BYTES long whatever the count, the same for every NumPy version."""
-    text = f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({rows},), }}"
-    magic = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
-    return magic + text.encode().ljust(HEADER_BYTES - len(magic) - 1) + b"\n"
+    """The header of a row file, the same for every NumPy version."""
+    size = header_bytes(dtype)
+    magic = b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little")
+    return magic + _description(dtype, rows).ljust(size - len(magic) - 1) + b"\n"
+
+
+def _description(dtype: np.dtype[np.void], rows: int) -> bytes:
+    return f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({rows},), }}".encode()

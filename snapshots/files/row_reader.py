@@ -16,7 +16,7 @@ from ...engine.durable import open_regular
 from ...engine.row_format import Chunks, Rows
 from .format import Manifest
 from .merged import merged
-from .row_files import HEADER_BYTES, Part, RowFile, bucket_of, dtype_of, npy_header, part_of, row_check
+from .row_files import Part, RowFile, bucket_of, dtype_of, header_bytes, npy_header, part_of, row_check
 from .threads import ahead
 from .unread import SnapshotError, damaged, unread
 
@@ -86,14 +86,14 @@ class RowReader:
     ) -> Generator[Piece, None, None]:
         # read, not mapped: a failing disk raises here, where a mapping would kill the process
         for name, entry in files.items():
-            dtype = dtype_of(name, self._manifest.width)
+            dtype = dtype_of(name, self._manifest.form)
             limit = max(1, min(max_rows, max_bytes // dtype.itemsize))
             for begin in range(0, entry.rows, limit):
                 rows = np.empty(min(limit, entry.rows - begin), dtype)
                 data = rows.view(np.uint8).data
                 with self._open(name, entry) as file:  # for each piece: a bucket may have as many files as ranks wrote
                     try:
-                        file.seek(HEADER_BYTES + begin * dtype.itemsize)
+                        file.seek(header_bytes(dtype) + begin * dtype.itemsize)
                         got = file.readinto(data)  # type: ignore[attr-defined]
                     except OSError as error:
                         raise unread(self._folder / name, error, self._folder) from error
@@ -107,10 +107,10 @@ class RowReader:
             file = open_regular(self._folder / name)
         except OSError as error:
             raise unread(self._folder / name, error, self._folder) from error
-        size = os.fstat(file.fileno()).st_size
+        size, dtype = os.fstat(file.fileno()).st_size, dtype_of(name, self._manifest.form)
         if size != entry.bytes:
             problem = f"it has {size} bytes instead of {entry.bytes}"
-        elif file.read(HEADER_BYTES) != npy_header(dtype_of(name, self._manifest.width), entry.rows):
+        elif file.read(header_bytes(dtype)) != npy_header(dtype, entry.rows):
             problem = "its header is not that of these rows"
         else:
             return file

@@ -15,8 +15,18 @@ import numpy as np
 
 from ...engine import _core
 from ...engine.errors import SnapshotError
-from ...engine.row_format import BUCKETS, Change, Rows
-from .row_files import HEADER_BYTES, Part, RowFile, bucket_file, deleted_file, dtype_of, npy_header, row_check
+from ...engine.row_format import BUCKETS, Change, RowForm, Rows
+from .row_files import (
+    Part,
+    RowFile,
+    bucket_file,
+    deleted_file,
+    dtype_of,
+    file_bytes,
+    header_bytes,
+    npy_header,
+    row_check,
+)
 from .threads import Behind
 
 Progress = Callable[[int], None]
@@ -68,7 +78,7 @@ def _write_files(
 ) -> dict[str, RowFile]:
     """Write each bucket's rows to its file. The next chunk is made while earlier ones are written and synced."""
     files: dict[str, _File] = {}
-    previous, width = -1, description["width"]
+    previous, form = -1, RowForm.described(description)
     with ExitStack() as opened, Behind() as syncing, Behind() as writing:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
             if not previous < bucket < BUCKETS:
@@ -77,7 +87,7 @@ def _write_files(
                 )
             previous, name = bucket, name_of(bucket, None if part is None else part.number)
             file = None
-            for rows in _checked(bucket, dtype_of(name, width), row_check(description, bucket, part), group):
+            for rows in _checked(bucket, dtype_of(name, form), row_check(description, bucket, part), group):
                 if file is None:
                     file = files[name] = opened.enter_context(closing(_File(folder / name, rows.dtype)))
                 writing.do(partial(file.write, rows))
@@ -94,7 +104,7 @@ class _File:
     def __init__(self, path: Path, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
         self._file = path.open("xb")
-        self._file.write(bytes(HEADER_BYTES))  # room for the header, which needs the count
+        self._file.write(bytes(header_bytes(dtype)))  # room for the header, which needs the count
         self._count = self._checksum = 0
 
     def write(self, rows: Rows) -> None:
@@ -119,7 +129,7 @@ class _File:
 
     @property
     def entry(self) -> RowFile:
-        return RowFile(self._count, HEADER_BYTES + self._count * self._dtype.itemsize, self._checksum)
+        return RowFile(self._count, file_bytes(self._dtype, self._count), self._checksum)
 
 
 def _checked(

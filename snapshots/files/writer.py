@@ -12,7 +12,7 @@ from typing import Any
 
 from ...engine.durable import UnsyncedError, made_aside, remove_leftovers
 from ...engine.errors import SnapshotError
-from ...engine.row_format import Change, Rows
+from ...engine.row_format import Change, RowForm, Rows
 from .format import LAST_SEQUENCE, MANIFEST, Kind, Manifest, Parent, RocksDBFiles, check_description, check_name
 from .may_replace import check_replaceable
 from .reader import Snapshot, list_snapshots
@@ -30,7 +30,7 @@ def write_snapshot(
 ) -> Manifest:
     """Write the full snapshot `folder`, its last part the name; parents are created. One writer at a time in a parent.
 
-    `chunks` are (bucket, rows [n] of `row_dtype(width)`): buckets ascending, within one (table, key) strictly
+    `chunks` are (bucket, rows [n] of `RowForm.dtype`): buckets ascending, within one (table, key) strictly
     ascending, as `Tier.scan` yields them; a few are held while they are written. `progress` is told how many rows each
     chunk added. When this returns, the snapshot is durable; when it raises, nothing of it is left, or the error says
     that it is there and may not outlive a power loss. With `overwrite` it takes the place of a snapshot of that name,
@@ -69,10 +69,10 @@ def write_incremental(
 
 def check_over(folder: Path, parent: Snapshot, description: dict[str, Any]) -> None:
     """Raises SnapshotError where the new snapshot `folder` cannot go over `parent`."""
-    if description["width"] != parent.manifest.width:
+    if RowForm.described(description).dtype != parent.manifest.form.dtype:
         raise SnapshotError(
-            f"snapshot {folder.name!r} cannot go over {parent.name!r}, whose rows have another width: its optimizer "
-            'has another state. Save it with kind="full"'
+            f"snapshot {folder.name!r} cannot go over {parent.name!r}, whose rows have another form: its optimizer "
+            'has another state, or numbers another dtype. Save it with kind="full"'
         )
     if folder.name == parent.name:
         raise SnapshotError(

@@ -82,7 +82,8 @@ def compare(
     if isinstance(was, dict) and isinstance(now, dict):
         numbers = _differing(was, now)
         fields["hyper"] = ({n: was[n] for n in was if n in numbers}, {n: now[n] for n in now if n in numbers})
-    counter = _Counter(Comparison(fields, names), Columns(new), not fields.keys() & {"states", "state_widths"}, first)
+    same_state = not fields.keys() & {"states", "state_widths"}
+    counter = _Counter(Comparison(fields, names), Columns(old), Columns(new), same_state, first)
     for _, left, right in aligned(before.chunks(), after.chunks()):
         counter.add(left, right)
         if progress is not None:
@@ -96,13 +97,13 @@ def _differing(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any,
 
 
 class _Counter:
-    def __init__(self, result: Comparison, columns: Columns, same_state: bool, first: int) -> None:
+    def __init__(self, result: Comparison, old: Columns, new: Columns, same_state: bool, first: int) -> None:
         self.result = result
-        self._columns = columns
+        self._columns, self._before = new, old.form
         self._same_state = same_state
-        self._places = columns.floats if same_state else {EMBEDDING: columns.floats[EMBEDDING]}
+        self._names = list(new.form.counts) if same_state else [EMBEDDING]
         self._first = first
-        result.largest = dict.fromkeys(self._places, 0.0)
+        result.largest = dict.fromkeys(self._names, 0.0)
 
     def add(self, left: Rows | None, right: Rows | None) -> None:
         """Compare the rows of one range of keys."""
@@ -122,8 +123,8 @@ class _Counter:
         if not self._same_state:
             changed[:] = True
         largest = {}
-        for name, place in self._places.items():
-            largest[name] = _largest(old["values"][:, place], new["values"][:, place], changed)
+        for name in self._names:
+            largest[name] = _largest(self._before.numbers(old, name), self._columns.form.numbers(new, name), changed)
             self.result.largest[name] = max(self.result.largest[name], float(largest[name].max(initial=0.0)))
         self.result.same += len(new) - int(changed.sum())
         self._count("changed", new[changed], largest[EMBEDDING][changed])

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from ...engine import _core
 from ...engine.errors import InputError, StoreError
-from ...engine.row_format import Chunks, row_dtype
+from ...engine.row_format import KEY as ROW_NAME
+from ...engine.row_format import Chunks, RowForm
 from ...engine.spec.tables import choices, names_in, numbered, table_number
 from ...engine.store.folder import StoreFolder
 from ...engine.store.shares import SHARE, share_folder
@@ -20,7 +21,7 @@ from ..files.reader import Snapshot
 from ..files.row_files import bucket_file, deleted_file
 from ..store.closed_store import marked
 
-Row = NDArray[np.void]  # [1] of `row_dtype`
+Row = NDArray[np.void]  # [1] of the `RowForm.dtype` of its description
 
 
 def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
@@ -39,7 +40,7 @@ def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None
             raise StoreError(f"rank {owner} of {ranks} has that row, if it was written: give its share, {str(place)!r}")
     if mark["live"] == "rows":
         return _find(Snapshot.open(store.live), number, bits), mark
-    return _find_in_rocksdb(store.live, mark["width"], mark["shards"], number, bits), mark
+    return _find_in_rocksdb(store.live, RowForm.described(mark), mark["shards"], number, bits), mark
 
 
 def snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
@@ -112,15 +113,15 @@ def _among(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
     return found
 
 
-def _find_in_rocksdb(folder: Path, width: int, shards: int, table: int, key: int) -> Row | None:
+def _find_in_rocksdb(folder: Path, form: RowForm, shards: int, table: int, key: int) -> Row | None:
     from ...engine.store.rocksdb import RocksDB  # loaded only where RocksDB holds the rows
 
-    row = np.zeros(1, row_dtype(width))
+    row = np.zeros(1, form.dtype)
     row["table"], row["key"] = table, key
     line = np.zeros(-(-row.dtype.itemsize // 16) * 2, np.uint64)  # no shorter than a line: it lacks table and key
-    with closing(RocksDB(folder, width, shards, read_only=True)) as tier:
+    with closing(RocksDB(folder, form.width, shards, read_only=True)) as tier:
         found = tier.read(row["table"].copy(), row["key"].copy(), np.array([line.ctypes.data], np.uint64))
     if not found[0]:
         return None
-    row.view(np.uint8)[12:] = line.view(np.uint8)[: row.dtype.itemsize - 12]
+    row.view(np.uint8)[ROW_NAME.itemsize :] = line.view(np.uint8)[: form.dtype.itemsize - ROW_NAME.itemsize]
     return row

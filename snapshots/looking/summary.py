@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...engine.row_format import EMBEDDING, RowForm
 from ..files.reader import Snapshot
 
 NORM_EDGES = np.concatenate([[0.0], np.logspace(-20, 20, 80_001)])  # each edge 0.12 % over the one before
@@ -22,7 +23,7 @@ class Summary:
 
     `tables`, `updates`: how many rows have each value. `norms` [80,001]: how many rows have a Euclidean norm of the
     embedding between two of `NORM_EDGES`. `not_finite`: how many have NaN or an infinity in the embedding, and no norm.
-    `first`: the first rows, of `row_dtype`.
+    `first`: the first rows, of the snapshot's `RowForm.dtype`.
     """
 
     tables: Counter[int] = field(default_factory=Counter)
@@ -49,11 +50,11 @@ class Summary:
             "not_finite": self.not_finite,
         }
 
-    def add(self, rows: NDArray[np.void], dim: int) -> None:
-        """Count rows whose embedding has `dim` columns."""
+    def add(self, rows: NDArray[np.void], form: RowForm) -> None:
+        """Count rows of a form."""
         _count(self.tables, rows["table"])
         _count(self.updates, rows["updates"])
-        embedding = rows["values"][:, :dim]
+        embedding = form.numbers(rows, EMBEDDING)
         finite = np.isfinite(embedding).all(axis=1)
         self.not_finite += len(rows) - int(finite.sum())
         norms = np.sqrt(np.square(embedding[finite].astype(np.float64)).sum(axis=1))
@@ -67,9 +68,9 @@ class Summary:
 def summarise(snapshot: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0) -> Summary:
     """The summary of all rows of a snapshot, with the `first` rows. Raises SnapshotError."""
     summary = Summary()
-    dim = sum(snapshot.description["columns"])
+    form = snapshot.manifest.form
     for _, rows in snapshot.chunks():
-        summary.add(rows, dim)
+        summary.add(rows, form)
         summary.first.extend(rows[: first - len(summary.first)].copy())
         if progress is not None:
             progress(len(rows))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.row_format import Chunks
+from ...engine.row_format import Chunks, RowForm
 from ...engine.store.folder import StoreFolder
 from ...engine.store.shares import RANKS, share_folder
 from ..files.format import OF_THE_MARK, Manifest, check_name
@@ -34,7 +34,9 @@ def save_live(
         from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
 
         with closing(RocksDB(store.live, mark["width"], mark["shards"], options=_AS_IS)) as tier:
-            return save_held(store, name, kind, Held(description, mark["rows"], tier.scan, tier), progress, overwrite)
+            form = RowForm.described(mark)
+            held = Held(description, mark["rows"], lambda: form.of_words(tier.scan()), tier)
+            return save_held(store, name, kind, held, progress, overwrite)
     with live_rows(store, mark) as chunks:
         return save_held(store, name, kind, Held(description, mark["rows"], lambda: chunks), progress, overwrite)
 
@@ -101,7 +103,7 @@ def live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
         from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
 
         with closing(RocksDB(store.live, mark["width"], mark["shards"], options=_AS_IS)) as tier:
-            yield tier.scan()
+            yield RowForm.described(mark).of_words(tier.scan())
     else:
         raise StoreError(f"the mark of {str(store.path)!r} has an unknown live={mark.get('live')!r}: upgrade tierbed")
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import InputError
-from ...engine.row_format import Chunks, row_dtype
+from ...engine.row_format import EMBEDDING, STATE_TYPES, Chunks, RowForm
+from .converted import Types, converted, converted_description
 
 if TYPE_CHECKING:
     from ..files.reader import Snapshot
@@ -32,19 +33,22 @@ class Selection:
     """The part of a snapshot to load.
 
     `tables`: indexes, or names until `fitting` finds their indexes. `where`: a function of (tables [n], keys [n]) that
-    gives bool [n], the rows to load. `state`: whether the optimizer's state is loaded. `padding`: the 64 bits of the
-    padding, which is no key of the table.
+    gives bool [n], the rows to load. `state`: whether the optimizer's state is loaded. `convert`: whether numbers of
+    another type are converted, to `types`, which `fitting` finds. `padding`: the 64 bits of the padding, which is no
+    key of the table.
     """
 
     tables: Collection[int | str] | None = None
     where: Where | None = None
     state: bool = True
     padding: int | None = None
+    convert: bool = False
+    types: Types | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Whether the selection is the whole snapshot."""
-        return self.has_every_row and self.state
+        """Whether the selection is the whole snapshot, bit by bit."""
+        return self.has_every_row and self.state and self.types is None
 
     @property
     def has_every_row(self) -> bool:
@@ -53,6 +57,8 @@ class Selection:
 
     def description(self, description: dict[str, Any]) -> dict[str, Any]:
         """The description of the selected rows; without state, of a table that no optimizer has trained."""
+        if self.types is not None:
+            description = converted_description(description, self.types)
         if self.state:
             return description
         bare: dict[str, Any] = {
@@ -63,7 +69,10 @@ class Selection:
             "hyper": [],
             "step": 0,
         }
-        return {**description, **bare, "width": sum(description["columns"])}
+        if description["dtype"] != "float32":
+            bare[STATE_TYPES] = []
+        kept = {name: value for name, value in description.items() if name != STATE_TYPES}
+        return {**kept, **bare, "width": RowForm(sum(kept["columns"]), kept["dtype"]).width}
 
     def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
         """The selected rows of a snapshot, counted in `report`; without state, as a lookup sees them.
@@ -80,13 +89,16 @@ class Selection:
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
         """The selected rows of a snapshot, counted in `report`."""
         signed = description["key_type"] != "uint64"
-        dim = sum(description["columns"])
+        form = RowForm.described(description)
+        if self.types is not None:
+            old, form = form, RowForm.described(converted_description(description, self.types))
+            chunks = converted(chunks, old, form)
         for bucket, rows in chunks:
             taken = self._taken(rows, signed)
             report.left_out += len(rows) - len(taken)
             report.rows += len(taken)
             if len(taken):
-                yield bucket, taken if self.state else _bare(taken, dim)
+                yield bucket, taken if self.state else _bare(taken, form)
 
     def _taken(self, rows: NDArray[np.void], signed: bool) -> NDArray[np.void]:
         if self.tables is not None:
@@ -115,9 +127,10 @@ def _told(chunks: Chunks, progress: Callable[[int], None] | None) -> Chunks:
             progress(len(rows))
 
 
-def _bare(rows: NDArray[np.void], dim: int) -> NDArray[np.void]:
-    bare = np.empty(len(rows), row_dtype(dim))
+def _bare(rows: NDArray[np.void], form: RowForm) -> NDArray[np.void]:
+    alone = RowForm(form.dim, form.fields[0].type)
+    bare = np.zeros(len(rows), alone.dtype)
     for name in ("table", "key", "updates"):
         bare[name] = rows[name]
-    bare["values"], bare["step"] = rows["values"][:, :dim], 0
+    alone.set_numbers(bare, EMBEDDING, form.numbers(rows, EMBEDDING))
     return bare

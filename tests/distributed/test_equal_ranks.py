@@ -23,6 +23,9 @@ ON_DEVICES = [
 ]
 
 
+TYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)]
+
+
 def on_rank(world: World, case: Case, path: Path) -> Trained:
     return train(case, path / "ranks", world)
 
@@ -42,6 +45,7 @@ def check(case: Case, path: Path, run: Callable[..., list[Trained]] = run_ranks)
 
 @pytest.mark.pairs
 @pytest.mark.rotated("optimizer")
+@pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("ahead", [0, 8])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("output", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -49,9 +53,16 @@ def check(case: Case, path: Path, run: Callable[..., list[Trained]] = run_ranks)
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_equal_runs(
-    tmp_path: Path, ranks: int, store: str, optimizer: str, output: torch.dtype, threads: int, ahead: int
+    tmp_path: Path,
+    ranks: int,
+    store: str,
+    optimizer: str,
+    output: torch.dtype,
+    threads: int,
+    ahead: int,
+    types: tuple[torch.dtype, torch.dtype],
 ) -> None:
-    found = check(Case(ranks, store, optimizer, output, threads, ahead), tmp_path)
+    found = check(Case(ranks, store, optimizer, output, threads, ahead, types=types), tmp_path)
     if ahead and ranks > 1:
         assert all(one.hits >= 4 for one in found), "a step took no batch that was announced"
 
@@ -71,7 +82,8 @@ def test_equal_runs_of_uneven_parts(tmp_path: Path, ahead: int) -> None:
     ],
 )
 def test_equal_runs_on_devices(tmp_path: Path, store: str, optimizer: str, output: torch.dtype, ahead: int) -> None:
-    found = check(Case(2, store, optimizer, output, 1, ahead), tmp_path, run_device_ranks)
+    types = (output, torch.bfloat16 if output == torch.float16 else torch.float32)
+    found = check(Case(2, store, optimizer, output, 1, ahead, types=types), tmp_path, run_device_ranks)
     if ahead:
         assert all(one.hits >= 4 for one in found), "a step took no batch that was announced"
 

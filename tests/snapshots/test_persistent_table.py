@@ -104,7 +104,7 @@ def test_storage_dim_tells_whether_optimizer_state_is_read(tmp_path: Path) -> No
         seen = embedding.get(torch.arange(6)).numpy()
     snapshot = Snapshot.open(tmp_path / "rows" / "snapshots" / "s")
     raw = np.concatenate([rows for _, rows in snapshot.chunks()])
-    path, width = tmp_path / "rows", snapshot.manifest.width
+    path, width = tmp_path / "rows", snapshot.manifest.form.width
     assert read_all(path, "s", *KINDS, DIM) == ordered(np.arange(6), seen)
     assert read_all(path, "s", *KINDS, width) == ordered(raw["key"], raw["values"])
     with pytest.raises(

@@ -216,7 +216,7 @@ def test_a_row_state_takes_one_float(tmp_path: Path) -> None:
         description(4, columns=[3], optimizer="rowwise_adagrad", state_widths=[1]),
         [(0, make_rows(4, 5, bucket=0))],
     )
-    assert manifest.width == 4
+    assert manifest.form.width == 4
 
 
 def test_missing_snapshot_names_those_that_exist(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tierbed.engine import SnapshotError, TierbedError
 from tierbed.engine.durable import MAX_SEALED, seal, unseal
 from tierbed.snapshots import Manifest, Snapshot, list_snapshots
 from tierbed.snapshots.files.difference import changes_between
-from tierbed.snapshots.files.row_files import HEADER_BYTES, npy_header
+from tierbed.snapshots.files.row_files import npy_header
 
 MANIFEST = "manifest.msgpack"
 MB = 1 << 20
@@ -178,13 +178,13 @@ CLAIMED = 1 << 40  # rows, 44 TB of them
 
 def claim_rows(folder: Path, kind: str) -> None:
     """It claims rows that are not there, in the manifest and in each header."""
-    itemsize = Snapshot.open(folder).manifest.width * 4 + 20
+    itemsize = Snapshot.open(folder).manifest.form.dtype.itemsize
 
     def change(content: dict[str, Any]) -> None:
         content["rows"] = CLAIMED
         for name, file in content["files"].items():
             if name.startswith("bucket"):
-                file |= {"rows": CLAIMED, "bytes": HEADER_BYTES + CLAIMED * itemsize}
+                file |= {"rows": CLAIMED, "bytes": 256 + CLAIMED * itemsize}
         if kind == "full":
             content["rows"] = CLAIMED * len(content["files"])
 
@@ -193,7 +193,7 @@ def claim_rows(folder: Path, kind: str) -> None:
     for name in manifest.files:
         if name.startswith("bucket"):
             with (folder / name).open("r+b") as file:
-                file.write(npy_header(np.dtype(f"V{itemsize}"), CLAIMED)[:HEADER_BYTES])
+                file.write(npy_header(np.dtype(f"V{itemsize}"), CLAIMED))
 
 
 def load_claims(path: Path, store: str, snapshots: Path) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from support.optimizers import OPTIMIZERS
 from tierbed import engine
 from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.row_format import row_dtype
 from tierbed.engine.spec.inputs import Lookup
 from tierbed.engine.table.table import OpenTable
 
@@ -31,9 +30,10 @@ def make(
     name: str = "rows",
     key_type: torch.dtype = torch.int64,
     tables: int = len(TABLES),
+    dtype: torch.dtype = torch.float32,
     **more: Any,
 ) -> MultiTableEmbedding:
-    embedding = MultiTableEmbedding(name, DIM, torch.float32, key_type, TABLES[:tables], store_options, **more)
+    embedding = MultiTableEmbedding(name, DIM, dtype, key_type, TABLES[:tables], store_options, **more)
     if optimizer is not None:
         attach(embedding, optimizer)
     return embedding
@@ -75,7 +75,7 @@ def train(
 def contents(embedding: MultiTableEmbedding) -> NDArray[np.void]:
     """Every row with optimizer state and lifecycle record, in the order of a scan."""
     table = embedding._table()
-    return np.concatenate([np.empty(0, row_dtype(table.layout.width)), *(rows.copy() for _, rows in table.scan())])
+    return np.concatenate([np.empty(0, table.form.dtype), *(rows.copy() for _, rows in table.scan())])
 
 
 def held(embedding: MultiTableEmbedding) -> dict[tuple[int, int], list[float]]:

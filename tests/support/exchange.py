@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from support.embeddings import DIM
-from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.exchange.columns import Columns
 from tierbed.snapshots.exchange.importing import import_snapshot
@@ -22,7 +21,7 @@ VALUES = np.random.default_rng(0).normal(size=(40, DIM)).astype(np.float32)
 
 
 def whole(snapshot: Snapshot) -> NDArray[np.void]:
-    empty = np.empty(0, row_dtype(snapshot.manifest.width))
+    empty = np.empty(0, snapshot.manifest.form.dtype)
     return np.concatenate([empty, *(rows for _, rows in snapshot.chunks())])
 
 

@@ -30,6 +30,7 @@ class Case(NamedTuple):
     ahead: int
     steps: int = 5
     uneven: bool = False  # whether parts differ in size, each size a compiled step
+    types: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)  # of rows and of their state
 
 
 class Trained(NamedTuple):
@@ -55,8 +56,9 @@ class Parts(Graph):
         def rows(name: str, dim: int, store: str) -> MultiTableEmbedding:
             place = path / name if store.startswith("ssd") else None
             given = options(store, place)
+            dtype, state = case.types
             return MultiTableEmbedding(
-                name, dim, torch.float32, torch.int64, tables, given, None, PADDING, 7, case.output, world
+                name, dim, dtype, torch.int64, tables, given, None, PADDING, 7, case.output, world, state
             )
 
         self.items, self.wide = rows("items", 8, case.store), rows("wide", 4, "host")
