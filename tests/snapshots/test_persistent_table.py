@@ -198,7 +198,7 @@ def test_rows_wait_in_a_part_for_each_bucket_without_names(tmp_path: Path, monke
     monkeypatch.setattr(sorting, "chunk_rows", lambda width: 100)
     rows = np.zeros(64 * 150, row_dtype(2))
     rows["key"] = np.random.default_rng(0).permutation(len(rows))
-    with RowSorter(tmp_path / "new", 2) as sorter:
+    with RowSorter(tmp_path / "new", row_dtype(2)) as sorter:
         for begin in range(0, len(rows), 1000):
             sorter.add(rows[begin : begin + 1000])
         assert os.listdir(tmp_path / "new") == []
@@ -257,7 +257,7 @@ def test_arguments_that_are_not_the_tables_are_refused(tmp_path: Path) -> None:
             maker(path, name, torch.int64, torch.float32, DIM)
         with pytest.raises(InputError, match="storage_dim=6"):
             maker(path, name, torch.uint64, torch.float32, 6)
-        with pytest.raises(OptionError, match="dtype="):
+        with pytest.raises(OptionError, match="value_type="):
             maker(path, name, torch.uint64, torch.float16, DIM)
         with pytest.raises(OptionError, match="key_type="):
             maker(path, name, torch.int16, torch.float32, DIM)

@@ -17,7 +17,11 @@ from support.optimizers import OPTIMIZERS
 from support.stores import ONE_SET_MB, STORES, options
 from tierbed.graph import Graph
 
+Types = tuple[torch.dtype, torch.dtype]
+
 STEPS, BATCH, FIELDS = 8, 24, 3
+FLOAT32: Types = torch.float32, torch.float32
+TYPES = [FLOAT32, (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
 CACHED = ["cached_host", "ssd", "ssd_host"]
 
 
@@ -27,10 +31,15 @@ def id_batches() -> Tensor:
     return (torch.rand(STEPS, BATCH, FIELDS, generator=generator) ** 4 * 300).to(torch.int64)
 
 
-def run(store_options: Any, optimizer: str, ahead: int = 0) -> tuple[list[bytes], bytes]:
-    """The loss of each step, and all that the table holds in the end. So many steps `ahead` are announced."""
+def run(store_options: Any, optimizer: str, ahead: int = 0, types: Types = FLOAT32) -> tuple[list[bytes], bytes]:
+    """The loss of each step, and all that the table holds in the end. So many steps `ahead` are announced.
+
+    types: of rows and of their state.
+    """
     torch.manual_seed(3)
-    embedding = make(store_options, name=f"{store_options.store}-{optimizer}")
+    dtype, state_dtype = types
+    name = f"{store_options.store}-{optimizer}"
+    embedding = make(store_options, name=name, dtype=dtype, state_dtype=state_dtype)
     net = nn.Sequential(nn.Flatten(), nn.Linear(FIELDS * DIM, 16), nn.ReLU(), nn.Linear(16, 1))
     kind, settings = OPTIMIZERS[optimizer]
     optimizers = [kind(embedding.parameters(), **settings), torch.optim.Adam(net.parameters(), lr=0.01)]  # type: ignore[arg-type]
@@ -54,42 +63,53 @@ def run(store_options: Any, optimizer: str, ahead: int = 0) -> tuple[list[bytes]
 
 
 @pytest.fixture(scope="module")
-def expected() -> Callable[[str], tuple[list[bytes], bytes]]:
-    known: dict[str, Any] = {}
+def expected() -> Callable[..., tuple[list[bytes], bytes]]:
+    known: dict[Any, Any] = {}
 
-    def in_memory(optimizer: str) -> tuple[list[bytes], bytes]:
-        if optimizer not in known:
-            known[optimizer] = run(options("device"), optimizer)
-        return known[optimizer]
+    def in_memory(optimizer: str, types: Types = FLOAT32) -> tuple[list[bytes], bytes]:
+        if (optimizer, types) not in known:
+            known[optimizer, types] = run(options("device"), optimizer, types=types)
+        return known[optimizer, types]
 
     return in_memory
 
 
+@pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise"])
 @pytest.mark.parametrize("store", ["cached_host", "ssd_host"])
 def test_losses_rows_and_state_do_not_depend_on_the_store(
-    tmp_path: Path, store: str, optimizer: str, expected: Any
+    tmp_path: Path, store: str, optimizer: str, types: Types, expected: Any
 ) -> None:
-    assert run(options(store, tmp_path), optimizer) == expected(optimizer)
+    assert run(options(store, tmp_path), optimizer, types=types) == expected(optimizer, types)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("store", STORES[1:])
 def test_losses_rows_and_state_of_every_optimizer_do_not_depend_on_the_store(
-    tmp_path: Path, store: str, optimizer: str, expected: Any
+    tmp_path: Path, store: str, optimizer: str, types: Types, expected: Any
 ) -> None:
-    assert run(options(store, tmp_path), optimizer, ahead=2) == expected(optimizer)
+    assert run(options(store, tmp_path), optimizer, ahead=2, types=types) == expected(optimizer, types)
 
 
 def cached_run(
-    path: Path, store: str, sets: int, policy: str, threads: int, ahead: int, set_threads: Callable[[int], None]
+    path: Path,
+    store: str,
+    sets: int,
+    policy: str,
+    threads: int,
+    ahead: int,
+    set_threads: Callable[[int], None],
+    types: Types = FLOAT32,
 ) -> tuple[list[bytes], bytes]:
     set_threads(threads)
-    return run(options(store, path, sets * ONE_SET_MB, cache_policy=policy), "adam", ahead)
+    return run(options(store, path, sets * ONE_SET_MB, cache_policy=policy), "adam", ahead, types)
 
 
 # every pair of values meets
+@pytest.mark.rotated("types")
+@pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize(
     ("store", "sets", "policy", "threads", "ahead"),
     [
@@ -111,10 +131,12 @@ def test_losses_rows_and_state_do_not_depend_on_the_cache_on_threads_and_on_hint
     policy: str,
     threads: int,
     ahead: int,
+    types: Types,
     expected: Any,
     native_threads: Callable[[int], None],
 ) -> None:
-    assert cached_run(tmp_path, store, sets, policy, threads, ahead, native_threads) == expected("adam")
+    found = cached_run(tmp_path, store, sets, policy, threads, ahead, native_threads, types)
+    assert found == expected("adam", types)
 
 
 @pytest.mark.slow
