@@ -71,6 +71,9 @@ def load(
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave optimizer state out, to train on with another optimizer.")
     ] = False,
+    convert: Annotated[
+        bool, typer.Option("--convert", help="Convert numbers to the dtype of the live rows, where theirs is another.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Make a snapshot the live rows, in place of those there: the next training run resumes from it.
@@ -85,7 +88,7 @@ def load(
     begin = time.monotonic()
     with hold(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
-        selection = Selection(tables=check_tables(table, snapshot), state=not weights_only)
+        selection = Selection(tables=check_tables(table, snapshot), state=not weights_only, convert=convert)
         with progress("loading", snapshot.manifest.rows) as told:
             live, taken = load_live(folder, snapshot, told, selection)
     report("loaded", name, live, begin, as_json, left_out=taken.left_out)

@@ -81,6 +81,7 @@ class RowForm:
         for name, count, of in zip(states, state_widths, types, strict=True):
             fields.append(Field(name, count, of, fields[-1].end))
         self.fields = tuple(fields)
+        self._by_name = {field.name: field for field in fields}
         self.width = fields[-1].end // WORD
         self.is_narrow = any(field.type != "float32" for field in fields)
         self.dtype = self._named() if self.is_narrow else row_dtype(self.width)
@@ -108,7 +109,7 @@ class RowForm:
 
     def numbers(self, rows: Rows, name: str) -> NDArray[np.float32]:
         """Field `name` of rows [n] of `dtype`: float32 [n, count], exact. The memory may be that of the rows."""
-        field = self._field(name)
+        field = self._by_name[name]
         if not self.is_narrow:
             values: NDArray[np.float32] = rows["values"][:, field.begin // WORD : field.end // WORD]
             return values
@@ -116,14 +117,11 @@ class RowForm:
 
     def set_numbers(self, rows: Rows, name: str, values: NDArray[np.float32]) -> None:
         """Set field `name` of rows [n] of `dtype` to values [n, count], rounded to nearest even."""
-        field = self._field(name)
+        field = self._by_name[name]
         if not self.is_narrow:
             rows["values"][:, field.begin // WORD : field.end // WORD] = values
         else:
             rows[name] = narrowed(values, field.type)
-
-    def _field(self, name: str) -> Field:
-        return next(field for field in self.fields if field.name == name)
 
     def _named(self) -> np.dtype[np.void]:
         fields: list[tuple[Any, ...]] = [("table", "<u4"), ("key", "<u8")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,9 +50,8 @@ class Columns:
         self.key_dtype: np.dtype[Any] = KEY_DTYPES[description["key_type"]]
         self.dim = sum(description["columns"])
         self.table_names = names_in(description)
-        states = description["states"]
-        for state in states:
-            if state in _OTHERS or states.count(state) > 1:
+        for state, times in Counter(description["states"]).items():
+            if state in _OTHERS or times > 1:
                 raise SnapshotError(f"optimizer state {state!r} has the name of another column: use state=False")
         self.form = RowForm.described(description)
         self.storage_dim = sum(self.form.counts.values())  # numbers of a row

@@ -38,6 +38,7 @@ OF_THE_MARK = ("live", "rows", "shards", TABLE_ROWS, SHARE)  # fields of a mark 
 _MAX_SHARDS = BUCKETS
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
+_MAX_NAMED = 16  # states that are NumPy fields, whose names a header has
 _OWN_FIELDS = ("table", "key", "embedding", "updates", "step")
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -229,10 +230,10 @@ def check_description(value: Any) -> None:
 
 def _check_types(value: dict[str, Any], dim: int) -> None:
     """Raises ValueError where the types of states are not valid, or are there although all numbers are float32."""
-    types, widths = value.get(STATE_TYPES), value["state_widths"]
-    if types is None:
+    if STATE_TYPES not in value:
         _require(value["dtype"] == "float32", f"description has no {STATE_TYPES!r}, which go with its 'dtype'")
         return
+    types, widths = value[STATE_TYPES], value["state_widths"]
     valid = type(types) is list and len(types) == len(widths) and all(t in ("float32", "bfloat16") for t in types)
     _require(valid, f"description has no valid {STATE_TYPES!r}")
     _require({value["dtype"], *types} != {"float32"}, f"description has {STATE_TYPES!r} though all numbers are float32")
@@ -240,6 +241,7 @@ def _check_types(value: dict[str, Any], dim: int) -> None:
     first = types == ["bfloat16"] * len(narrow) + ["float32"] * (len(types) - len(narrow))
     _require(first and all(w == dim for w in narrow), f"description has {STATE_TYPES!r} of other than the first states")
     names = value["states"]
+    _require(len(names) <= _MAX_NAMED, f"description has more than {_MAX_NAMED} 'states' beside numbers in 2 bytes")
     _require(
         len({*names}) == len(names) and all(_STATE.fullmatch(name) and name not in _OWN_FIELDS for name in names),
         "description has 'states' that cannot name fields of a row",
@@ -308,8 +310,9 @@ def _require(condition: bool, problem: str) -> None:
 
 def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
     """Whether rows of a table described by `older` are rows of the table described by `newer`."""
-    same = all(older.get(field) == newer.get(field) for field in ("width", "key_type", "columns", "dtype", STATE_TYPES))
-    return same and len(older["tables"]) <= len(newer["tables"])
+    same = all(older[field] == newer[field] for field in ("key_type", "columns"))
+    of_one_form = RowForm.described(older).dtype == RowForm.described(newer).dtype
+    return same and of_one_form and len(older["tables"]) <= len(newer["tables"])
 
 
 def check_name(name: str) -> None:

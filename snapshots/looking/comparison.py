@@ -18,7 +18,7 @@ from ..files.format import with_named_hyper
 from ..files.reader import Snapshot
 
 Sort = Literal["added", "changed", "gone"]
-_MUST_AGREE = ("key_type", "dtype", "columns")
+_MUST_AGREE = ("key_type", "columns")
 
 
 class Difference(NamedTuple):
@@ -37,6 +37,7 @@ class Comparison:
     `added`, `changed`, `gone`: rows by table id. A row is changed where any of its bytes is, state, updates and step
     included. `same`: how many rows are not. `largest`: by "embedding" and state, the greatest absolute difference over
     the rows of both, infinite where a number met NaN; states are compared where both snapshots have the same states.
+    Numbers of several dtypes are compared as float32.
     `fields`: the fields in which the descriptions differ, with both values; of `hyper` the differing numbers. `names`:
     of the tables. `first`: the first rows that differ.
     """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ...engine.durable import remove_folder
@@ -14,6 +15,7 @@ from ...engine.store.shares import RANKS, share_folder
 from ..files.format import OF_THE_MARK, Manifest, check_name
 from ..files.reader import Snapshot
 from ..files.writer import Progress, write_snapshot
+from .converted import types_of
 from .selection import ALL, LoadReport, Selection
 
 
@@ -46,18 +48,20 @@ def load_live(
 ) -> tuple[Manifest, LoadReport]:
     """Make the rows of a snapshot the live rows, so that the next training run resumes from it. They are checked.
 
-    After a kill, rows go back to the snapshot; a selection of its rows goes back to the snapshot of before. Returns
-    what the live rows are now. Raises SnapshotError if the snapshot is damaged or of another table; live rows with a
-    mark stay as they were. A process killed here leaves the old live rows or the new ones.
+    After a kill, rows go back to the snapshot; a selection of its rows, and one that converts numbers to the dtype of
+    the live rows, goes back to the snapshot of before. Returns what the live rows are now. Raises SnapshotError if the
+    snapshot is damaged, of another table or, where they are not converted, of other numbers; live rows with a mark stay
+    as they were. A process killed here leaves the old live rows or the new ones.
     """
     mark = store.read_mark()
     theirs = snapshot.description
-    for field in ("key_type", "dtype", "columns"):
+    for field in ("key_type", "columns"):
         if mark is not None and mark.get(field) != theirs[field]:
             raise SnapshotError(
                 f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
                 f"is {theirs[field]!r}, theirs {mark.get(field)!r}. Load it in the store it came from"
             )
+    selection = _fitting(store, mark, snapshot, selection)
     if mark is None:
         store.discard_live()  # this makes room: no run uses these rows again
     report = LoadReport()
@@ -71,6 +75,33 @@ def load_live(
     finally:
         remove_folder(store.incoming)  # not there where the rows were replaced
     return manifest, report
+
+
+def _fitting(store: StoreFolder, mark: Mapping[str, Any] | None, snapshot: Snapshot, selection: Selection) -> Selection:
+    """The selection, with the types of the live rows where numbers are converted. Raises SnapshotError."""
+    if mark is None:
+        if selection.convert:
+            raise SnapshotError(
+                f"convert=True: the live rows of {str(store.path)!r} are not there, or not consistent, and do not tell "
+                "their dtype; load the snapshot as it is"
+            )
+        return selection
+    ours, theirs = types_of(mark), types_of(selection.description(snapshot.description))
+    of_states = theirs[1] if None in (ours[1], theirs[1]) else ours[1]  # rows without states take any
+    if (ours[0], of_states) == theirs:
+        return selection
+    if not selection.convert:
+        raise SnapshotError(
+            f"snapshot {snapshot.name!r} is of rows of dtype {_said(theirs)}, and the rows in {str(store.path)!r} are "
+            f"of {_said(ours)}. Convert them: convert=True (--convert in a shell), load_snapshot(name, convert=True) "
+            "of the embedding, or import_snapshot with a description"
+        )
+    return replace(selection, types=(ours[0], of_states or "float32"))
+
+
+def _said(types: tuple[str, str | None]) -> str:
+    dtype, of_states = types
+    return dtype if of_states is None else f"{dtype} with states of {of_states}"
 
 
 def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import InputError
-from ...engine.row_format import EMBEDDING, STATE_TYPES, Chunks, RowForm
+from ...engine.row_format import STATE_TYPES, Chunks, RowForm
 from .converted import Types, converted, converted_description
 
 if TYPE_CHECKING:
@@ -89,16 +89,17 @@ class Selection:
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
         """The selected rows of a snapshot, counted in `report`."""
         signed = description["key_type"] != "uint64"
-        form = RowForm.described(description)
-        if self.types is not None:
-            old, form = form, RowForm.described(converted_description(description, self.types))
-            chunks = converted(chunks, old, form)
+        stored, loaded = (RowForm.described(of) for of in (description, self.description(description)))
         for bucket, rows in chunks:
             taken = self._taken(rows, signed)
             report.left_out += len(rows) - len(taken)
             report.rows += len(taken)
+            if not self.state or loaded.dtype != stored.dtype:
+                taken = converted(taken, stored, loaded, signed)
+            if not self.state:
+                taken["step"] = 0
             if len(taken):
-                yield bucket, taken if self.state else _bare(taken, form)
+                yield bucket, taken
 
     def _taken(self, rows: NDArray[np.void], signed: bool) -> NDArray[np.void]:
         if self.tables is not None:
@@ -125,12 +126,3 @@ def _told(chunks: Chunks, progress: Callable[[int], None] | None) -> Chunks:
         yield bucket, rows
         if progress is not None:
             progress(len(rows))
-
-
-def _bare(rows: NDArray[np.void], form: RowForm) -> NDArray[np.void]:
-    alone = RowForm(form.dim, form.fields[0].type)
-    bare = np.zeros(len(rows), alone.dtype)
-    for name in ("table", "key", "updates"):
-        bare[name] = rows[name]
-    alone.set_numbers(bare, EMBEDDING, form.numbers(rows, EMBEDDING))
-    return bare

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tracemalloc
@@ -12,10 +13,12 @@ import pytest
 
 from support.scripts import run_python
 from support.small_snapshots import (
+    TYPES,
     Chunk,
     chunked,
     description,
     flip_bit,
+    form_of,
     joined,
     least_keys,
     make_buckets,
@@ -23,19 +26,21 @@ from support.small_snapshots import (
     save,
 )
 from tierbed.engine.errors import SnapshotError
-from tierbed.engine.row_format import row_dtype
+from tierbed.engine.row_format import RowForm, row_dtype
 from tierbed.snapshots import Snapshot, check_name, latest_snapshot, list_snapshots, write_snapshot
 from tierbed.snapshots.files.row_files import npy_header
 from tierbed.snapshots.files.writer import clear_leftovers
+from tierbed.snapshots.store.converted import Types
 
 MANIFEST = "manifest.msgpack"
 
 
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
 @pytest.mark.parametrize("width", [1, 6, 257])
-def test_rows_come_back_bit_for_bit(tmp_path: Path, width: int) -> None:
-    buckets = make_buckets(width, {0: 1, 1: 50, 17: 7, 63: 8})
+def test_rows_come_back_bit_for_bit(tmp_path: Path, width: int, types: Types) -> None:
+    buckets = make_buckets(width, {0: 1, 1: 50, 17: 7, 63: 8}, types)
     seen: list[int] = []
-    about = description(width)
+    about = description(width, types)
     written = write_snapshot(tmp_path / "s", about, chunked(buckets), seen.append)
     snapshot = Snapshot.open(tmp_path / "s")
     assert snapshot.manifest == written
@@ -49,11 +54,15 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, width: int) -> None:
     assert sum(seen) == 66
 
 
-def test_numpy_alone_reads_a_bucket(tmp_path: Path) -> None:
-    save(tmp_path / "s", {3: 20})
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+def test_numpy_alone_reads_a_bucket(tmp_path: Path, types: Types) -> None:
+    save(tmp_path / "s", {3: 20}, types=types)
     rows = np.load(tmp_path / "s" / "bucket-03.npy", mmap_mode="r", allow_pickle=False)
-    assert rows.dtype == row_dtype(6)
-    assert rows.tobytes() == make_rows(6, 20, 3, 3).tobytes()
+    assert rows.dtype == form_of(6, types).dtype
+    assert rows.tobytes() == make_rows(6, 20, 3, 3, types).tobytes()
+    if types != TYPES[0]:
+        names = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+        assert [rows[name].dtype.str for name in ("embedding", "sum")] == [names[type] for type in types]
 
 
 @pytest.mark.parametrize("width", [1, 128, 1 << 20])
@@ -62,6 +71,13 @@ def test_header_length_does_not_depend_on_the_count(width: int, rows: int) -> No
     header = npy_header(row_dtype(width), rows)
     assert len(header) == 256
     assert header.endswith(b"\n")
+
+
+def test_header_of_many_names_is_longer_whatever_the_count() -> None:
+    form = RowForm(3, "bfloat16", [f"{'x' * 63}{n}" for n in range(9)], [3] * 9, ["bfloat16"] * 9)
+    headers = [npy_header(form.dtype, rows) for rows in (1, (1 << 62) - 1)]
+    assert {len(header) for header in headers} == {1792}
+    assert np.load(io.BytesIO(headers[0] + bytes(form.dtype.itemsize))).dtype == form.dtype
 
 
 def test_empty_table_and_empty_chunks_make_no_bucket_file(tmp_path: Path) -> None:
@@ -189,6 +205,7 @@ def test_full_disk_is_a_snapshot_error_and_leaves_nothing(tmp_path: Path) -> Non
         {"width": 2},
         {"columns": ()},
         {"dtype": "float16"},
+        {"dtype": "int8"},
         {"seed": None},
         {"step": -1},
         {"state_widths": []},

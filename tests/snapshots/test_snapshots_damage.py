@@ -10,13 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.examples import examples
-from support.small_snapshots import chunked, description, flip_bit, make_buckets, save
+from support.small_snapshots import TYPES, chunked, description, flip_bit, make_buckets, save
 from support.snapshot_parts import save_in_parts
 from tierbed.engine.durable import seal, unseal
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files.row_files import npy_header
+from tierbed.snapshots.store.converted import Types
 
 MANIFEST = "manifest.msgpack"
 
@@ -25,17 +26,25 @@ COUNTS = {0: 3, 5: 1, 63: 2}
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sound") / "s"
-    save(folder, COUNTS, width=2)
-    return folder
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> dict[Types, Path]:
+    """A snapshot of each type."""
+    folders = {types: tmp_path_factory.mktemp("sound") / "s" for types in TYPES}
+    for types, folder in folders.items():
+        save(folder, COUNTS, width=2, types=types)
+    return folders
 
 
 @pytest.fixture(scope="module")
-def sound_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("parts") / "s"
-    save_in_parts(folder, description(2), chunked(make_buckets(2, COUNTS)), 2)
-    return folder
+def sound(sounds: dict[Types, Path]) -> Path:
+    return sounds[TYPES[0]]
+
+
+@pytest.fixture(scope="module")
+def sound_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[Types, Path]:
+    folders = {types: tmp_path_factory.mktemp("parts") / "s" for types in TYPES}
+    for types, folder in folders.items():
+        save_in_parts(folder, description(2, types), chunked(make_buckets(2, COUNTS, types)), 2)
+    return folders
 
 
 FILES = [MANIFEST, "bucket-00.npy", "bucket-05.npy", "bucket-63.npy"]
@@ -45,14 +54,18 @@ FILES = [MANIFEST, "bucket-00.npy", "bucket-05.npy", "bucket-63.npy"]
     file=st.sampled_from(FILES),
     where=st.integers(0, 1 << 20),
     how=st.sampled_from(["flip", "truncate", "append", "remove"]),
+    types=st.sampled_from(TYPES),
 )
-@example(file=FILES[1], where=8 * 9, how="flip")
-@example(file=FILES[1], where=8 * 255, how="flip")
-@example(file=FILES[1], where=8 * 256, how="flip")
-@example(file=FILES[1], where=256, how="truncate")
-@example(file=FILES[0], where=0, how="truncate")
-def test_any_flipped_bit_and_any_truncation_is_found(sound: Path, file: str, where: int, how: str) -> None:
-    check_found(sound, file, where, how)
+@example(file=FILES[1], where=8 * 9, how="flip", types=TYPES[0])
+@example(file=FILES[1], where=8 * 255, how="flip", types=TYPES[0])
+@example(file=FILES[1], where=8 * 256, how="flip", types=TYPES[0])
+@example(file=FILES[1], where=256, how="truncate", types=TYPES[0])
+@example(file=FILES[0], where=0, how="truncate", types=TYPES[0])
+@example(file=FILES[1], where=8 * (256 + 14), how="flip", types=TYPES[1])  # a number of padding
+def test_any_flipped_bit_and_any_truncation_is_found(
+    sounds: dict[Types, Path], file: str, where: int, how: str, types: Types
+) -> None:
+    check_found(sounds[types], file, where, how)
 
 
 @examples(0.5)
@@ -60,13 +73,14 @@ def test_any_flipped_bit_and_any_truncation_is_found(sound: Path, file: str, whe
     file=st.integers(0, 99),
     where=st.integers(0, 1 << 20),
     how=st.sampled_from(["flip", "truncate", "append", "remove"]),
+    types=st.sampled_from(TYPES),
 )
 def test_any_flipped_bit_and_any_truncation_of_a_part_is_found(
-    sound_parts: Path, file: int, where: int, how: str
+    sound_parts: dict[Types, Path], file: int, where: int, how: str, types: Types
 ) -> None:
-    files = sorted(path.name for path in sound_parts.iterdir())
+    files = sorted(path.name for path in sound_parts[types].iterdir())
     assert len(files) > 4
-    check_found(sound_parts, files[file % len(files)], where, how)
+    check_found(sound_parts[types], files[file % len(files)], where, how)
 
 
 def check_found(sound: Path, file: str, where: int, how: str) -> None:
@@ -219,6 +233,55 @@ HOSTILE |= {
 }
 
 
+NARROW = description(6, TYPES[2])  # 8 bytes of embedding, and of state
+
+
+def _narrow(**changes: Any) -> dict[str, Any]:
+    """Of one row of `NARROW`, with changes in its description."""
+    return {"format": 3, "parts": None, "description": NARROW | changes} | _files(bytes=256 + 36)
+
+
+def _without(field: str) -> dict[str, Any]:
+    return {"description": {name: value for name, value in NARROW.items() if name != field}}
+
+
+HOSTILE |= {
+    "narrow in format 2": {"format": 2, "description": NARROW} | _files(bytes=256 + 36),
+    "narrow rows as wide as others": _narrow() | _files(),
+    "a width of numbers": _narrow(width=6),
+    "no types of states": _narrow() | _without("state_dtypes"),
+    "nil types of states": _narrow(state_dtypes=None),
+    "a type too many": _narrow(state_dtypes=["bfloat16"] * 2),
+    "states of float16": _narrow(state_dtypes=["float16"]),
+    "int8": _narrow(dtype="int8"),
+    "bytes for a type": _narrow(dtype=b"bfloat16"),
+    "a list for a type": _narrow(dtype=["bfloat16"]),
+    "types of float32 alone": _narrow(dtype="float32", state_dtypes=["float32"], width=6) | _files(),
+    "nil types of float32": {"description": description(state_dtypes=None)},
+    "types of float32 in format 2": {"description": description(state_dtypes=["float32"])},
+    "one narrow number a row": _narrow(
+        optimizer="of another", columns=[3], state_widths=[1], width=3, state_dtypes=["bfloat16"], hyper=[]
+    ),
+    "a narrow state behind a wide one": _narrow(
+        optimizer="of another", states=["a", "b"], state_widths=[3, 3], initial=[0.0, 0.0], width=7, hyper=[],
+        state_dtypes=["float32", "bfloat16"],
+    ) | _files(bytes=256 + 48),
+    "states of one rule, of two types": _narrow(
+        optimizer="adam", states=["exp_avg", "exp_avg_sq"], state_widths=[3, 3], initial=[0.0, 0.0], width=7, hyper=[],
+        state_dtypes=["bfloat16", "float32"],
+    ) | _files(bytes=256 + 48),
+    **{
+        f"a state by the name {name[:20]!r}": _narrow(optimizer="of another", states=[name], hyper=[])
+        for name in ("", "key", "updates", "embedding", "embedding_padding", "a b", "ä", "a" * 65)
+    },
+    "too many states": _narrow(
+        optimizer="of another", states=[f"s{n}" for n in range(17)], state_widths=[1] * 17, initial=[0.0] * 17,
+        width=19, hyper=[], state_dtypes=["float32"] * 17,
+    ) | _files(bytes=1024 + 20 + 19 * 4),
+    "a narrow checkpoint of rows": _narrow() | {"kind": "checkpoint", "rocksdb": ROCKSDB},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_manifest_with_a_right_checksum_is_refused(tmp_path: Path, case: str) -> None:
     (tmp_path / "s").mkdir()
@@ -253,16 +316,18 @@ plain = st.recursive(
 
 @given(
     field=st.sampled_from(["parts", *_manifest()]),
-    inner=st.sampled_from([None, *description()]),
+    inner=st.sampled_from([None, *NARROW]),
     value=plain,
-    of=st.sampled_from([{}, _parts(2)]),
+    of=st.sampled_from([{}, _parts(2), _narrow()]),
 )
 def test_manifest_of_any_content_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, field: str, inner: str | None, value: Any, of: dict[str, Any]
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "any"
     folder.mkdir(exist_ok=True)
-    changes = {field: value} if inner is None else {"description": description() | {inner: value}}
+    changes = (
+        {field: value} if inner is None else {"description": of.get("description", description()) | {inner: value}}
+    )
     content = _manifest(**(of | changes))
     (folder / MANIFEST).write_bytes(seal(content))
     try:
@@ -303,6 +368,10 @@ def test_manifests_of_the_other_kinds_are_read(tmp_path: Path) -> None:
         _rocksdb("shard-0/000012.sst"),
         {"kind": "incremental", "parent": PARENT, "deleted": 1} | _parts(1024, "deleted-00-1023.npy", bytes=256 + 12),
         {"kind": "full"} | _parts(1),
+        {"kind": "full"} | _narrow(),
+        {"kind": "full"} | _parts(1, bytes=256 + 36) | {"description": NARROW},
+        {"kind": "incremental", "parent": PARENT} | _narrow(),
+        _narrow() | _rocksdb("shard-0/000012.sst"),
     ]
     for number, changes in enumerate(good):
         (tmp_path / str(number)).mkdir()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -32,15 +33,18 @@ from tierbed.snapshots.files.row_files import npy_header
 MANIFEST = "manifest.msgpack"
 MB = 1 << 20
 T = TypeVar("T")
+TorchTypes = tuple[torch.dtype, torch.dtype]
+TYPES: list[TorchTypes] = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.bfloat16),
+]
 KINDS = ["full", "incremental", "checkpoint"]
 IN_PARTS = ["full in parts", "incremental in parts"]
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a snapshot of each kind, by that name."""
-    path = tmp_path_factory.mktemp("sound")
-    with make(options("ssd", path), "adagrad", tables=1) as embedding:
+def save_sound(path: Path, types: TorchTypes) -> Path:
+    with make(options("ssd", path), "adagrad", tables=1, dtype=types[0], state_dtype=types[1]) as embedding:
         for number, kind in enumerate(KINDS):
             train(embedding, range(50 * number, 50 * number + 100))
             embedding.delete(range(3))
@@ -49,19 +53,26 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sound_parts(sound: Path) -> Path:
-    """The same tables in parts, in a folder of their own."""
-    folder = sound.with_name("parts")
-    parent = in_parts(Snapshot.open(sound / "full"), folder / IN_PARTS[0], 3)
-    now = Snapshot.open(sound / "checkpoint")
-    changes = changes_between(parent.chunks(), now.chunks())
-    save_changes_in_parts(folder / IN_PARTS[1], parent, now.description, now.manifest.rows, changes, 2)
-    return folder
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> dict[TorchTypes, Path]:
+    """For rows of each type a folder with a snapshot of each kind, by that name."""
+    return {types: save_sound(tmp_path_factory.mktemp("sound"), types) for types in TYPES}
 
 
-def of_kind(sound: Path, sound_parts: Path, kind: str) -> Path:
-    """The folder of snapshots that has the one of a kind."""
-    return sound_parts if kind in IN_PARTS else sound
+@pytest.fixture(scope="module")
+def sound(sounds: dict[TorchTypes, Path]) -> Path:
+    return sounds[TYPES[0]]
+
+
+@pytest.fixture(scope="module")
+def sound_parts(sounds: dict[TorchTypes, Path]) -> dict[TorchTypes, Path]:
+    """The same tables in parts, in folders of their own."""
+    folders = {types: sound.with_name("parts") for types, sound in sounds.items()}
+    for types, folder in folders.items():
+        parent = in_parts(Snapshot.open(sounds[types] / "full"), folder / IN_PARTS[0], 3)
+        now = Snapshot.open(sounds[types] / "checkpoint")
+        changes = changes_between(parent.chunks(), now.chunks())
+        save_changes_in_parts(folder / IN_PARTS[1], parent, now.description, now.manifest.rows, changes, 2)
+    return folders
 
 
 def sealed(payload: bytes) -> bytes:
@@ -109,13 +120,19 @@ def test_bytes_are_no_manifest_bare_or_sealed(data: bytes) -> None:
 @given(
     kind=st.sampled_from(KINDS + IN_PARTS),
     edits=st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(max_size=6)), max_size=3),
+    types=st.sampled_from(TYPES),
 )
-@example(kind="full", edits=[])
-@example(kind="incremental in parts", edits=[])
+@example(kind="full", edits=[], types=TYPES[0])
+@example(kind="full", edits=[], types=TYPES[1])
+@example(kind="incremental in parts", edits=[], types=TYPES[0])
 def test_a_manifest_that_is_changed_and_sealed_again_is_refused_or_says_as_much_as_it_reads(
-    sound: Path, sound_parts: Path, kind: str, edits: list[tuple[int, bytes]]
+    sounds: dict[TorchTypes, Path],
+    sound_parts: dict[TorchTypes, Path],
+    kind: str,
+    edits: list[tuple[int, bytes]],
+    types: TorchTypes,
 ) -> None:
-    sound = of_kind(sound, sound_parts, kind)
+    sound = (sound_parts if kind in IN_PARTS else sounds)[types]
     payload = bytearray(msgpack.unpackb((sound / kind / MANIFEST).read_bytes())[0])
     for place, new in edits:
         place %= len(payload)
@@ -145,12 +162,19 @@ def copied(sound: Path, to: Path) -> Path:
     file=st.integers(0, 1 << 20),
     edits=st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(max_size=6)), max_size=3),
     size=st.none() | st.integers(0, 1 << 13),
+    types=st.sampled_from(TYPES),
 )
 def test_a_file_of_any_content_is_read_or_refused(
-    sound: Path, sound_parts: Path, kind: str, file: int, edits: list[tuple[int, bytes]], size: int | None
+    sounds: dict[TorchTypes, Path],
+    sound_parts: dict[TorchTypes, Path],
+    kind: str,
+    file: int,
+    edits: list[tuple[int, bytes]],
+    size: int | None,
+    types: TorchTypes,
 ) -> None:
     """The bytes of a file change, the manifest, where it is not that one, stays."""
-    sound = of_kind(sound, sound_parts, kind)
+    sound = (sound_parts if kind in IN_PARTS else sounds)[types]
     folder = copied(sound, sound.with_name("damaged")) / kind
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     path = files[file % len(files)]
@@ -249,6 +273,11 @@ def _with(field: str, value: Any) -> Callable[[NDArray[np.void]], NDArray[np.voi
     return edit
 
 
+def _not_a_number(rows: NDArray[np.void]) -> NDArray[np.void]:
+    names = rows.dtype.names or ()
+    return _with("values", np.nan)(rows) if "values" in names else _with("embedding", 0x7FC0)(rows)
+
+
 EDITS: dict[str, Callable[[NDArray[np.void]], NDArray[np.void]]] = {
     "as it was": lambda rows: rows,
     "backwards": lambda rows: rows[::-1].copy(),
@@ -258,13 +287,14 @@ EDITS: dict[str, Callable[[NDArray[np.void]], NDArray[np.void]]] = {
     "never written": _with("updates", 0),
     "of the last step": _with("step", 2**32 - 1),
     "written without end": _with("updates", 2**32 - 1),
-    "not a number": _with("values", np.nan),
+    "not a number": _not_a_number,
 }
 
 
-def load_edited(path: Path, store: str, snapshots: Path, sound: bool) -> None:
+def load_edited(path: Path, store: str, snapshots: Path, sound: bool, types: TorchTypes) -> None:
     """It comes whole and right, or not at all; the embedding works on."""
-    with make(options(store, path), "adagrad", tables=1) as embedding:
+    of: dict[str, Any] = {"tables": 1, "dtype": types[0], "state_dtype": types[1]}
+    with make(options(store, path), "adagrad", **of) as embedding:
         train(embedding, range(10))
         snapshots.rename(path / "rows" / "snapshots")
         before = contents(embedding).tobytes()
@@ -281,20 +311,24 @@ def load_edited(path: Path, store: str, snapshots: Path, sound: bool) -> None:
         after = contents(embedding).tobytes()
         embedding.save_snapshot("after")
     Snapshot.open(path / "rows" / "snapshots" / "after").verify()
-    with make(options(store, path, open="error"), "adagrad", tables=1) as embedding:
+    with make(options(store, path, open="error"), "adagrad", **of) as embedding:
         assert contents(embedding).tobytes() == after
 
 
 @pytest.mark.parametrize("store", ["device", "cached_host", "ssd_host"])
 @pytest.mark.parametrize("move", [False, True], ids=["in place", "moved"])
 @pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.pairs
-def test_rows_that_no_table_has_do_no_harm(sound: Path, tmp_path: Path, edit: str, move: bool, store: str) -> None:
-    folder = copied(sound, tmp_path / "hostile")
+@pytest.mark.rotated("types")
+def test_rows_that_no_table_has_do_no_harm(
+    sounds: dict[TorchTypes, Path], tmp_path: Path, edit: str, move: bool, store: str, types: TorchTypes
+) -> None:
+    folder = copied(sounds[types], tmp_path / "hostile")
     for other in KINDS[1:]:
         shutil.rmtree(folder / other)
     rewrite(folder / "full", EDITS[edit], move)
-    in_process(load_edited, tmp_path, store, folder, edit == "as it was" and not move)
+    in_process(load_edited, tmp_path, store, folder, edit == "as it was" and not move, types)
 
 
 def test_what_is_no_snapshot_is_listed_as_damaged_or_not_at_all(sound: Path, tmp_path: Path) -> None:

@@ -11,18 +11,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierbed.engine import _core
-from tierbed.engine.row_format import LAST_STEP, row_dtype
+from tierbed.engine.row_format import LAST_STEP, RowForm
 from tierbed.snapshots import Manifest, write_snapshot
+from tierbed.snapshots.store.converted import Types, converted_description
 
 Chunk = tuple[int, NDArray[np.void]]
 
+TYPES: list[Types] = [  # of rows, and of their state
+    ("float32", "float32"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("float16", "float32"),
+    ("float16", "bfloat16"),
+    ("float32", "bfloat16"),
+]
+NARROW = TYPES[1:]
 UNIFORM = {"type": "uniform", "low": -0.1, "high": 0.1}
 
 
-def description(width: int = 6, **changes: Any) -> dict[str, Any]:
-    """Of an Adagrad table whose columns take half of the width, or of one without state where it is odd."""
+def description(width: int = 6, types: Types = TYPES[0], **changes: Any) -> dict[str, Any]:
+    """Of an Adagrad table whose columns are half of the width, or of one without state where it is odd.
+
+    width: numbers of a row.
+    """
     states = ["sum"] if width % 2 == 0 else []
-    return {
+    plain = {
         "name": "users",
         "key_type": "int64",
         "dtype": "float32",
@@ -37,7 +50,12 @@ def description(width: int = 6, **changes: Any) -> dict[str, Any]:
         "tables": [UNIFORM, {"type": "constant", "value": 0.0}, UNIFORM],
         "padding_idx": None,
         "step": 12,
-    } | changes
+    }
+    return (plain if types == TYPES[0] else converted_description(plain, types)) | changes
+
+
+def form_of(width: int = 6, types: Types = TYPES[0]) -> RowForm:
+    return RowForm.described(description(width, types))
 
 
 def key_in(bucket: int, table: int, number: int) -> int:
@@ -56,27 +74,33 @@ def least_keys(bucket: int, count: int, table: int = 0) -> NDArray[np.uint64]:
     return found
 
 
-def make_rows(width: int, count: int, seed: int = 0, bucket: int | None = None) -> NDArray[np.void]:
+def make_rows(
+    width: int, count: int, seed: int = 0, bucket: int | None = None, types: Types = TYPES[0]
+) -> NDArray[np.void]:
     """Rows in order of (table, key), of one bucket or of all, with NaN, infinities and subnormals among them.
 
     Those of all buckets have the extreme keys.
     """
     random = np.random.default_rng(seed)
-    rows = np.zeros(count, row_dtype(width))
+    form = form_of(width, types)
+    rows = np.zeros(count, form.dtype)
     rows["table"] = random.integers(0, 3, count)
     rows["key"] = np.unique(random.integers(0, 2**64, 2 * count + 2, np.uint64))[:count]
     rows["key"][:2] = [0, 2**64 - 1][:count]
     if bucket is not None:
         rows["key"] = [key_in(bucket, int(row["table"]), int(row["key"]) >> 6) for row in rows]
-    rows["values"] = random.integers(0, 2**32, (count, width), np.uint32).view(np.float32)
+    for name in ("values",) if not form.is_narrow else form.counts:
+        field, count_of = form.dtype[name].base, form.dtype[name].shape
+        bits = random.integers(0, 2 ** (8 * field.itemsize), (count, *count_of), f"u{field.itemsize}")
+        rows[name] = bits.view(field)
     rows["updates"] = 1 + random.integers(0, 9, count)
     rows["step"] = random.integers(0, LAST_STEP, count, np.uint32)
     return rows[np.lexsort((rows["key"], rows["table"]))]
 
 
-def make_buckets(width: int, counts: dict[int, int]) -> dict[int, NDArray[np.void]]:
+def make_buckets(width: int, counts: dict[int, int], types: Types = TYPES[0]) -> dict[int, NDArray[np.void]]:
     """Rows by bucket, buckets ascending."""
-    return {bucket: make_rows(width, count, bucket, bucket) for bucket, count in sorted(counts.items())}
+    return {bucket: make_rows(width, count, bucket, bucket, types) for bucket, count in sorted(counts.items())}
 
 
 def chunked(buckets: dict[int, NDArray[np.void]], size: int = 7) -> Iterator[Chunk]:
@@ -94,10 +118,12 @@ def joined(chunks: Iterable[Chunk]) -> dict[int, bytes]:
     return result
 
 
-def save(folder: Path, counts: dict[int, int] | None = None, width: int = 6, **changes: Any) -> Manifest:
+def save(
+    folder: Path, counts: dict[int, int] | None = None, width: int = 6, types: Types = TYPES[0], **changes: Any
+) -> Manifest:
     """Write a small snapshot."""
-    buckets = make_buckets(width, {0: 20, 5: 1, 63: 9} if counts is None else counts)
-    return write_snapshot(folder, description(width, **changes), chunked(buckets))
+    buckets = make_buckets(width, {0: 20, 5: 1, 63: 9} if counts is None else counts, types)
+    return write_snapshot(folder, description(width, types, **changes), chunked(buckets))
 
 
 def flip_bit(path: Path, bit: int) -> None:
