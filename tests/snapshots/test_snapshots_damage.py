@@ -272,7 +272,7 @@ HOSTILE |= {
     ) | _files(bytes=256 + 48),
     **{
         f"a state by the name {name[:20]!r}": _narrow(optimizer="of another", states=[name], hyper=[])
-        for name in ("", "key", "updates", "embedding", "embedding_padding", "a b", "ä", "a" * 65)
+        for name in ("", "key", "updates", "values", "embedding", "embedding_padding", "a b", "ä", "a" * 65)
     },
     "too many states": _narrow(
         optimizer="of another", states=[f"s{n}" for n in range(17)], state_widths=[1] * 17, initial=[0.0] * 17,

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from support.docs import reader_of_the_docs
 from support.embeddings import contents, make, train
 from support.places import GOLDEN
+from support.snapshot_parts import in_parts
 from support.stores import options
 from support.table_names import opened
 from tierbed.engine import StoreError
-from tierbed.snapshots import Snapshot
-from tierbed.snapshots.files.format import FORMAT
+from tierbed.engine.durable import seal, unseal
+from tierbed.snapshots import Snapshot, write_snapshot
+from tierbed.snapshots.files.format import FORMAT, MANIFEST
 
 FORMATS = range(2, FORMAT + 1)
 KINDS = {2: ("full", "incremental", "checkpoint"), 3: ("full", "incremental")}
@@ -39,6 +43,58 @@ def test_a_golden_snapshot_is_verified_loaded_and_trained_on(
         assert contents(embedding).tobytes() == expected.tobytes()
         train(embedding, [1, 2, 3])
         assert embedding.metrics()["table"]["step"] == snapshot.description["step"] + 1
+
+
+@pytest.mark.parametrize("number", FORMATS)
+def test_rows_of_a_golden_snapshot_are_written_to_the_same_bytes(tmp_path: Path, number: int) -> None:
+    golden = Snapshot.open(GOLDEN / f"snapshots-{number}" / "full")
+    if number == 2:
+        write_snapshot(tmp_path / "s", golden.description, golden.chunks())
+    else:
+        in_parts(golden, tmp_path / "s", 3)
+    assert [unseal((folder / MANIFEST).read_bytes())["format"] for folder in (golden.folder, tmp_path / "s")] == [
+        number,
+        number,
+    ]
+    assert bytes_of(tmp_path / "s") == bytes_of(golden.folder)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """Every file of a snapshot, the manifest without what is another for each save."""
+    manifest = unseal((folder / MANIFEST).read_bytes()) | {"id": "", "created": 0, "sequence": 0}
+    return {file.name: file.read_bytes() for file in folder.iterdir()} | {MANIFEST: seal(manifest)}
+
+
+@pytest.mark.parametrize("store", ["host", "ssd"])
+@pytest.mark.parametrize("kind", [*KINDS[2], "parts"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.rotated("store")
+def test_a_golden_snapshot_of_narrow_rows_is_verified_loaded_and_trained_on(
+    tmp_path: Path, dtype: str, kind: str, store: str
+) -> None:
+    golden = GOLDEN / f"snapshots-3-{dtype}"
+    expected = np.load(golden / f"{kind}.npy")
+    snapshot = Snapshot.open(golden / kind)
+    description = snapshot.description
+    states = "bfloat16" if dtype == "bfloat16" else "float32"
+    assert (description["dtype"], description["state_dtypes"]) == (dtype, [states] * 2)
+    assert snapshot.manifest.parts == (2 if kind == "parts" else None)
+    snapshot.verify()
+    assert np.concatenate([rows for _, rows in snapshot.chunks()]).tobytes() == expected.tobytes()
+    if kind != "checkpoint":
+        found = reader_of_the_docs()(golden / kind)
+        assert len(found) == len(expected)
+        for row in expected:
+            read, form = found[int(row["table"]), int(row["key"])], snapshot.manifest.form
+            numbers = [form.numbers(row[None], name)[0] for name in ("embedding", "exp_avg", "exp_avg_sq")]
+            assert read.tolist() == np.concatenate(numbers).tolist()
+    types = {"dtype": getattr(torch, dtype), "state_dtype": getattr(torch, states)}
+    with make(options(store, tmp_path), "adam", **types) as embedding:
+        shutil.copytree(golden, tmp_path / "rows" / "snapshots")
+        embedding.load_snapshot(kind)
+        assert contents(embedding).tobytes() == expected.tobytes()
+        train(embedding, [1, 2, 3])
+        assert embedding.metrics()["table"]["step"] == description["step"] + 1
 
 
 @pytest.mark.parametrize("number", FORMATS)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.places import DOCS
+from support.docs import reader_of_the_docs
 from support.small_snapshots import Chunk, description, flip_bit, key_in
 from support.snapshot_parts import in_parts
 from tierbed.engine.errors import SnapshotError
@@ -209,16 +209,12 @@ def test_changes_out_of_order_leave_nothing(chain: Path) -> None:
 
 
 def test_the_reader_of_the_docs_reads_a_chain(chain: Path) -> None:
-    page = (DOCS / "snapshots.md").read_text()
-    script = page[page.index("```python\n") + 10 :]
-    names: dict[str, Any] = {}
-    exec(script[: script.index("```")], names)
-    assert len(script[: script.index("```")].strip().splitlines()) <= 24
+    read = reader_of_the_docs()
     for step in range(3):
-        found = {key: float(values[0]) for key, values in names["read"](chain / f"s{step}").items()}
+        found = {key: float(values[0]) for key, values in read(chain / f"s{step}").items()}
         assert found == {row[1:]: value for row, value in version(step).items()}
     in_parts(Snapshot.open(chain / "s2"), chain / "parts", 2)
-    assert names["read"](chain / "parts").keys() == names["read"](chain / "s2").keys()
+    assert read(chain / "parts").keys() == read(chain / "s2").keys()
     flip_bit(chain / "s1" / "deleted-00.npy", 8 * 260)
     with pytest.raises(AssertionError, match=r"deleted-00.npy is damaged"):
-        names["read"](chain / "s2")
+        read(chain / "s2")
