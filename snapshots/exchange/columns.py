@@ -129,7 +129,7 @@ class Columns:
             if flags.any():
                 row, column = np.argwhere(flags)[0].tolist()
                 raise InputError(
-                    f"{where}: {field.name} holds {arrays[field.name][row, column]} for key {keys[row]}, which "
+                    f"{where}: {field.name} holds {arrays[field.name][row, column]!s} for key {keys[row]}, which "
                     f"overflows {field.type}; give smaller numbers, or a description with dtype=torch.float32"
                 )
 
