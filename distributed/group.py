@@ -74,7 +74,8 @@ class Group:
         self.differed = 0  # how often all ranks were told that they differ
         self.failure: GroupError | None = None
         self._user: tuple[int, int] | None = None  # the process and the thread that make the calls
-        self._calls = self._under_way = 0
+        self.calls = 0  # exchanges that began
+        self._under_way = 0
         self._group: dist.ProcessGroup | None = None
         self._roll_call: RollCall | None = None
         if self.size > 1:
@@ -120,15 +121,15 @@ class Group:
         """
         self.check_thread()
         self.check_alive()
-        self.check_others(op, self._calls + 1)  # what they still wait for may be of other sizes
+        self.check_others(op, self.calls + 1)  # what they still wait for may be of other sizes
         assert self._group is not None
         # what all_to_all_single calls, without the half of its time that is Python's
         work = self._group.alltoall_base(out, given, [*out_sizes], [*given_sizes], dist.AllToAllOptions())
-        self._calls += 1
+        self.calls += 1
         self._under_way += 1
         if self._roll_call is not None:
-            self._roll_call.at = self._calls
-        return Exchange(self, op, self._calls, work, out)
+            self._roll_call.at = self.calls
+        return Exchange(self, op, self.calls, work, out)
 
     @contextmanager
     def whole(self, op: str) -> Iterator[None]:
@@ -137,12 +138,12 @@ class Group:
         Where it raises in the middle what the other ranks do not know of, the group is at its end.
         """
         self.check_thread()
-        before = self._calls
+        before = self.calls
         with uninterrupted():
             try:
                 yield
             except BaseException as error:
-                if self.untold(error) and self._calls > before:
+                if self.untold(error) and self.calls > before:
                     self.broken_off(op, f"failed by {type(error).__name__}: {error}")
                 raise
 
