@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from support.ranked import BACKWARD, BETWEEN, IDS, LATE, LOSS, NOWHERE, Ranked, assert_equal, batch, state
@@ -47,6 +50,24 @@ def test_ranks_that_fail_at_several_places_of_one_step_raise_one_error() -> None
     for told, losses, _ in run_ranks(3, trained, [(0, [NOWHERE] * 3), (1, failing), (2, [NOWHERE] * 3)]):
         assert told == ["rank 1: ValueError: failed at 1"]
         assert len(losses) == 2
+
+
+def sockets_after(world: World, failing: list[int]) -> int:
+    """How many sockets this process has when its world is closed right after steps, which fail at these places."""
+    graph = Ranked(world)
+    for place in failing:
+        with pytest.raises(GroupError) if place != NOWHERE else contextlib.nullcontext():
+            graph(*batch(world.rank, 5, place if world.rank == 1 else NOWHERE))
+    world.close()
+    places = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    count = sum(os.readlink(place).startswith("socket:") for place in places if os.path.lexists(place))
+    dist.barrier()  # the end of a rank closes sockets of the others
+    return count
+
+
+@pytest.mark.parametrize("failing", [[BETWEEN], [*PLACES, NOWHERE, *PLACES]])
+def test_a_world_of_failed_steps_closes_all_its_connections(failing: list[int]) -> None:
+    assert run_ranks(2, sockets_after, failing) == run_ranks(2, sockets_after, [NOWHERE])
 
 
 class Wrong(Ranked):
