@@ -81,6 +81,7 @@ class Agreement:
             return self._answer
         self._world.pending = None
         self._exchange.wait()
+        self._world.met(self._exchange.call)
         headers = self._headers.tolist()
         if self._first[0] or any(header[:3] != self._first for header in headers):
             try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from support.optimizers import Stumbling
 from support.ranks import assert_all_heard, run_ranks
 from tierbed import (
     EagerOptimizer,
@@ -283,18 +284,6 @@ def broken_ids(world: World) -> list[str]:
 def test_what_ids_of_the_users_own_class_raise_on_one_rank_is_told_to_all() -> None:
     said = ["GroupError: rank 1: ZeroDivisionError: broken"] * 2
     assert_all_heard(run_ranks(2, broken_ids), [*said, "fine"])
-
-
-class Stumbling(dict[str, Any]):
-    """A param group that counts how often it is read, and fails at one time."""
-
-    reads, fails_at = 0, -1
-
-    def items(self) -> Any:
-        self.reads += 1
-        if self.reads == self.fails_at:
-            raise ArithmeticError("stumbled")
-        return super().items()
 
 
 def amid_row_updates(world: World, path: Path, place: int) -> tuple[list[str], list[int]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.forged import change
-from support.live_rows import alone, fails, left_open, opened, own_disks, run, step, together, trained
+from support.live_rows import alone, fails, left_open, opened, own_disks, own_rows, run, step, together, trained
 from support.ranks import run_ranks
 from support.shell import Cli
 from tierbed.distributed import World
@@ -109,23 +109,29 @@ def test_older_shares_of_a_host_do_not_hide_those_of_the_last_run(tmp_path: Path
         assert "has live rows of 2 ranks, of step 1, and no snapshot of them" in said
 
 
-def chain_of_two(world: World, folder: Path) -> None:
-    embedding = opened(world, folder)
+def chain_of_two(world: World, folder: Path) -> bytes:
+    embedding = opened(world, folder, "ssd")
     for number, kind in enumerate(("full", "incremental")):
         step(embedding, number)
         embedding.save_snapshot(f"s{number}", kind)
+    rows = own_rows(embedding)
     step(embedding, 2)
     left_open(embedding)
     embedding.close()
+    return rows
 
 
 def test_ranks_go_back_to_no_snapshot_that_lacks_a_row(tmp_path: Path) -> None:
-    run_ranks(2, chain_of_two, tmp_path)
+    saved = run_ranks(2, chain_of_two, tmp_path)
     base = tmp_path / "rows" / "snapshots" / "s1"
     change(base, lambda content: content.update(rows=content["rows"] + 1))
-    for kind, said in run_ranks(2, fails, tmp_path, {}, {}):
+    for kind, said in run_ranks(2, fails, tmp_path, {"store": "ssd"}, {}):
         assert kind == "SnapshotError"
         assert "rows instead of" in said
+    change(base, lambda content: content.update(rows=content["rows"] - 1))
+    again = run(2, tmp_path, "ssd", 0)
+    assert [before for before, _, _ in again] == saved
+    assert again[0][2][0].endswith("steps 3 to 3, is lost")  # the live rows had not been replaced before the refusal
 
 
 def test_one_process_does_not_take_the_place_of_ranks_whose_shares_are_elsewhere(
