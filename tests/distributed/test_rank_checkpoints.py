@@ -92,7 +92,7 @@ def torn_and_loaded(world: World, folder: Path) -> tuple[list[str], bool]:
     for call in (
         lambda: steps(graph, part(world)[3:4]),
         lambda: graph.rows.get([1], 0),
-        lambda: graph.save(folder / "d"),
+        lambda: graph.rows.save_snapshot("d"),
     ):
         try:
             call()
