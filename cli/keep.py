@@ -26,7 +26,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     with hold(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
         place = folder.snapshots / new
-        if overwrite and folder.noting.base == new != name:
+        if overwrite and new != name and any(noting.base == new for noting in folder.all_noting):
             raise SnapshotError(
                 f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: live rows go back to it after a "
                 "kill; choose another name"
@@ -49,20 +49,24 @@ def prune(
 
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
-    from ..snapshots.store.retention import all_in, plan_prune
+    from ..engine.store.folder_state import FolderState
+    from ..snapshots.store.retention import plan_for
     from ..snapshots.store.retention import prune as prune_store
-    from ..snapshots.store.status import store_status
+    from ..snapshots.store.status import existing_store
 
     if dry_run:
-        plan = plan_prune(all_in(store / "snapshots"), keep_last, keep_every, store_status(store).base)
+        plan = plan_for(FolderState(existing_store(store)), keep_last, keep_every)
     else:
         with hold(store, as_json) as folder:
             plan = prune_store(folder, keep_last, keep_every)
     freed = sum(s.manifest.total_bytes for s in plan.removed)
     if as_json:
         names = {"removed": [s.name for s in plan.removed], "kept": [s.name for s in plan.kept]}
+        names["kept_for_live_rows"] = [s.name for s in plan.for_live_rows]
         print_json({**names, "removed_bytes": freed, "dry_run": dry_run})
         return
     for snapshot in plan.removed:
         print(f"{'would remove' if dry_run else 'removed'} {text(snapshot.name)}")
+    for snapshot in plan.for_live_rows:
+        print(f"{'would keep' if dry_run else 'kept'} {text(snapshot.name)}: live rows go back to it after a kill")
     print(f"{len(plan.removed)} of {len(plan.removed) + len(plan.kept)} snapshots, {size(freed)}")

@@ -7,7 +7,8 @@ that meet in different operations learn of it; a transfer of unequal sizes would
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgpack  # type: ignore[import-untyped]
@@ -80,6 +81,7 @@ class Agreement:
             return self._answer
         self._world.pending = None
         self._exchange.wait()
+        self._world.met(self._exchange.call)
         headers = self._headers.tolist()
         if self._first[0] or any(header[:3] != self._first for header in headers):
             try:
@@ -129,6 +131,18 @@ def told(world: Group, op: str, call: Callable[[], Any]) -> list[Any]:
         agree(world, op, error)
         every = raw_bytes(world, op, msgpack.packb(value))
     return [msgpack.unpackb(data, strict_map_key=False) for data in every]
+
+
+@contextmanager
+def telling(world: Group, op: str) -> Iterator[None]:
+    """A block of exchanges that all ranks make. What it raises before the first of them is raised on all ranks."""
+    before = world.calls
+    try:
+        yield
+    except BaseException as error:
+        if world.calls == before and world.untold(error):
+            agree(world, op, error)
+        raise
 
 
 def attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:

@@ -12,12 +12,17 @@ if TYPE_CHECKING:
     from .group import Group
 
 
+def reading(op: str) -> str:
+    """What ranks are about that tell each other how many rows they have read."""
+    return f"{op}: its rows"
+
+
 def check_all_rows(world: Group, op: str, snapshot: Snapshot, read: Callable[[], dict[str, int]]) -> None:
     """Raise SnapshotError on all ranks where their parts are not all rows of each snapshot in the chain. Collective.
 
     read: gives how many rows this rank has read of each of these, by name. What it raises is raised on all ranks.
     """
-    found = told(world, f"{op}: its rows", read)
+    found = told(world, reading(op), read)
 
     def check() -> None:
         for link in snapshot.chain:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic
 from typing import Any, Protocol
@@ -74,7 +74,8 @@ class Group:
         self.differed = 0  # how often all ranks were told that they differ
         self.failure: GroupError | None = None
         self._user: tuple[int, int] | None = None  # the process and the thread that make the calls
-        self._calls = self._under_way = 0
+        self.calls = self._common = 0  # exchanges that this rank began, and those that all are known to have begun
+        self._under_way: list[Exchange] = []  # a failed step leaves some that nobody waits for
         self._group: dist.ProcessGroup | None = None
         self._roll_call: RollCall | None = None
         if self.size > 1:
@@ -82,9 +83,11 @@ class Group:
             self._meet(dist.get_process_group_ranks(group or dist.group.WORLD))
 
     def close(self) -> None:
-        """Leave the group. This waits for no other rank."""
-        self.failure = self.failure or GroupError("this world is closed")
+        """Leave the group. This waits for no other rank, but a moment for what all ranks have begun."""
         with uninterrupted():
+            if self.failure is None:
+                self._finish()
+            self.failure = self.failure or GroupError("this world is closed")
             if self._roll_call is not None:  # first, so that no rank meets a closed group unsaid
                 self._roll_call.close("it closed its world")
                 self._roll_call = None
@@ -120,15 +123,16 @@ class Group:
         """
         self.check_thread()
         self.check_alive()
-        self.check_others(op, self._calls + 1)  # what they still wait for may be of other sizes
+        self.check_others(op, self.calls + 1)  # what they still wait for may be of other sizes
         assert self._group is not None
         # what all_to_all_single calls, without the half of its time that is Python's
         work = self._group.alltoall_base(out, given, [*out_sizes], [*given_sizes], dist.AllToAllOptions())
-        self._calls += 1
-        self._under_way += 1
+        self.calls += 1
         if self._roll_call is not None:
-            self._roll_call.at = self._calls
-        return Exchange(self, op, self._calls, work, out)
+            self._roll_call.at = self.calls
+        begun = Exchange(self, op, self.calls, work, out)
+        self._under_way = [*(one for one in self._under_way if one.lasts()), begun]
+        return begun
 
     @contextmanager
     def whole(self, op: str) -> Iterator[None]:
@@ -137,18 +141,18 @@ class Group:
         Where it raises in the middle what the other ranks do not know of, the group is at its end.
         """
         self.check_thread()
-        before = self._calls
+        before = self.calls
         with uninterrupted():
             try:
                 yield
             except BaseException as error:
-                if self.untold(error) and self._calls > before:
+                if self.untold(error) and self.calls > before:
                     self.broken_off(op, f"failed by {type(error).__name__}: {error}")
                 raise
 
-    def arrived(self) -> None:
-        """An exchange is over."""
-        self._under_way -= 1
+    def met(self, call: int) -> None:
+        """All ranks have begun the exchange of this number, and so those before it."""
+        self._common = max(self._common, call)
 
     def check_others(self, op: str, call: int) -> None:
         """Raises GroupError where another rank has ended the group, or closed its world before this call.
@@ -193,9 +197,18 @@ class Group:
         if self._group is not None:
             group, self._group = self._group, None
             _left.add(tuple(dist.get_process_group_ranks(group)))
-            if self._under_way:  # the end of the object would wait for that
+            left, self._under_way = self._under_way, []
+            over = [one.let_go() for one in left]
+            if not all(over):  # the end of the object would wait for that
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             dist.destroy_process_group(group)
+
+    def _finish(self) -> None:
+        """Let exchanges arrive that failed steps left, of those that all ranks have begun."""
+        end = monotonic() + PATIENCE
+        for exchange in self._under_way:
+            while exchange.call <= self._common and exchange.lasts() and monotonic() < end:
+                exchange.look()
 
     def _meet(self, ranks: list[int]) -> None:
         """Make a process group with the other ranks, and connect to each of them."""
@@ -230,9 +243,10 @@ class Exchange:
     """Tensors on their way between the ranks."""
 
     def __init__(self, group: Group, op: str, call: int, work: dist.Work, out: Tensor) -> None:
-        self._group, self._op, self._call, self._work, self._out = group, op, call, work, out
+        self._group, self._op, self.call, self._out = group, op, call, out
+        self._work: dist.Work | None = work  # which holds the process group
         self._end = monotonic() + group.timeout
-        self._is_over = False
+        self._arrived = False
 
     def wait(self) -> Tensor:
         """Wait until all that was sent has gone and all that comes is there. Returns `out`.
@@ -243,36 +257,53 @@ class Exchange:
         Raises:
             GroupError: a rank did not answer, or a signal came. The group is at its end.
         """
-        if self._is_over:
+        if self._arrived:
             return self._out
         with uninterrupted():
             self._group.check_alive()
             came = None
             while not self._over():
-                self._group.check_others(self._op, self._call)
+                self._group.check_others(self._op, self.call)
                 now = monotonic()
                 if now > self._end:
-                    raise self._group.lost(self._op, self._call, f"no answer in {self._group.timeout:g} s")
+                    raise self._group.lost(self._op, self.call, f"no answer in {self._group.timeout:g} s")
                 if signals := [number for number in held() if number in ENDING]:
                     came = came or now
                     if now > came + PATIENCE:
                         name = signal.Signals(signals[0]).name
                         raise self._group.broken_off(self._op, f"interrupted by {name} in a wait for others")
-            self._is_over = True
-            self._group.arrived()
             return self._out
 
+    def lasts(self) -> bool:
+        """Whether it is under way. What has arrived lets go of the process group, whoever waits for it."""
+        if self._work is not None and self._work.is_completed():
+            with suppress(RuntimeError):  # `wait` says why it failed
+                self._work.wait()
+                self._arrived, self._work = True, None
+            return False
+        return self._work is not None
+
+    def look(self) -> None:
+        """Wait for it, LOOK at most."""
+        if self._work is not None:
+            with suppress(RuntimeError):
+                self._work.wait(LOOK)
+
+    def let_go(self) -> bool:
+        """End its hold on the process group. Returns whether it was over."""
+        work, self._work = self._work, None
+        return work is None or work.is_completed()
+
     def _over(self) -> bool:
-        """Whether it is over, after a wait of LOOK at most."""
-        try:
-            self._work.wait(LOOK)
-        except RuntimeError:
-            if not self._work.is_completed():
-                return False
+        """Whether it is over, after a wait of LOOK at most. Raises GroupError where it failed."""
+        self.look()
+        if self.lasts():
+            return False
+        if self._work is not None:
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise self._group.lost(self._op, self._call, str(error)) from None  # its text is in ours
+                raise self._group.lost(self._op, self.call, str(error)) from None  # its text is in ours
         return True
 
 

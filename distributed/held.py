@@ -90,15 +90,12 @@ class ShardedHeld:
         rows = None if self.home is None else LiveRows(world, op, self.home, options.open)
         decide = None if rows is None else rows.decide
         own, error = attempt(lambda: HeldTable(spec, options, optimizer, device, share, decide))
-        if rows is not None and not rows.agreed:
-            if error is not None and rows.asked:
-                raise error  # of the decision, and so on all ranks
-            agree(world, rows.op, error)
+        if rows is not None:
+            rows.settle(error)
         try:
             agree(world, f"{op}: done", error)
             assert own is not None
             if rows is not None:
-                rows.check()
                 everywhere(world, f"{op}: begun", lambda: self._begin(rows))
         except BaseException:
             if own is not None:

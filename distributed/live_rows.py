@@ -14,8 +14,8 @@ from ..engine.store.folder_state import RanksRecord
 from ..engine.store.shares import Live, live_in, live_of, live_together, marks_in
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
-from .agreement import told
-from .all_rows import check_all_rows
+from .agreement import agree, told
+from .all_rows import check_all_rows, reading
 
 if TYPE_CHECKING:
     from .group import Group
@@ -38,18 +38,22 @@ class Report(NamedTuple):
 
 
 class LiveRows:
-    """The decision of all ranks with which rows to open. Every rank makes one and calls `decide` once."""
+    """The decision of all ranks with which rows to open.
+
+    Every rank makes one, opens its share by `decide`, and calls `settle` then.
+    """
 
     def __init__(self, world: Group, op: str, home: Home, mode: str) -> None:
         """home: of this rank. mode: the option `open`. Raises StoreError on all ranks."""
         self._world, self._home = world, home
-        self.op = f"{op}: its rows"
+        self._op = f"{op}: its rows"
         self._fresh, self._refuses = mode == "fresh", mode == "error"
-        self.asked = False  # whether this rank told the others what it found
-        self.agreed = False  # whether the ranks came to a decision
+        self._asked = False  # whether this rank told the others what it found
+        self._agreed = False  # whether the ranks came to a decision
+        self._has_read = False  # whether this rank told the others how many rows of the base it read
+        self._counted = False  # whether the ranks read all of them
         self.is_live = False
         self.base: Base | None = None
-        self._snapshot: Snapshot | None = None  # this rank's part of the base
         first = told(world, f"{op}: its store folder", self._introduced)[0]
         self._token: str = first["token"]
         self.run = self._token  # the id of a run that begins here
@@ -58,28 +62,46 @@ class LiveRows:
 
     def decide(self, found: Found) -> Opening:
         """How this rank opens its share. Raises StoreError and SnapshotError on all ranks, if the ranks disagree."""
-        self.asked = True
-        reports = [_read(one) for one in told(self._world, self.op, lambda: self._report(found))]
-        if self._home.folder is not None:
-            self._home.remove_tokens()
+        self._asked = True
+        reports = [_read(one) for one in told(self._world, self._op, lambda: self._report(found))]
         live = self._live(reports)
         if live is not None:
-            self.run, self.is_live, self.agreed = live.run, True, True
+            self.run, self.is_live, self._agreed = live.run, True, True
             return Opening(found.mark, run=live.run, writes=live.writes)
         said = None if self._fresh else self._go_back(reports)
-        self.agreed = True
+        self._agreed = True
         said = said if self._world.rank == 0 else None
         if self.base is None:
             return Opening(run=self.run, said=said)
         part = Part(self._world.rank, self._world.size)
-        self._snapshot = Snapshot.open(self._home.snapshots / self.base.name).of_part(part)
-        return Opening(snapshot=self._snapshot, run=self.run, said=said)
+        snapshot = Snapshot.open(self._home.snapshots / self.base.name).of_part(part)
+        return Opening(snapshot=snapshot, run=self.run, said=said, verified=lambda: self._count(snapshot))
 
-    def check(self) -> None:
-        """Raise SnapshotError on all ranks where they did not read all rows of the snapshot they went back to."""
-        snapshot = self._snapshot
-        if snapshot is not None:
-            check_all_rows(self._world, self.op, snapshot, lambda: snapshot.found)
+    def settle(self, error: BaseException | None) -> None:
+        """Join the other ranks, which wait for this one, where its share could not be opened. error: of that.
+
+        Raises on all ranks where one of them has no rows to open with.
+        """
+        try:
+            self._join(self._op, self._asked, self._agreed, error)
+        finally:
+            if self._home.folder is not None:
+                self._home.remove_tokens()  # by now every rank has looked for it, or the group is at its end
+        if self.base is not None:
+            self._join(reading(self._op), self._has_read, self._counted, error)
+
+    def _join(self, op: str, came: bool, passed: bool, error: BaseException | None) -> None:
+        if passed:
+            return
+        if error is not None and came:
+            raise error  # of the ranks' exchange, and so on all of them
+        agree(self._world, op, error)
+
+    def _count(self, snapshot: Snapshot) -> None:
+        """Raise SnapshotError on all ranks where they did not read all rows of the snapshot they go back to."""
+        self._has_read = True
+        check_all_rows(self._world, self._op, snapshot, lambda: snapshot.found)
+        self._counted = True
 
     def _introduced(self) -> dict[str, Any]:
         home = self._home
@@ -129,7 +151,7 @@ class LiveRows:
         return logging.WARNING, f"{why}; all ranks: {restored(base)}; {lost(base, reached)}"
 
     def _told_base(self, find: Callable[[], Base | None]) -> Base | None:
-        found = told(self._world, f"{self.op}: the snapshot", find if self._world.rank == 0 else lambda: None)[0]
+        found = told(self._world, f"{self._op}: the snapshot", find if self._world.rank == 0 else lambda: None)[0]
         return None if found is None else Base(*found)
 
     def _leave_one(self, first: Report) -> tuple[int, str] | None:

@@ -39,6 +39,9 @@ class Steps(Protocol):
     def count_write(self) -> None:
         """Every rank is about to write its rows of this step."""
 
+    def fall_behind(self, op: str, error: BaseException) -> None:
+        """This rank failed in an update that other ranks make: no rank uses the rows until a snapshot is loaded."""
+
     def release(self) -> None: ...
 
 
@@ -145,9 +148,19 @@ class ShardedBatch:
         self._start(sums)
 
     def send_nothing(self) -> None:
-        """Take part in the exchange of gradients where `send` failed or was not called; nothing where it was."""
-        if self._sent is None:
-            self._start(Blocks(self._world, self.local.counts, self._dim, self._world.grads))
+        """Take part in the exchange of gradients where `send` failed or was not called; nothing where it was.
+
+        What keeps this rank from it ends the group, which would wait for it.
+        """
+        if self._sent is not None:
+            return
+        world = self._world
+        try:
+            self._start(Blocks(world, self.local.counts, self._dim, world.grads))
+        except BaseException as error:
+            if not world.untold(error):
+                raise
+            raise world.broken_off(f"gradients of {self._op}", f"failed by {error!r}") from error
 
     def _summed(self, gradients: Gradients) -> Blocks:
         """The gradients of this rank's unique rows."""
@@ -167,11 +180,15 @@ class ShardedBatch:
         self._sent = start(world, f"gradients of {self._op}", given, self._sums, self._table.traffic)
         world.passed += 1
 
-    def _receive(self) -> list[Tensor]:
-        """Wait for the gradients: for each rank, [rows that it asked for, dim] float32."""
+    def receive(self) -> None:
+        """Wait for the gradients that were sent."""
         assert self._sent is not None
-        assert self._sums is not None
         self._sent.wait()
+
+    def _receive(self) -> list[Tensor]:
+        """The gradients, once they are here: for each rank, [rows that it asked for, dim] float32."""
+        self.receive()
+        assert self._sums is not None
         sums = [self._sums.of(rank) for rank in range(self._world.size)]
         sums[self._world.rank] = self._own_sums
         return [part.to(self.local.processor.device, torch.float32) for part in sums]
@@ -200,12 +217,16 @@ class ShardedBatch:
 
         scale: multiplies a row's summed gradient; left out, it is one over the number of ranks: the mean of their
         losses is trained. The gradients are sent here, unless `send` was called; what is wrong with them is then raised
-        on every rank.
+        on every rank. What fails then is raised on this rank alone, and keeps all from using the rows.
         """
         own = self._ready(grads, weights)
         sums = self._receive()
-        self._table.count_write()
-        own.update(sums, None, 1.0 / self._world.size if scale is None else scale, clip_value)
+        try:
+            self._table.count_write()
+            own.update(sums, None, 1.0 / self._world.size if scale is None else scale, clip_value)
+        except BaseException as error:
+            self._table.fall_behind(self._op, error)
+            raise
         self._table.pinned = None
 
     def release(self) -> None:

@@ -106,7 +106,7 @@ class RankSnapshots:
 
     def load(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         """As `HeldTable.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
-        op = self._op(f"loading snapshot {name!r}")
+        op = f"loading snapshot {name!r} of embedding {self._name!r}"  # also where a rank is of another step
         self._finish_saving()
         snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(self._folder / name))
         return self._load(op, snapshot, selection, strict, name if selection.is_whole else None)
@@ -137,7 +137,7 @@ class RankSnapshots:
 
     def check_rows(self, place: Path, state: bool) -> None:
         """As `HeldTable.check_rows`. Each rank reads its part."""
-        op = self._op(f"checking snapshot {place.name!r}")
+        op = f"checking snapshot {place.name!r} of embedding {self._name!r}"
         snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(place))
 
         def check() -> dict[str, int]:
@@ -152,7 +152,7 @@ class RankSnapshots:
 
     def load_rows(self, place: Path, state: bool) -> None:
         """As `HeldTable.load_rows`."""
-        op = self._op(f"loading snapshot {place.name!r}")
+        op = f"loading snapshot {place.name!r} of embedding {self._name!r}"  # also where a rank is of another step
         self._finish_saving()
         with ExitStack() as linking:
             if self._home is not None and state:
@@ -170,6 +170,10 @@ class RankSnapshots:
         self._at_home(lambda home: remove_snapshot(home.snapshots / name))
 
     def _op(self, what: str) -> str:
+        """A call of all ranks at their step, for messages. Raises on all of them where one has closed its rows."""
+        table, error = attempt(lambda: self._own.table)
+        if table is None:
+            agree(self._world, f"{what} of embedding {self._name!r}", error)
         return f"{what} of embedding {self._name!r} at step {self._own.table.step}"
 
     @property
@@ -214,6 +218,7 @@ class RankSnapshots:
             raise OptionError(f"background=True, kind={kind!r}: only kind='full' is saved so; leave background out")
         if self._home is None:
             self._lacks_place()
+        self._own.table.opened()
         self._own.table.check()
 
     def _check_not_saving(self) -> None:

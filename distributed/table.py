@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..engine import _core
+from ..engine.errors import StoreError
 from ..engine.ops.segments import batch_of, empty
 from ..engine.optim.optimizers import RowOptimizer
 from ..engine.spec.inputs import Lookup
 from ..engine.table.pinned import PinnedBatch
 from ..engine.table.report import new_rows
 from ..engine.table.table import OpenTable
-from .agreement import agree, attempt
+from .agreement import agree, attempt, telling
 from .ahead import Ahead
 from .asked import IdsOnTheirWay, Local, all_of
 from .blocks import Blocks, Message, Traffic
@@ -34,12 +35,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _whole(what: str) -> Callable[[Method], Method]:
-    """For a method of several exchanges, which all ranks make: `Group.whole`. what: it does, for errors."""
+    """For a method of several exchanges, which all ranks make: `Group.whole`. what: it does, for errors.
+
+    What it raises before the first exchange is raised on all ranks.
+    """
 
     def with_name(method: Method) -> Method:
         @wraps(method)
         def whole(self: ShardedTable, *arguments: Any, **named: Any) -> Any:
-            with self.world.whole(f"{what} of embedding {self.name!r}"):
+            op = f"{what} of embedding {self.name!r}"
+            with self.world.whole(op), telling(self.world, op):
                 return method(self, *arguments, **named)
 
         return cast(Method, whole)
@@ -53,11 +58,13 @@ class ShardedTable:
     def __init__(self, world: Group, held: HeldTable, capacity: int | None) -> None:
         """held: of this rank's rows. capacity: the most rows of all ranks; None where each sees to its own."""
         self.world, self._held, self.capacity = world, held, capacity
+        self.name = held.table.spec.name
         self.traffic = Traffic()
         self.pinned: ShardedBatch | None = None
+        self._behind = ""  # the update that this rank's rows lack, and why
         self.between_steps: Callable[[], None] = lambda: None  # what all ranks do before a step
         self.requests: Requests | None = None  # of other processes
-        self.ahead = Ahead(world, held.table.spec.name, self.traffic, lambda asked: self.own.announce(asked))
+        self.ahead = Ahead(world, self.name, self.traffic, lambda asked: self.own.announce(asked))
 
     @property
     def own(self) -> OpenTable:
@@ -66,11 +73,7 @@ class ShardedTable:
 
     @property
     def optimizer(self) -> RowOptimizer | None:
-        return self.own.optimizer
-
-    @property
-    def name(self) -> str:
-        return self.own.spec.name
+        return self.own.optimizer if self._held.is_open else None
 
     @_whole("step")
     def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, like: Any = None) -> ShardedBatch:
@@ -89,6 +92,10 @@ class ShardedTable:
             self.world.batches.append(self.pinned)
         return self.pinned
 
+    def _begin_write(self) -> None:
+        self._check_behind()
+        self._held.begin_write()
+
     def _pin_own(self, asked: list[Lookup], like: PinnedBatch | None) -> PinnedBatch:
         self._held.begin_write()
         pinned = self.own.pin(asked, torch.float32, like)
@@ -106,21 +113,19 @@ class ShardedTable:
         number = self.ahead.number_of(lookups, own.processor) if is_step else 0
         pools = any(lookup.pooling is not None for lookup in lookups)
 
-        def deduplicate() -> Local:
+        same: dict[str, Any] = {"graph": world.script, "shared lookups": like is not None}
+
+        def prepare() -> Local:
+            self._check_behind()
             if is_step:
-                own.check_optimizer()
+                optimizer = own.check_optimizer()
+                numbers = optimizer.numbers(own.step + 1)
+                same.update({"output_dtype": str(dtype), "optimizer": optimizer.rule, "its numbers": numbers})
             if number and like is None:
                 return self.ahead.local_of(number)
             return Local(own.processor, own.spec, lookups, world, None if like is None else like.local)
 
-        local, error = attempt(deduplicate)
-        same: dict[str, Any] = {"graph": world.script, "shared lookups": like is not None}
-        if is_step and own.optimizer is not None:
-            same |= {
-                "output_dtype": str(dtype),
-                "optimizer": own.optimizer.rule,
-                "its numbers": own.optimizer.numbers(own.step + 1),
-            }
+        local, error = attempt(prepare)
         counts = [0] * world.size if local is None else local.counts
         try:
             wanted = self.requests is not None and self.requests.wanted
@@ -210,7 +215,7 @@ class ShardedTable:
         on_host = Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
         batch, error = attempt(lambda: batch_of(spec, [on_host]))
         if error is None:
-            _, error = attempt(self._held.begin_write)
+            _, error = attempt(self._begin_write)
         if batch is None or error is not None:
             agree(world, op, error)
         owners = _core.owners(batch.tables, batch.keys, world.size)
@@ -233,6 +238,7 @@ class ShardedTable:
         world.start(f"rows of {op}", rows.view(-1), given, *sizes).wait()
         return asked, rows.numpy()
 
+    @_whole("size")
     def size(self) -> int:
         """How many rows all ranks have."""
         rows, error = attempt(self._held.size)
@@ -259,6 +265,16 @@ class ShardedTable:
     def count_write(self) -> None:
         """Every rank is about to write its rows."""
         self._held.count_write()
+
+    def fall_behind(self, op: str, error: BaseException) -> None:
+        """This rank failed in an update that other ranks make: no rank uses the rows until a snapshot is loaded."""
+        attempt(self.release)  # the pin cannot end after a failure
+        self._behind = f"{op} raised {error!r} on this rank amid its updates, which other ranks made"
+        self.own.failure = self.own.failure or error  # so that these rows are never marked as whole
+
+    def _check_behind(self) -> None:
+        if self._behind and self.own.failure is not None:  # a load has put another table in its place else
+            raise StoreError(f"{self._behind}; load a snapshot of every embedding of that step on all ranks")
 
     def release(self) -> None:
         """Drop the pin that a failed step left."""

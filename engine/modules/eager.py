@@ -22,6 +22,7 @@ from .row_gradients import RowGradients
 from .shadow_grad import ShadowGrad, holders
 
 MOST_SHARED = 62  # embeddings over ranks, a bit of a note each
+STEP = "step() of an EagerOptimizer"
 Reached = tuple[Rows, RowOptimizer, RowGradients | None]
 
 
@@ -74,6 +75,7 @@ class EagerOptimizer(torch.optim.Optimizer):
                 raise OptimizerError(
                     f"another EagerOptimizer has embedding {embedding.name!r}; drop that one first, by del"
                 )
+        self._torn = ""  # what this rank alone raised amid the updates of a step
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
         holders.update((embedding.handle, self) for embedding in embeddings)
 
@@ -100,7 +102,8 @@ class EagerOptimizer(torch.optim.Optimizer):
 
         Embeddings that no backward() reached stay as they are, their step counts too. Raises StoreError, CapacityError
         and InputError before any row changed where rows cannot be brought up, GraphError in `build` of a graph and
-        while another thread trains the rows. Over ranks, what the closure raises on one of them is raised on all.
+        while another thread trains the rows. Over ranks, what the closure raises on one of them is raised on all; and
+        OptimizerError after a step in which one raised amid its updates, until `load_state_dict()`.
         """
         if detect_fake_mode() is not None:
             raise GraphError(
@@ -109,7 +112,7 @@ class EagerOptimizer(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                loss = self._told(closure)
+                loss = self._called(closure)
         shadows = [embedding.shadow for embedding, _ in self._rows]
         grads = [shadow.grad for shadow in shadows]
         with uninterrupted():
@@ -137,23 +140,13 @@ class EagerOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
         self._torn = ""
 
-    def _told(self, closure: Callable[[], Any]) -> Any:
+    def _called(self, closure: Callable[[], Any]) -> Any:
         """The result of a closure. What it raises on this rank alone is raised on those that wait for this one."""
         try:
             return closure()
         except BaseException as error:
             if self._world is not None and self._world.untold(error):
-                self._world.meet("closure of an EagerOptimizer", error)
-            raise
-
-    @contextmanager
-    def _amid_updates(self) -> Iterator[None]:
-        """A block of updates that other ranks make. What this one raises in it keeps all from the next step."""
-        try:
-            yield
-        except BaseException as error:
-            if self._world is not None:
-                self._torn = self._torn or repr(error)
+                self._world.meet(STEP, error)
             raise
 
     @torch.no_grad()
@@ -176,17 +169,27 @@ class EagerOptimizer(torch.optim.Optimizer):
                         batch = embedding.pin([])  # for the rows that others looked up
                     if batch is not None:
                         pinned.append((gradients, batch))
-                if self._world is not None:
-                    send_all(self._world, pinned)
-                with self._amid_updates():
+                if self._world is None:
                     for gradients, batch in pinned:
-                        gradients.update(batch)
-                        # so that a backward() that needs the rows as they were says so
-                        increment_version(gradients.embedding.shadow)
+                        update(gradients, batch)
+                else:
+                    exchange(self._world, pinned)
+                    with self._amid_updates():
+                        update_all(pinned)
             except BaseException:
                 for embedding, *_ in stepped:
                     embedding.release()
                 raise
+
+    @contextmanager
+    def _amid_updates(self) -> Iterator[None]:
+        """A block of updates, which other ranks make as well: where it raises on this one, no rank steps any more."""
+        try:
+            yield
+        except BaseException as error:
+            if self._world is not None:
+                self._torn = self._torn or repr(error)
+            raise
 
     def _reached_anywhere(self, world: Ranks, reached: list[Reached]) -> list[tuple[Rows, RowOptimizer, RowGradients]]:
         """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
@@ -194,8 +197,9 @@ class EagerOptimizer(torch.optim.Optimizer):
         try:
             if self._torn:
                 raise OptimizerError(
-                    f"a step() of an EagerOptimizer raised {self._torn} amid its updates, which other ranks made; load "
-                    "a snapshot of its embeddings and a state_dict on all ranks"
+                    f"a step of an EagerOptimizer raised {self._torn} amid its updates, which other ranks made; on all "
+                    "ranks load a snapshot of every embedding, the dense parameters of its step, and the optimizer's "
+                    "state by load_state_dict() of the EagerOptimizer"
                 )
             for *_, gradients in reached:
                 if gradients is not None:
@@ -203,7 +207,7 @@ class EagerOptimizer(torch.optim.Optimizer):
         except Exception as wrong:
             error = wrong
         note = sum(1 << number for number, (*_, gradients) in enumerate(reached) if gradients is not None)
-        notes = world.meet("step() of an EagerOptimizer", error, note)
+        notes = world.meet(STEP, error, note)
         return [
             (embedding, rows, gradients or RowGradients(embedding))
             for number, (embedding, rows, gradients) in enumerate(reached)
@@ -211,13 +215,34 @@ class EagerOptimizer(torch.optim.Optimizer):
         ]
 
 
-def send_all(world: Ranks, pinned: list[tuple[RowGradients, Any]]) -> None:
-    """Send all gradients to the ranks that have the rows. What fails on one rank is raised on all."""
+def exchange(world: Ranks, pinned: list[tuple[RowGradients, Any]]) -> None:
+    """Let all gradients be at the ranks that have the rows. What fails on one rank is raised on all."""
     error: BaseException | None = None
     for gradients, batch in pinned:
         try:
             batch.send(*gradients.grads())
-        except Exception as wrong:
+        except BaseException as wrong:
+            if not world.untold(wrong):
+                raise
             batch.send_nothing()
             error = error or wrong
+    for _, batch in pinned:
+        batch.receive()
     world.meet("gradients of an EagerOptimizer", error)
+
+
+def update(gradients: RowGradients, batch: Any) -> None:
+    gradients.update(batch)
+    increment_version(gradients.embedding.shadow)  # so that a backward() that needs the rows as they were says so
+
+
+def update_all(pinned: list[tuple[RowGradients, Any]]) -> None:
+    """Update the rows of each embedding, also where one fails: other ranks update them all."""
+    error: BaseException | None = None
+    for gradients, batch in pinned:
+        try:
+            update(gradients, batch)
+        except BaseException as wrong:
+            error = error or wrong
+    if error is not None:
+        raise error

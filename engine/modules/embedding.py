@@ -249,9 +249,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         Raises InputError for values on the CPU that are out of range.
         """
         table = self._trained()
-        for lookup in lookups:
-            if lookup.ids.device.type == "cpu":
-                segment(self.spec, lookup)
+        with self.told():
+            for lookup in lookups:
+                if lookup.ids.device.type == "cpu":
+                    segment(self.spec, lookup)
         table.announce(lookups)
 
     def forget_announced(self) -> None:
@@ -271,14 +272,20 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return table
 
     def _table(self) -> TableOfAll:
-        handle = self.opened()
-        if self._awaited is not None:
-            self._compare_awaited()
+        try:
+            handle = self.opened()
+            if self._awaited is not None:
+                self._compare_awaited()
+        except Exception as error:
+            self.tell(error)
+            raise
         return handle.table
 
     def _own_table(self) -> OpenTable:
-        self._table()
-        return self.opened().own_table
+        handle = self.opened()
+        if self._awaited is not None:
+            self._compare_awaited()
+        return handle.own_table
 
     def opened(self) -> Held:
         """The hold on the open table, opened where it is not yet, for checkpoints and recorded steps of a graph."""

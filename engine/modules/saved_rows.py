@@ -45,13 +45,17 @@ class SavedRows(Rows):
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """A block that checks the arguments of a call of all ranks: what it raises on one rank is raised on all."""
+        """A block before the exchanges of a call of all ranks: what it raises on one rank is raised on all."""
         try:
             yield
         except Exception as error:
-            if self.world is not None and self.world.untold(error) and detect_fake_mode() is None:
-                self.world.meet(f"a call of embedding {self.name!r}", error)
+            self.tell(error)
             raise
+
+    def tell(self, error: Exception) -> None:
+        """Raise on all ranks what keeps this one from a call of theirs; nothing where they know of it."""
+        if self.world is not None and self.world.untold(error) and detect_fake_mode() is None:
+            self.world.meet(f"a call of embedding {self.name!r}", error)
 
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
@@ -68,9 +72,10 @@ class SavedRows(Rows):
         with self.told():
             _check_flag("background", background)
             _check_flag("overwrite", overwrite)
+            held = self.opened()
         if background:
-            return self.opened().save_in_background(snapshot_name, kind, overwrite)
-        self.opened().save_snapshot(snapshot_name, kind, overwrite)
+            return held.save_in_background(snapshot_name, kind, overwrite)
+        held.save_snapshot(snapshot_name, kind, overwrite)
         return None
 
     def load_snapshot(
@@ -99,8 +104,9 @@ class SavedRows(Rows):
             for argument, value in (("strict", strict), ("weights_only", weights_only), ("convert", convert)):
                 if not isinstance(value, bool):
                     raise InputError(f"{argument}={value!r}: give True or False")
+            held = self.opened()
         selection = Selection(tables, where, not weights_only, convert=convert)
-        return self.opened().load_snapshot(snapshot_name, selection, strict)
+        return held.load_snapshot(snapshot_name, selection, strict)
 
     def check_save(self, snapshot_name: str, kind: str = "full", *, overwrite: bool = False) -> None:
         """Raise what `save_snapshot` would raise now for these arguments. Call it before the training to be saved.
@@ -109,7 +115,8 @@ class SavedRows(Rows):
         """
         with self.told():
             _check_flag("overwrite", overwrite)
-        self.opened().check_save(snapshot_name, kind, overwrite)
+            held = self.opened()
+        held.check_save(snapshot_name, kind, overwrite)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> list[str]:
         """Remove snapshots from the store folder, and return the names of those removed. OptionError, SnapshotError.
@@ -117,7 +124,9 @@ class SavedRows(Rows):
         keep_last: how many of the latest stay. keep_every: of each so many steps, the first snapshot that reached them
         stays. `last_snapshot` stays, and all that a snapshot which stays goes over.
         """
-        return self.opened().prune_snapshots(keep_last, keep_every)
+        with self.told():
+            held = self.opened()
+        return held.prune_snapshots(keep_last, keep_every)
 
     @property
     def last_snapshot(self) -> str | None:

@@ -111,7 +111,7 @@ class TablePersistence:
             what = f"store folder {str(folder.path)!r}"
             check_stored(self.spec, opening.snapshot.description, optimizer, StoreError, what)
             folder.discard_live()  # this makes room: no run uses these rows again
-            table, _ = self.load(optimizer, opening.snapshot, None)
+            table, _ = self.load(optimizer, opening.snapshot, None, verified=opening.verified)
         if opening.said is not None:
             log.log(opening.said[0], "embedding %r: %s", self.spec.name, opening.said[1])
         return table

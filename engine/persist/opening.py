@@ -43,6 +43,7 @@ class Opening(NamedTuple):
     """The rows that a table opens with: the live rows that `mark` describes, or those of `snapshot`, or none.
 
     `run`, `writes`: of a rank's share, as `Life` has them. `said`: the level and the text to log when it is open.
+    `verified`: called when the rows of `snapshot` are, as of `TablePersistence.load`.
     """
 
     mark: dict[str, Any] | None = None
@@ -50,6 +51,7 @@ class Opening(NamedTuple):
     run: str = ""
     writes: int = 0
     said: tuple[int, str] | None = None
+    verified: Callable[[], None] | None = None
 
 
 Decide = Callable[[Found], Opening]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..durable import read_record, remedy_for, unseal
 from ..errors import StoreError
-from .snapshot_place import SNAPSHOTS, has_snapshots
+from .snapshot_place import SNAPSHOTS, has_snapshots, led_to
 
 PLACES = ("live", "live-2")
 LOCK = "LOCK"
@@ -90,6 +90,12 @@ class FolderState:
         """The folder whose mark names the snapshot to go back to: of rows that ranks share, that of the snapshots."""
         keeper = self.keeper
         return keeper if self.read_mark() is None and keeper.of_ranks is not None else self
+
+    @property
+    def all_noting(self) -> list[FolderState]:
+        """The folders whose marks name snapshots among these to go back to, store folders that lead here included."""
+        keeper = self.keeper
+        return [self.noting, keeper, *(FolderState(store) for store in led_to(keeper.snapshots))]
 
     @property
     def noted_step(self) -> int | None:

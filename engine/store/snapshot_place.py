@@ -1,14 +1,17 @@
-"""The folder of a store's snapshots, where it is not in the store folder: a link there leads to it."""
+"""The folder of a store's snapshots, where it is not in the store folder: a link there leads to it, and a note back."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 from pathlib import Path
 
-from ..durable import fsync_dir, make_folder
+from ..durable import fsync_dir, make_folder, write_atomically
 from ..errors import StoreError
 
 SNAPSHOTS = "snapshots"
+_LED = ".live-rows-"  # begins the name of a file, beside snapshots, that names a store folder which leads to them
 
 
 def place_of(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
@@ -22,6 +25,7 @@ def lead_to(link: Path, place: Path) -> None:
     Raises StoreError where other snapshots are there, OSError.
     """
     make_folder(place)
+    _note(link.parent, place)
     if os.path.exists(link) and os.path.samefile(link, place):
         return
     if has_snapshots(link):
@@ -35,6 +39,25 @@ def lead_to(link: Path, place: Path) -> None:
         link.rmdir()
     link.symlink_to(place)
     fsync_dir(link.parent)
+
+
+def _note(store: Path, place: Path) -> None:
+    path = os.fsencode(os.path.realpath(store))
+    note = place.parent / f"{_LED}{hashlib.sha256(path).hexdigest()[:16]}"
+    if not note.exists():
+        with contextlib.suppress(OSError):  # on a full disk, rows can still be read
+            write_atomically(note, path)
+
+
+def led_to(place: Path) -> list[Path]:
+    """The store folders of this host that have their snapshots in `place`, a folder in another one."""
+    found = []
+    for note in sorted(place.parent.glob(f"{_LED}*")):
+        with contextlib.suppress(OSError):  # one that is gone, or of another host
+            store = Path(os.fsdecode(note.read_bytes()))
+            if os.path.samefile(store / SNAPSHOTS, place):
+                found.append(store)
+    return found
 
 
 def has_snapshots(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...distributed.agreement import agree
+from ...distributed.agreement import agree, attempt
 from ...distributed.dense import Vote, reduce
 from ...distributed.first_values import share_first_values
 from ...distributed.script import NONE
@@ -86,11 +86,13 @@ class Exchanges:
         self._end, self.trains = end, trains
         self._script: list[Exchange] = []
         self._in_words = NONE
+        self._embeddings: list[Rows] = []
         self._trained: list[Rows] = []
         self._dense: list[DenseGrads] = []
         self._schedulers: list[LRScheduler] = []
         self._passed = 0  # the world's count of exchanges when the step began
         self._pinned = 0  # and how many batches were pinned
+        self._number = ""  # of the step, for errors
 
     def follow(
         self,
@@ -106,13 +108,16 @@ class Exchanges:
         of any value.
         """
         self._script, self._in_words = script, in_words(script, parameters)
+        self._embeddings = list(dict.fromkeys(embedding for _, embedding, _ in script if embedding is not None))
         self._trained, self._dense, self._schedulers = trained, dense, schedulers
 
     def vote(self, dense: list[DenseGrads], *, finite: bool, present: bool = True) -> Vote:
         """Sum dense gradients over ranks, unless the step failed on one of them: that is raised on all."""
         grads = [grad for part in dense for grad in part.grads]
         same = numbers_of([part.optimizer for part in dense])
-        return reduce(self._world, self._named("vote"), grads, present=present, finite=finite, same=same)
+        trained: list[Any] = self._trained
+        _, error = attempt(lambda: [embedding.opened().own_table for embedding in trained])
+        return reduce(self._world, self._named("vote"), grads, error, present=present, finite=finite, same=same)
 
     def pin(self, end: StepEnd) -> tuple[list[RowGrads], list[DenseGrads], Vote]:
         """The gradients that wait on all ranks, with their rows pinned, and the vote of this update."""
@@ -170,7 +175,9 @@ class Exchanges:
         if not nested:
             world.batches = []
         self._pinned = len(world.batches or ())
+        self._number = ""
         try:
+            self._number = self._number_of(self._embeddings)
             if self.trains and self._together.torn:
                 raise GraphError(
                     f"a step of {self._owner} raised {self._together.torn} amid its updates, which other ranks made; "
@@ -235,9 +242,14 @@ class Exchanges:
 
     def _named(self, kind: str) -> str:
         """What errors call an exchange that is of no embedding."""
-        open_ones: list[Any] = [e for _, e, _ in self._script if e is not None and e.is_open]
-        steps = [embedding.opened().own_table.step for embedding in open_ones]
-        return f"{kind} of {self._owner}, step {max(steps, default=0) + 1}"
+        return f"{kind} of {self._owner}{self._number}"
+
+    def _number_of(self, embeddings: list[Any]) -> str:
+        """The number of the coming step, where all its embeddings are open: ranks open and close them at any time."""
+        if not all(embedding.is_open for embedding in embeddings):
+            return ""
+        steps = [embedding.opened().own_table.step for embedding in embeddings]
+        return f", step {max(steps, default=0) + 1}"
 
 
 def tell_ranks(root: nn.Module, error: BaseException) -> None:

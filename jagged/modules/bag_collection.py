@@ -84,12 +84,13 @@ class EmbeddingBagCollection(Tables):
         features: a KeyedJaggedTensor, or TorchRec's, with more keys and in any order; or a dict of JaggedTensors. Rows
         of an empty bag are zeros. KeyError for a feature that is missing; InputError, StoreError as a lookup.
         """
-        batch = features_of(features)
-        weights = self._weights_of(batch)
-        if isinstance(batch, VariableBatchKeyedJaggedTensor):
-            rows = [self._expanded(part, batch, weights) for part in self._parts]
-        else:
-            rows = [self._looked_up(part, batch, weights) for part in self._parts]
+        with self.told():
+            batch = features_of(features)
+            weights = self._weights_of(batch)
+            if isinstance(batch, VariableBatchKeyedJaggedTensor):
+                rows = [self._expanded(part, batch, weights) for part in self._parts]
+            else:
+                rows = [self._looked_up(part, batch, weights) for part in self._parts]
         return KeyedTensor(self._keys, self._lengths, self._together(rows))
 
     def embedding_bag_configs(self) -> list[EmbeddingConfig]:
@@ -101,15 +102,16 @@ class EmbeddingBagCollection(Tables):
 
         A graph announces its batches itself. Features whose samples share bags are not announced.
         """
-        batch = features_of(features)
-        if isinstance(batch, VariableBatchKeyedJaggedTensor):
-            return
         announced: dict[str, list[Lookup]] = {}
-        for part in self._parts:
-            embedding = self._embedding(part)
-            given = (part.tables, batch.offsets(), part.pooling, numbers_of(part.features, batch.keys()))
-            lookup = check_lookup(embedding.spec, self.ids_of(batch.values()), *given, len(batch.keys()))
-            announced.setdefault(part.embedding, []).append(lookup)
+        with self.told():
+            batch = features_of(features)
+            if isinstance(batch, VariableBatchKeyedJaggedTensor):
+                return
+            for part in self._parts:
+                embedding = self._embedding(part)
+                given = (part.tables, batch.offsets(), part.pooling, numbers_of(part.features, batch.keys()))
+                lookup = check_lookup(embedding.spec, self.ids_of(batch.values()), *given, len(batch.keys()))
+                announced.setdefault(part.embedding, []).append(lookup)
         for name, lookups in announced.items():
             self.embeddings[name].announce(lookups)  # type: ignore[operator]
 

@@ -80,12 +80,13 @@ class EmbeddingCollection(Tables):
         StoreError as a lookup; GraphError in a graph for a feature of a KeyedJaggedTensor that is not padded.
         """
         result: dict[str, JaggedTensor | Padded] = {}
-        for name, embedding, table, given in self._lookups(features):
-            rows = embedding(given.ids, table)
-            if given.mask is not None:
-                result[name] = Padded(rows, given.mask)
-            else:
-                result[name] = JaggedTensor(rows, given.ids if self.need_indices else None, offsets=given.offsets)
+        with self.told():
+            for name, embedding, table, given in self._lookups(features):
+                rows = embedding(given.ids, table)
+                if given.mask is not None:
+                    result[name] = Padded(rows, given.mask)
+                else:
+                    result[name] = JaggedTensor(rows, given.ids if self.need_indices else None, offsets=given.offsets)
         return result
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
@@ -98,8 +99,9 @@ class EmbeddingCollection(Tables):
         A graph announces its batches itself.
         """
         announced: dict[MultiTableEmbedding, list[Lookup]] = {}
-        for _, embedding, table, given in self._lookups(features):
-            announced.setdefault(embedding, []).append(check_lookup(embedding.spec, given.ids, table))
+        with self.told():
+            for _, embedding, table, given in self._lookups(features):
+                announced.setdefault(embedding, []).append(check_lookup(embedding.spec, given.ids, table))
         for embedding, lookups in announced.items():
             embedding.announce(lookups)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self
 from zlib import crc32
@@ -81,6 +81,12 @@ class Tables(nn.Module):
                 world=world,
             )
             self._at |= {config.name: (part, number) for number, config in enumerate(configs)}
+
+    def told(self) -> AbstractContextManager[None]:
+        """A block of a call of all ranks: what it raises on one of them is raised on all."""
+        embedding: Any = next(iter(self.embeddings.values()))
+        block: AbstractContextManager[None] = embedding.told()
+        return block
 
     def has(self, table: str) -> bool:
         """Whether there is a table of this name."""

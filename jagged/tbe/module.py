@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -142,9 +143,10 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
 
         Raises InputError, StoreError; GraphError where a graph traces it.
         """
-        call = self._call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
         anchor = self.anchor if self.training else self.anchor.detach()
-        asked = self._plan.asked(call)
+        with self._told():
+            call = self._call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
+            asked = self._plan.asked(call)
         found = [
             trainer.look_up(anchor, one.lookup, one.weights) for trainer, one in zip(self._trainers, asked, strict=True)
         ]
@@ -163,9 +165,11 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         Announce steps in their order; they may be any number ahead. Rows never depend on it. In evaluation nothing
         happens. Raises InputError, StoreError.
         """
-        call = self._call(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
+        with self._told():
+            call = self._call(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
+            asked = self._plan.asked(call)
         if self.training:
-            for trainer, one in zip(self._trainers, self._plan.asked(call), strict=True):
+            for trainer, one in zip(self._trainers, asked, strict=True):
                 trainer.embedding.announce([one.lookup])
 
     def set_learning_rate(self, lr: float) -> None:
@@ -190,6 +194,11 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
     def extra_repr(self) -> str:
         optimizer = self._settings.optimizer.name
         return f"{self.name!r}, tables={len(self.tables)}, features={len(self.features)}, optimizer={optimizer}"
+
+    def _told(self) -> AbstractContextManager[None]:
+        """A block of a call of all ranks: what it raises on one of them is raised on all."""
+        _, embedding = next(self.each())
+        return embedding.told()
 
     def _call(self, indices: Any, offsets: Any, weights: Any, sizes: Any, unsupported: Mapping[str, Any]) -> Call:
         if detect_fake_mode() is not None:

@@ -10,43 +10,59 @@ from ...engine.durable import TEMPORARY, fsync_dir, remove_folder
 from ...engine.errors import SnapshotError
 from ...engine.numeric import whole_option
 from ...engine.store.folder import StoreFolder
-from ...engine.store.folder_state import snapshot_id
+from ...engine.store.folder_state import FolderState, snapshot_id
 from ..files.may_replace import going_over
 from ..files.reader import Snapshot, list_snapshots
 
 
 class Retained(NamedTuple):
-    """The snapshots that a prune keeps and removes, each from the oldest to the latest."""
+    """The snapshots that a prune keeps and removes, each from the oldest to the latest.
+
+    for_live_rows: of those kept, the ones that nothing but live rows, which go back to them, needs.
+    """
 
     kept: list[Snapshot]
     removed: list[Snapshot]
+    for_live_rows: list[Snapshot]
 
 
 def plan_prune(
     snapshots: list[Snapshot],
     keep_last: int,
     keep_every: int | None = None,
-    base: str | None = None,
+    bases: Collection[str | None] = (),
     replaced: Collection[str] = (),
 ) -> Retained:
     """Which of `snapshots`, from the oldest to the latest, a prune keeps.
 
     keep_last: how many of the latest are kept, at least 1. keep_every: of each so many steps, the first snapshot that
-    reached them is kept. base: the snapshot that live rows go back to after a kill. replaced: snapshots whose names
+    reached them is kept. bases: the snapshots that live rows go back to after a kill. replaced: snapshots whose names
     others may take at any instant. These, and all that a kept snapshot goes over, are kept as well.
     Raises OptionError, and SnapshotError where a kept snapshot lacks a parent.
     """
     keep_last = whole_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
         keep_every = whole_option("keep_every", keep_every, "a whole number from 1", 1)
-    wanted = {s.name for s in snapshots[-keep_last:]} | {base, *replaced}
+    wanted = {s.name for s in snapshots[-keep_last:]}.union(replaced)
     reached = -1
     for snapshot in snapshots:
         if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > reached:
             reached = multiple
             wanted.add(snapshot.name)
-    kept = {held.name for snapshot in snapshots if snapshot.name in wanted for held in snapshot.chain}
-    return Retained([s for s in snapshots if s.name in kept], [s for s in snapshots if s.name not in kept])
+    asked = {held.name for snapshot in snapshots if snapshot.name in wanted for held in snapshot.chain}
+    kept = asked.union(held.name for snapshot in snapshots if snapshot.name in bases for held in snapshot.chain)
+    return Retained(
+        [s for s in snapshots if s.name in kept],
+        [s for s in snapshots if s.name not in kept],
+        [s for s in snapshots if s.name in kept - asked],
+    )
+
+
+def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) -> Retained:
+    """What `prune` would do. Raises what it raises."""
+    noting = store.all_noting
+    replaced = {name for state in noting for name in state.replaced}
+    return plan_prune(all_in(store.snapshots), keep_last, keep_every, [state.base for state in noting], replaced)
 
 
 def all_in(folder: Path) -> list[Snapshot]:
@@ -64,8 +80,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
     snapshot has all that it goes over. Raises SnapshotError, and removes nothing, where a manifest is damaged: what
     that snapshot goes over is unknown then.
     """
-    noting = store.noting
-    plan = plan_prune(all_in(store.snapshots), keep_last, keep_every, noting.base, noting.replaced)
+    plan = plan_for(store, keep_last, keep_every)
     for snapshot in reversed(plan.removed):
         remove_snapshot(snapshot.folder)
     return plan

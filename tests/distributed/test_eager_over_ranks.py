@@ -1,23 +1,27 @@
-"""A plain loop over ranks trains rows by the mean of all ranks' losses, beside a DistributedDataParallel."""
+"""A plain loop over ranks trains rows by the mean of all ranks' losses, and what one rank raises is raised on all."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from support.ranks import run_ranks
+from support.optimizers import Stumbling
+from support.ranks import assert_all_heard, run_ranks
 from tierbed import (
     EagerOptimizer,
-    GroupError,
     InputError,
     MultiTableEmbedding,
     OptimizerError,
+    TierbedError,
     World,
     make_host_mem_store_options,
 )
@@ -25,6 +29,7 @@ from tierbed.distributed.pinned import ShardedBatch
 
 STEPS, DIM = 6, 4
 KEYS = torch.arange(40)
+SOME = KEYS[:8]
 
 
 class Model(nn.Module):
@@ -160,63 +165,186 @@ def test_embeddings_within_a_distributed_data_parallel_or_of_several_worlds_are_
         assert said.startswith("embedding 'rows' is in the module, a DistributedDataParallel, and its world sees to")
 
 
-def a_closure_that_raises(world: World) -> Any:
-    model = Model(world)
-    optimizer, told = trained(model), []
-    before = model.rows.get(KEYS)
-    for step in range(2):
+class Two(nn.Module):
+    """Two embeddings of one number a row, each with an optimizer group of its own."""
 
-        def closure(step: int = step) -> Tensor:
-            loss = model(ids_of(step, world.rank))
-            if step == 0 and world.rank == 1:
-                raise ArithmeticError("no loss")
-            loss.backward()
-            return loss
+    def __init__(self, world: World, path: Path | None = None) -> None:
+        super().__init__()
+        store = make_host_mem_store_options(persistent_path=path)
+        self.a, self.b = (
+            MultiTableEmbedding(name, 1, torch.float32, torch.int64, None, store, world=world) for name in "ab"
+        )
+        groups = [{"params": part.parameters()} for part in (self.a, self.b)]
+        self.optimizer = EagerOptimizer(torch.optim.SGD(groups, lr=0.5), self)
 
-        try:
-            optimizer.step(closure)
-        except GroupError as error:
-            told.append((str(error), torch.equal(model.rows.get(KEYS), before)))
-        optimizer.zero_grad()
-    return told, not torch.equal(model.rows.get(KEYS), before)
+    def backward(self) -> None:
+        (self.a(SOME).sum() + self.b(SOME).sum()).backward()
 
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
-def test_what_a_closure_raises_on_one_rank_is_raised_on_all_and_training_goes_on() -> None:
-    for told, moved in run_ranks(2, a_closure_that_raises):
-        assert told == [("rank 1: ArithmeticError: no loss", True)]
-        assert moved
+    def rows(self) -> Tensor:
+        return torch.cat([self.a.get(SOME), self.b.get(SOME)])
 
 
-def amid_the_updates(world: World) -> list[str]:
-    model, told = Model(world), []
-    optimizer = trained(model)
-    good = optimizer.state_dict()
+def heard(call: Callable[[], Any]) -> str:
+    """What a call raises, or "fine"."""
+    try:
+        call()
+    except (TierbedError, ArithmeticError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
 
-    def stumbles(*_: object) -> None:
-        if world.rank == 1 and not told:
+
+def in_closures(world: World) -> list[str]:
+    model, said = Two(world), []
+    for place in range(4):  # before the lookups, between them, after backward(), and nowhere
+
+        def closure(place: int = place) -> None:
+            for at, part in enumerate((model.a, model.b, None)):
+                if world.rank == 1 and at == place:
+                    raise ArithmeticError(f"failed at {at}")
+                if part is not None:
+                    part(SOME).sum().backward()
+
+        before = model.rows()
+        said.append(heard(lambda closure=closure: model.optimizer.step(closure)))  # type: ignore[misc]
+        model.optimizer.zero_grad()
+        assert torch.equal(model.rows(), before) == (place < 3)
+    torch.testing.assert_close(model.rows(), before - 0.5)
+    return said
+
+
+def test_what_a_closure_raises_on_one_rank_is_raised_on_all() -> None:
+    said = run_ranks(2, in_closures)
+    assert_all_heard(said, [*(f"GroupError: rank 1: ArithmeticError: failed at {place}" for place in range(3)), "fine"])
+
+
+def wrong_rate(world: World) -> list[str]:
+    model, said = Two(world), []
+    for group in model.optimizer.param_groups:
+        before = model.rows()
+        group["lr"] = -1.0 if world.rank == 1 else 0.5
+        said.append(heard(model.step))
+        assert torch.equal(model.rows(), before)
+        group["lr"] = 0.5
+        model.optimizer.zero_grad()
+    said.append(heard(model.step))
+    torch.testing.assert_close(model.rows(), before - 0.5)
+    return said
+
+
+def test_a_setting_that_is_wrong_on_one_rank_is_told_to_those_that_are_in_the_step() -> None:
+    assert_all_heard(run_ranks(2, wrong_rate), [*["OptimizerError: rank 1: param group: lr=-1.0"] * 2, "fine"])
+
+
+def one_closed(world: World, path: Path) -> list[str]:
+    model = Two(world, path)
+    model.step()
+    model.a.save_snapshot("first")
+    if world.rank == 1:
+        model.a.close()
+    values = np.zeros((len(SOME), 1), np.float32)
+    calls: list[Callable[[], Any]] = [
+        lambda: model.a(SOME),
+        lambda: model.a.get(SOME),
+        lambda: model.a.put(SOME, values),
+        lambda: model.a.delete(SOME),
+        lambda: model.a.prefetch(SOME),
+        model.a.size,
+        lambda: model.a.save_snapshot("s"),
+        lambda: model.a.check_save("s"),
+        lambda: model.a.load_snapshot("first"),
+        lambda: model.a.prune_snapshots(1),
+        model.step,
+    ]
+    said = [heard(call) for call in calls]
+    assert model.b.size() == len(SOME)
+    return said
+
+
+def test_a_call_of_rows_that_one_rank_closed_is_told_to_all(tmp_path: Path) -> None:
+    assert_all_heard(run_ranks(2, one_closed, tmp_path), ["ClosedError: rank 1: embedding 'a' was closed"] * 11)
+
+
+class Broken(Tensor):
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("broken")
+
+
+def broken_ids(world: World) -> list[str]:
+    model = Two(world)
+    ids = SOME.as_subclass(Broken) if world.rank == 1 else SOME
+    return [heard(lambda: model.a(ids)), heard(lambda: model.a.get(ids)), heard(model.step)]
+
+
+def test_what_ids_of_the_users_own_class_raise_on_one_rank_is_told_to_all() -> None:
+    said = ["GroupError: rank 1: ZeroDivisionError: broken"] * 2
+    assert_all_heard(run_ranks(2, broken_ids), [*said, "fine"])
+
+
+def amid_row_updates(world: World, path: Path, place: int) -> tuple[list[str], list[int]]:
+    model = Two(world, path)
+    model.step()
+    for embedding in (model.a, model.b):
+        embedding.save_snapshot("first")
+    saved, before, said = model.optimizer.state_dict(), model.rows(), []
+    group = model.optimizer.param_groups[place] = Stumbling(model.optimizer.param_groups[place])
+    model.step()
+    if world.rank == 1:
+        group.fails_at = 2 * group.reads  # the last time in a step, which is in the update
+    said.append(heard(model.step))
+    torn = (model.a, model.b)[place]
+    calls = (model.backward, lambda: torn.get(SOME), lambda: torn.put(SOME, np.zeros((8, 1), np.float32)))
+    said += [heard(call) for call in (*calls, lambda: torn.save_snapshot("torn"), model.optimizer.step)]
+    for embedding in (model.a, model.b):
+        embedding.load_snapshot("first")
+    said.append(heard(model.optimizer.step))
+    model.optimizer.load_state_dict(saved)
+    model.optimizer.zero_grad()
+    assert torch.equal(model.rows(), before)
+    said.append(heard(model.step))
+    torch.testing.assert_close(model.rows(), before - 0.5)
+    return said, [embedding.metrics()["table"]["step"] for embedding in (model.a, model.b)]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_rows_of_a_half_made_step_are_refused_until_a_snapshot_is_loaded(place: int, tmp_path: Path) -> None:
+    told = run_ranks(2, amid_row_updates, tmp_path, place)
+    assert [said[0] for said, _ in told] == ["fine", "ArithmeticError: stumbled"]
+    for said, steps in told:
+        rows = f"StoreError: rank 1: embedding '{'ab'[place]}', step 3 raised ArithmeticError('stumbled') on this rank"
+        assert all(one.startswith(rows) for one in said[1:4])
+        assert said[4].startswith(f"StoreError: rank 1: embedding '{'ab'[place]}' failed in the middle of a write")
+        assert all("rank 1: a step of an EagerOptimizer raised ArithmeticError('stumbled')" in one for one in said[5:7])
+        assert said[7] == "fine"
+        assert steps == [2, 2]
+
+
+def amid_the_dense_step(world: World) -> list[str]:
+    model, stumbles = Two(world), False
+
+    def hook(*_: object) -> None:
+        if stumbles:
             raise ArithmeticError("stumbled")
 
-    optimizer.optimizer.register_step_pre_hook(stumbles)
-    for step in range(3):
-        model(ids_of(step, world.rank)).backward()
-        try:
-            optimizer.step()
-            told.append("fine")
-        except (OptimizerError, ArithmeticError) as error:
-            told.append(str(error))
-        if step == 1:
-            optimizer.load_state_dict(good)
-        optimizer.zero_grad()
-    return told
+    model.optimizer.register_step_pre_hook(hook)
+    stumbles = world.rank == 1
+    said = [heard(model.step)]
+    stumbles = False
+    said.append(heard(model.step))
+    model.optimizer.load_state_dict(model.optimizer.state_dict())
+    return [*said, heard(model.step), f"{model.a.size()}"]
 
 
-def test_a_rank_that_raises_amid_its_updates_keeps_all_from_a_step_until_a_state_is_loaded() -> None:
-    one, two = run_ranks(2, amid_the_updates)
-    assert one[0] == "fine"
-    assert two[0] == "stumbled"
-    for told in (one, two):
-        assert told[1].startswith("rank 1: a step() of an EagerOptimizer raised ArithmeticError('stumbled') amid its ")
-        assert told[2] == "fine"
+def test_parameters_of_a_half_made_step_are_told_at_the_next_until_a_state_is_loaded() -> None:
+    told = run_ranks(2, amid_the_dense_step)
+    assert [said[0] for said in told] == ["fine", "ArithmeticError: stumbled"]
+    refused = "OptimizerError: rank 1: a step of an EagerOptimizer raised ArithmeticError('stumbled') amid its updates"
+    assert_all_heard([said[1:] for said in told], [refused, "fine", f"{len(SOME)}"])
 
 
 def what_is_left_of_a_step(world: World) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from support.ranks import run_ranks
-from tierbed import EagerOptimizer, GroupError, StoreError, World, make_host_mem_store_options
+from tierbed import EagerOptimizer, GroupError, StoreError, TierbedError, World, make_host_mem_store_options
 from tierbed.distributed.pinned import ShardedBatch
 from tierbed.jagged import (
     ComputeDevice,
@@ -159,3 +159,31 @@ def test_a_gradient_of_weights_that_fails_on_one_rank_is_raised_on_all() -> None
     for said, moved in run_ranks(RANKS, weights_that_fail):
         assert said == "rank 1: ArithmeticError: no gradient"
         assert moved
+
+
+def arguments_that_are_wrong(world: World) -> list[str]:
+    bags, unpooled, tbe = Bags(world), Unpooled(world), batched(world)
+    ids, offsets = batch(0, world.rank), torch.cat([torch.zeros(1, dtype=torch.int64), LENGTHS.cumsum(0)])
+    few = KeyedJaggedTensor(FEATURES[:1], ids[:5], lengths=LENGTHS[:3])
+    said = []
+    for right, wrong in (
+        (lambda: bags.tables(keyed(ids)), lambda: bags.tables(few)),
+        (lambda: bags.tables.prefetch(keyed(ids)), lambda: bags.tables.prefetch(few)),
+        (lambda: unpooled.tables(keyed(ids)), lambda: unpooled.tables(few)),
+        (lambda: tbe(ids, offsets), lambda: tbe(ids.float(), offsets)),
+        (lambda: tbe.prefetch(ids, offsets), lambda: tbe.prefetch(ids, offsets[:-1])),
+    ):
+        try:
+            (wrong if world.rank == 1 else right)()
+        except TierbedError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    bags(ids), unpooled(ids), tbe(ids, offsets)
+    return said
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all() -> None:
+    heard = run_ranks(RANKS, arguments_that_are_wrong)
+    assert heard[0] == heard[1]
+    missing = "GroupError: rank 1: KeyError: \"feature 'item' is not in the batch"
+    starts = [missing, missing, missing, "InputError: rank 1: indices", "InputError: rank 1: offsets"]
+    assert all(said.startswith(start) for said, start in zip(heard[0], starts, strict=True)), heard[0]

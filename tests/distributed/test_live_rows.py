@@ -202,6 +202,7 @@ def test_snapshots_that_only_one_rank_sees_are_refused_on_all(tmp_path: Path) ->
         assert said.startswith("rank 1: ")
         assert "is another folder here than on rank 0" in said
         assert "give snapshot_path" in said
+    assert not [name for name in os.listdir(tmp_path / "0" / "rows") if name.startswith(".token")]
 
 
 def test_ranks_that_differ_are_told_what_differs(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import torch
 
 from support.checkpoints import IDS, Rating
 from support.embeddings import contents, make
+from support.optimizers import Stumbling
 from support.ranks import assert_all_heard, fails, run_ranks
 from support.stores import options
 from tierbed.distributed import World
-from tierbed.engine import GraphError, SnapshotError
+from tierbed.engine import GraphError, SnapshotError, TierbedError
 
 
 def rating(world: World | None, store: str | None, folder: Path, name: str = "rows") -> Rating:
@@ -74,6 +75,42 @@ def test_a_loaded_graph_goes_on_to_the_bits_of_the_run_that_saved_it(tmp_path: P
     assert run_ranks(2, load_and_go_on, tmp_path, store) == saved
     names = os.listdir(tmp_path / "a" / "rows" / "snapshots") if store is not None else []
     assert len(names) == (store is not None)
+
+
+def torn_and_loaded(world: World, folder: Path) -> tuple[list[str], bool]:
+    """Rank 1 fails in the middle of a step, which rank 0 makes; both then load a checkpoint."""
+    graph, said = rating(world, "host", folder), list[str]()
+    steps(graph, part(world)[:2])
+    graph.save(folder / "c")
+    plain, rows_then = steps(graph, part(world)[2:5]), rows(graph)
+    graph.load(folder / "c")
+    groups = graph.rows.row_optimizer._optimizer.param_groups  # type: ignore[union-attr]
+    groups[0] = group = Stumbling(groups[0])
+    steps(graph, part(world)[2:3])
+    if world.rank == 1:
+        group.fails_at = 2 * group.reads  # the last time in a step, which is in the update
+    for call in (
+        lambda: steps(graph, part(world)[3:4]),
+        lambda: graph.rows.get([1], 0),
+        lambda: graph.rows.save_snapshot("d"),
+    ):
+        try:
+            call()
+            said.append("fine")
+        except (TierbedError, ArithmeticError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    graph.load(folder / "c")
+    return said, (steps(graph, part(world)[2:5]), rows(graph)) == (plain, rows_then)
+
+
+def test_a_checkpoint_mends_what_a_rank_left_that_failed_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    (one, same), (two, also) = run_ranks(2, torn_and_loaded, tmp_path)
+    assert (one[0], two[0]) == ("fine", "ArithmeticError: stumbled")
+    assert one[1:] == two[1:]
+    assert one[1].startswith("StoreError: rank 1: embedding 'rows', step 4 raised ArithmeticError('stumbled') on this")
+    assert one[2].startswith("StoreError: rank 1: embedding 'rows' failed in the middle of a write")
+    assert same
+    assert also
 
 
 def load_state(world: World | None, folder: Path) -> tuple[int, list[float], bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from support.forged import change
-from support.live_rows import alone, fails, left_open, opened, own_disks, run, step, together, trained
+from support.live_rows import alone, fails, left_open, opened, own_disks, own_rows, run, step, together, trained
 from support.ranks import run_ranks
 from support.shell import Cli
 from tierbed.distributed import World
@@ -28,20 +29,39 @@ def test_ranks_without_snapshot_path_find_where_the_snapshots_are(tmp_path: Path
     assert together([before for before, _, _ in found], saved)
 
 
-def saves_two_and_loads_one(world: World, folder: Path, place: Path) -> None:
+def saves_some_and_loads_one(world: World | None, folder: Path, place: Path) -> None:
     with opened(world, folder, snapshot_path=place) as embedding:
-        for number, name in enumerate(["a", "b"]):
+        for number, (name, kind) in enumerate((("a", "full"), ("b", "incremental"), ("c", "full"), ("d", "full"))):
             step(embedding, number)
-            embedding.save_snapshot(name)
-        embedding.load_snapshot("a")
+            embedding.save_snapshot(name, kind)
+        embedding.load_snapshot("b")
 
 
-def test_the_shell_keeps_the_snapshot_that_ranks_go_back_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(2, saves_two_and_loads_one, tmp_path / "live", tmp_path / "place")
-    cli = Cli(tmp_path / "live" / "rows", capsys)
-    assert cli.json("prune", "--keep-last", "1", "--dry-run")["kept"] == ["a", "b"]
-    assert cli.json("prune", "--keep-last", "1")["kept"] == ["a", "b"]
-    assert "live rows go back to it" in cli.fails("merge", "b", "a", "--overwrite")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_shell_keeps_the_snapshots_that_live_rows_elsewhere_go_back_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    if ranks == 1:
+        saves_some_and_loads_one(None, tmp_path / "live", tmp_path / "place")
+    else:
+        run_ranks(2, saves_some_and_loads_one, tmp_path / "live", tmp_path / "place")
+    store, snapshots = Cli(tmp_path / "live" / "rows", capsys), Cli(tmp_path / "place" / "rows", capsys)
+    why = ": live rows go back to it after a kill\n"
+    for cli in (store, snapshots):
+        would = cli.json("prune", "--keep-last", "1", "--dry-run")
+        assert (would["removed"], would["kept_for_live_rows"]) == (["c"], ["a", "b"])
+        said = cli.says("prune", "--keep-last", "1", "--dry-run")
+        assert said.startswith(f"would remove c\nwould keep a{why}would keep b{why}1 of 4 snapshots")
+    assert snapshots.says("prune", "--keep-last", "1").startswith(f"removed c\nkept a{why}kept b{why}1 of 4 snapshots")
+    for cli in (store, snapshots):
+        assert cli.json("prune", "--keep-last", "1")["kept"] == ["a", "b", "d"]
+        assert "live rows go back to it" in cli.fails("merge", "d", "b", "--overwrite")
+
+
+def test_a_store_folder_that_is_gone_keeps_no_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saves_some_and_loads_one(None, tmp_path / "live", tmp_path / "place")
+    shutil.rmtree(tmp_path / "live")
+    assert Cli(tmp_path / "place" / "rows", capsys).json("prune", "--keep-last", "1")["removed"] == ["a", "b", "c"]
 
 
 def held_by_one(world: World, folder: Path) -> list[str]:
@@ -109,23 +129,29 @@ def test_older_shares_of_a_host_do_not_hide_those_of_the_last_run(tmp_path: Path
         assert "has live rows of 2 ranks, of step 1, and no snapshot of them" in said
 
 
-def chain_of_two(world: World, folder: Path) -> None:
-    embedding = opened(world, folder)
+def chain_of_two(world: World, folder: Path) -> bytes:
+    embedding = opened(world, folder, "ssd")
     for number, kind in enumerate(("full", "incremental")):
         step(embedding, number)
         embedding.save_snapshot(f"s{number}", kind)
+    rows = own_rows(embedding)
     step(embedding, 2)
     left_open(embedding)
     embedding.close()
+    return rows
 
 
 def test_ranks_go_back_to_no_snapshot_that_lacks_a_row(tmp_path: Path) -> None:
-    run_ranks(2, chain_of_two, tmp_path)
+    saved = run_ranks(2, chain_of_two, tmp_path)
     base = tmp_path / "rows" / "snapshots" / "s1"
     change(base, lambda content: content.update(rows=content["rows"] + 1))
-    for kind, said in run_ranks(2, fails, tmp_path, {}, {}):
+    for kind, said in run_ranks(2, fails, tmp_path, {"store": "ssd"}, {}):
         assert kind == "SnapshotError"
         assert "rows instead of" in said
+    change(base, lambda content: content.update(rows=content["rows"] - 1))
+    again = run(2, tmp_path, "ssd", 0)
+    assert [before for before, _, _ in again] == saved
+    assert again[0][2][0].endswith("steps 3 to 3, is lost")  # the live rows had not been replaced before the refusal
 
 
 def test_one_process_does_not_take_the_place_of_ranks_whose_shares_are_elsewhere(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from support.live_rows import step as step_alone
 from support.ranked import BACKWARD, BETWEEN, IDS, LATE, LOSS, NOWHERE, Ranked, assert_equal, batch, state
 from support.ranks import run_ranks
 from tierbed import GroupError, TierbedError, World
 from tierbed.distributed.pinned import ShardedBatch
+from tierbed.distributed.table import ShardedTable
 from tierbed.graph.trace import sizes
 
 PLACES = [IDS, BETWEEN, LOSS, BACKWARD, LATE]
@@ -47,6 +52,24 @@ def test_ranks_that_fail_at_several_places_of_one_step_raise_one_error() -> None
     for told, losses, _ in run_ranks(3, trained, [(0, [NOWHERE] * 3), (1, failing), (2, [NOWHERE] * 3)]):
         assert told == ["rank 1: ValueError: failed at 1"]
         assert len(losses) == 2
+
+
+def sockets_after(world: World, failing: list[int]) -> int:
+    """How many sockets this process has when its world is closed right after steps, which fail at these places."""
+    graph = Ranked(world)
+    for place in failing:
+        with pytest.raises(GroupError) if place != NOWHERE else contextlib.nullcontext():
+            graph(*batch(world.rank, 5, place if world.rank == 1 else NOWHERE))
+    world.close()
+    places = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    count = sum(os.readlink(place).startswith("socket:") for place in places if os.path.lexists(place))
+    dist.barrier()  # the end of a rank closes sockets of the others
+    return count
+
+
+@pytest.mark.parametrize("failing", [[BETWEEN], [*PLACES, NOWHERE, *PLACES]])
+def test_a_world_of_failed_steps_closes_all_its_connections(failing: list[int]) -> None:
+    assert run_ranks(2, sockets_after, failing) == run_ranks(2, sockets_after, [NOWHERE])
 
 
 class Wrong(Ranked):
@@ -160,19 +183,21 @@ def test_a_rank_that_fails_amid_the_updates_refuses_further_steps_of_all_until_a
         assert one[3] == "fine"
 
 
-def closed_amid(world: World) -> list[str]:
-    """Rank 1 closes an embedding in the middle of a step, whose rows then cannot be read."""
+def closed_amid(world: World, after: str, ahead: int) -> list[str]:
+    """Rank 1 closes an embedding in the middle of a step. ahead: how many steps more than the other that one made."""
     graph, told = Ranked(world), []
     graph(*batch(world.rank, 0))
-    gather = ShardedBatch.gather
+    for number in range(ahead):
+        step_alone(graph.users, 2 * number)
+    plain = getattr(ShardedBatch, after)
 
-    def closes(batch_: ShardedBatch, *arguments: Any) -> Tensor:
-        found = gather(batch_, *arguments)
-        if world.rank == 1 and not told:
+    def closes(batch_: ShardedBatch, *arguments: Any) -> Any:
+        found = plain(batch_, *arguments)
+        if world.rank == 1 and not told and batch_.local.spec.name == "users":
             graph.users.close()
         return found
 
-    ShardedBatch.gather = closes  # type: ignore[method-assign]  # this process ends with the test
+    setattr(ShardedBatch, after, closes)  # this process ends with the test
     for number in (1, 2):
         try:
             graph(*batch(world.rank, number))
@@ -182,10 +207,51 @@ def closed_amid(world: World) -> list[str]:
     return told
 
 
-def test_an_embedding_that_one_rank_closes_amid_a_step_is_an_error_of_that_step_on_all() -> None:
-    one, two = run_ranks(2, closed_amid)
+@pytest.mark.parametrize(("after", "ahead"), [("gather", 0), ("send", 0), ("send", 3)])
+def test_an_embedding_that_one_rank_closes_amid_a_step_is_an_error_of_that_step_on_all(after: str, ahead: int) -> None:
+    one, two = run_ranks(2, closed_amid, after, ahead)
     assert one == two
-    assert all("rank 1: " in said for said in one)
+    assert all("Error: rank 1: embedding 'users'" in said for said in one)
+    assert "was closed" in one[after == "gather"]
+
+
+class Reads(Ranked):
+    """Its users are read alone."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.users.shadow.requires_grad_(False)
+
+
+def closed_when_read(world: World) -> list[str]:
+    """Rank 1 closes an embedding that the step has read, and needs no more."""
+    graph, told = Reads(world), []
+    for number in range(3):
+        step_alone(graph.users, 2 * number)
+    graph(*batch(world.rank, 0))
+    read = ShardedTable.read
+
+    def closes(table: ShardedTable, *arguments: Any) -> Tensor:
+        found = read(table, *arguments)
+        if world.rank == 1:
+            graph.users.close()
+        return found
+
+    ShardedTable.read = closes  # type: ignore[method-assign]  # this process ends with the test
+    for number in (1, 2):
+        try:
+            graph(*batch(world.rank, number))
+            told.append("fine")
+        except TierbedError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_a_step_that_needs_an_embedding_no_more_which_one_rank_closes_is_made() -> None:
+    one, two = run_ranks(2, closed_when_read)
+    assert one == two
+    assert one[0] == "fine"
+    assert one[1].startswith("ClosedError: rank 1: embedding 'users' was closed")
 
 
 def without_memory(world: World) -> list[str]:

@@ -55,7 +55,7 @@ PARENTS = [None, 0, 1, None, 3, None, 3, 6]
 )
 def test_what_is_kept(tmp_path: Path, keep_last: int, keep_every: int | None, base: str | None, kept: str) -> None:
     snapshots = fill(tmp_path, PARENTS)
-    plan = plan_prune(snapshots, keep_last, keep_every, base)
+    plan = plan_prune(snapshots, keep_last, keep_every, [base])
     assert names(plan.kept) == [f"s{number}" for number in kept.split()]
     assert sorted(names(plan.kept) + names(plan.removed)) == names(snapshots)
 
@@ -79,7 +79,7 @@ def test_whatever_is_left_at_any_instant_can_be_read(
         earlier = [parent if parent is not None and parent < n else None for n, parent in enumerate(parents)]
         snapshots = fill(store.snapshots, earlier)
         store.set_base(f"s{base % len(parents)}")
-        plan = plan_prune(snapshots, keep_last, keep_every, store.base)
+        plan = plan_prune(snapshots, keep_last, keep_every, [store.base])
         rename = os.rename
         with pytest.MonkeyPatch.context() as patch:
             left = [after]

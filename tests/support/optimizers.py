@@ -19,3 +19,15 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "lamb": (LAMB, {"lr": 0.01}),
     "catch-up": (CatchUpAdam, {"lr": 0.01}),
 }
+
+
+class Stumbling(dict[str, Any]):
+    """A param group that counts how often it is read, and fails at one time."""
+
+    reads, fails_at = 0, -1
+
+    def items(self) -> Any:
+        self.reads += 1
+        if self.reads == self.fails_at:
+            raise ArithmeticError("stumbled")
+        return super().items()
