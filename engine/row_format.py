@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 BUCKETS = 64
 WORD = 4  # bytes of which lines are made
+RECORD_BYTES = 8  # of a line: how often its row was written, and when last
 EMBEDDING = "embedding"  # the field of a row that lookups return
 STATE_TYPES = "state_dtypes"  # of a description: the types of states, where a field is not float32
 NUMBERS: dict[str, np.dtype[Any]] = {  # as they are stored
@@ -37,6 +38,16 @@ def row_dtype(width: int) -> np.dtype[np.void]:
     return np.dtype(
         [("table", "<u4"), ("key", "<u8"), ("values", "<f4", (width,)), ("updates", "<u4"), ("step", "<u4")]
     )
+
+
+def words_of(type: str, count: int) -> int:
+    """The words of `count` numbers of a type of NUMBERS, padded to whole ones."""
+    return -(-count * NUMBERS[type].itemsize // WORD)
+
+
+def line_bytes_of(width: int) -> int:
+    """The bytes of a line of `width` words in memory, record and padding included."""
+    return -(-(width * WORD + RECORD_BYTES) // 16) * 16
 
 
 @dataclass(frozen=True)

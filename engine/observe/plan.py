@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,12 +17,13 @@ from ..cache.division import BESIDE_BYTES, LEAST, MB, Division, divide
 from ..errors import InputError, OptionError
 from ..host_memory import free_host_memory
 from ..numeric import budget_option, real, whole, whole_option
+from ..row_format import line_bytes_of, words_of
 from ..spec.initial_values import MASK64
 from ..spec.options import CachedSsdOptions
+from ..spec.table_spec import check_dtype, check_state_dtype
 from .rank_plan import RankPlan
 from .stack_distance import Model, Sample
 
-RECORD_BYTES = 8  # of a row's two counters, in its line
 MOST_RANKS = 1024
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # the sizes that a plan prints, as shares of the rows seen
 
@@ -54,9 +56,11 @@ class Plan:
         warmup: int,
         memory_mb: float | None,
         ranks: RankPlan | None = None,
+        words: int | None = None,
     ) -> None:
+        """words: of 4 bytes in a row, state included; one for each number, if left out."""
         self.dim, self.state, self.memory_mb, self.ranks = dim, state, memory_mb, ranks
-        self.line_bytes = -(-((dim + state) * 4 + RECORD_BYTES) // 16) * 16
+        self.line_bytes = line_bytes_of(dim + state if words is None else words)
         self.rate = sample.rate
         self.batches = max(len(sample.batch_rows) - warmup, 0)
         uses = sample.uses()
@@ -147,7 +151,7 @@ class Plan:
         sampled = "" if self.rate == 1 else f", sampled 1/{round(1 / self.rate)}"
         lines = [
             f"{self.batches} batches need {int(self.uses.sum())} rows, {seen} different ones in all{sampled}",
-            f"{self.bytes(1)} bytes a cached row: {self.dim} floats and {self.state} of optimizer state",
+            f"{self.bytes(1)} bytes a cached row: {self.dim} numbers and {self.state} of optimizer state",
         ]
         if self.ranks is not None:
             lines.append(repr(self.ranks))
@@ -187,12 +191,14 @@ def plan(
     samples: int = 1 << 18,
     memory_mb: float | None = None,
     world_size: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
 ) -> Plan:
     """Predict the hit rates of caches of each size, for batches like those of `trace`, and what ranks exchange.
 
     trace: a batch for each training step: ids, or (ids, table_ids), tensors or arrays of integers as lookups take
     them: table_ids broadcast to ids; without them and with several tables, the last dimension of ids is the tables.
-    dim, state: floats of a row, and of its optimizer state: 0 for SGD, dim for SGD with momentum and for Adagrad,
+    dim, state: numbers of a row, and of its optimizer state: 0 for SGD, dim for SGD with momentum and for Adagrad,
     2 * dim for Adam, AdamW and CatchUpAdam, 1 for RowWiseAdagrad (docs/optimizers.md has all).
     warmup: batches at the start that fill the cache and are not counted.
     samples: the most uses of rows that are kept; of a trace with more, a share of the rows is followed, so memory stays
@@ -200,6 +206,7 @@ def plan(
     memory_mb: MiB to divide as `cache_budget_mb="auto"` does; None: what is free here, by the machine and its cgroups.
     world_size: ranks to divide the rows over, and each batch, in equal consecutive parts; `Plan.ranks` has what they
     send each other. A cache size is then that of all ranks' caches together.
+    dtype, state_dtype: of rows, as of an embedding.
 
     Raises OptionError for bad arguments and InputError for bad batches.
     """
@@ -210,6 +217,8 @@ def plan(
         memory_mb = budget_option("memory_mb", memory_mb, zero=False)
     elif (free := free_host_memory()) is not None:
         memory_mb = free.bytes / MB
+    of_states = check_state_dtype(state_dtype)
+    words = words_of(check_dtype(dtype), dim) + state // dim * words_of(of_states, dim) + state % dim
     padding = None
     if padding_idx is not None:
         padding = whole_option("padding_idx", padding_idx, "a whole number, or None") & MASK64
@@ -224,7 +233,7 @@ def plan(
         sample.add(batch)
         if ranks is not None and number >= warmup:
             ranks.add(batch, keys, table_ids, length)
-    return Plan(sample, dim, state, tables, warmup, memory_mb, ranks)
+    return Plan(sample, dim, state, tables, warmup, memory_mb, ranks, words)
 
 
 def _count(name: str, value: Any, least: int) -> int:

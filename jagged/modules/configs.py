@@ -9,6 +9,7 @@ from functools import partial
 from math import sqrt
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...engine.errors import OptionError
@@ -44,6 +45,18 @@ _UNUSED: dict[str, tuple[Any, str]] = {
     "stash_weights": (False, "the store holds what memory does not"),
 }
 
+# by what TorchRec's DataType has as a value, and by torch's own name
+_DATA_TYPES = {
+    name: dtype
+    for value, dtype in (("FP32", torch.float32), ("BF16", torch.bfloat16), ("FP16", torch.float16))
+    for name in (value, str(dtype))
+}
+
+
+def suffix_of(dtype: torch.dtype) -> str:
+    """What the names of embeddings with rows of `dtype` have behind their dim."""
+    return "" if dtype == torch.float32 else f"-{str(dtype).removeprefix('torch.')}"
+
 
 @dataclass(kw_only=True)
 class _Other:
@@ -65,10 +78,11 @@ class EmbeddingConfig(_Other):
     """One table.
 
     num_embeddings: ids are 0 to num_embeddings - 1, and another raises InputError; None takes any id of 64 bits.
-    embedding_dim: floats of a row, 1 or more. name: of the table. feature_names: the features that look it up; none
-    means one of the table's name. weight_init_min, weight_init_max: the range of new rows, uniform; otherwise
+    embedding_dim: numbers of a row, 1 or more. name: of the table. data_type: of the numbers of a stored row: FP32,
+    BF16 or FP16, as text, of torch or TorchRec's. feature_names: the features that look it up; none means one of the table's
+    name. weight_init_min, weight_init_max: the range of new rows, uniform; otherwise
     +-sqrt(1 / num_embeddings), or normal(0, 0.05) where that is None. initializer: how new rows begin instead, from a
-    `make_*_initializer`. group: tables of one dim and one group share an embedding, and so an optimizer.
+    `make_*_initializer`. group: tables of one dim, data_type and group share an embedding, and so an optimizer.
     bad_ids: "raise", or "drop" to take ids beyond num_embeddings as padding and count them.
 
     The other fields of TorchRec's configs are there, and raise OptionError where they ask for something.
@@ -105,6 +119,11 @@ class EmbeddingConfig(_Other):
             raise OptionError(f"{where}: group={self.group!r}; give printable characters without slashes and dots")
         self.table_options()  # reports an initializer, a range or bad_ids that cannot be
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the numbers of a stored row."""
+        return _DATA_TYPES[str(getattr(self.data_type, "value", self.data_type))]
+
     def table_options(self) -> AnyTableOptions:
         """The options of the table in an embedding."""
         ids = None if self.num_embeddings is None else int(self.num_embeddings)
@@ -126,10 +145,10 @@ class EmbeddingConfig(_Other):
         return make_uniform_initializer(-bound if low is None else low, bound if high is None else high)
 
     def _check_unused(self, where: str) -> None:
-        if str(getattr(self.data_type, "value", self.data_type)) not in ("FP32", "torch.float32"):
+        if str(getattr(self.data_type, "value", self.data_type)) not in _DATA_TYPES:
             raise OptionError(
-                f"{where}: data_type={self.data_type!r}; rows are FP32: leave it out, and give the collection "
-                "output_dtype=torch.float16 for results of half the size"
+                f"{where}: data_type={self.data_type!r}; rows are stored in FP32, BF16 or FP16: give one of them, or "
+                "torch.float32, torch.bfloat16 or torch.float16"
             )
         if self.init_fn is not None:
             raise OptionError(

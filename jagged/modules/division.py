@@ -21,10 +21,14 @@ BUDGETS = ("cache_budget_mb", "host_cache_budget_mb", "overflow_mb", "rocksdb_ca
 
 
 class Need(NamedTuple):
-    """What an embedding asks of a store: the dim of its rows, and how many its tables have, None where unknown."""
+    """What an embedding asks of a store: the dim of its rows, and how many its tables have, None where unknown.
+
+    `itemsize`: bytes of a number of the embedding.
+    """
 
     dim: int
     rows: int | None = None
+    itemsize: int = 4
 
 
 def stores_of(store_options: Mapping[str, Any], needs: Mapping[str, Need]) -> dict[str, StoreOptions]:
@@ -65,7 +69,7 @@ def divided(options: StoreOptions, needs: Mapping[str, Need]) -> dict[str, Store
         return dict.fromkeys(needs, options)
     known = all(need.rows is not None for need in needs.values())
     rows = [need.rows or 0 if known else 1 for need in needs.values()]
-    sizes = [need.rows * _row_bytes(need.dim) if known and need.rows else 1 for need in needs.values()]
+    sizes = [need.rows * _row_bytes(need) if known and need.rows else 1 for need in needs.values()]
     parts: list[dict[str, Any]] = [{} for _ in needs]
     if isinstance(options, CachedHostMemOptions):
         for budget in BUDGETS:
@@ -104,9 +108,9 @@ def stores_text(stores: Mapping[str, StoreOptions]) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
 
 
-def _row_bytes(dim: int, states: int = 0) -> int:
-    """Of a row in a cache, with so many floats of state for each of its own; its metadata included."""
-    return (4 * dim * (1 + states) + 8 + 15) // 16 * 16 + BESIDE_BYTES
+def _row_bytes(need: Need, states: int = 0) -> int:
+    """Of a row in a cache, with so many float32 of state for each number of its own; its metadata included."""
+    return (need.dim * (need.itemsize + 4 * states) + 8 + 15) // 16 * 16 + BESIDE_BYTES
 
 
 def _divide_budget(
@@ -121,7 +125,7 @@ def _divide_budget(
             "number of MiB, which is divided, or store_options for each by its name"
         )
     a_set = WAYS if budget in BUDGETS[:2] else 0  # a cache has at least one
-    least = [max(a_set * _row_bytes(need.dim, MOST_STATES), 1) for need in needs.values()]
+    least = [max(a_set * _row_bytes(need, MOST_STATES), 1) for need in needs.values()]
     shares = _shares(int(whole * MB), sizes, least)
     if shares is None:
         raise OptionError(

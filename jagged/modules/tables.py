@@ -15,7 +15,7 @@ from ...engine.errors import InputError, OptionError
 from ...engine.modules.multi_table import MultiTableEmbedding
 from ...engine.persist.held_contract import Ranks
 from ...engine.spec.options import StoreOptions
-from .configs import EmbeddingConfig, config_of
+from .configs import EmbeddingConfig, config_of, suffix_of
 from .division import Need, stores_of, stores_text
 
 
@@ -61,8 +61,11 @@ class Tables(nn.Module):
         parts: dict[str, list[EmbeddingConfig]] = {}
         for config in own:
             group = f"-{config.group}" if config.group else ""
-            parts.setdefault(f"{name}-d{config.embedding_dim}{group}", []).append(config)
-        needs = {part: Need(configs[0].embedding_dim, _rows(configs)) for part, configs in parts.items()}
+            parts.setdefault(f"{name}-d{config.embedding_dim}{suffix_of(config.dtype)}{group}", []).append(config)
+        needs = {
+            part: Need(configs[0].embedding_dim, _rows(configs), configs[0].dtype.itemsize)
+            for part, configs in parts.items()
+        }
         self._stores = stores_of(store_options, needs)
         for part, configs in parts.items():
             if "." in part or part in self.embeddings:
@@ -70,7 +73,7 @@ class Tables(nn.Module):
             self.embeddings[part] = MultiTableEmbedding(
                 part,
                 configs[0].embedding_dim,
-                torch.float32,
+                configs[0].dtype,
                 key_type,
                 [config.table_options() for config in configs],
                 self._stores[part],
@@ -142,7 +145,7 @@ class Tables(nn.Module):
         theirs = {config.name: config for config in share.configs}
         for config in configs:
             there, (part, number) = theirs[config.name], share.place_of(config.name)
-            for fact in ("num_embeddings", "embedding_dim", "group"):
+            for fact in ("num_embeddings", "embedding_dim", "dtype", "group"):
                 if getattr(config, fact) != getattr(there, fact):
                     raise OptionError(
                         f"table {config.name!r}: {fact}={getattr(config, fact)!r}, and {getattr(there, fact)!r} where "

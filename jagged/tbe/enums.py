@@ -110,13 +110,13 @@ def taken(kind: type[E], given: Any, argument: str) -> E:
         raise OptionError(f"{argument}={given!r}: give one of {names}") from None
 
 
-def taken_dtype(given: Any) -> torch.dtype:
-    """The dtype of outputs that is meant: of torch, or a member or value of FBGEMM's SparseType. OptionError."""
+def taken_dtype(given: Any, argument: str = "output_dtype") -> torch.dtype:
+    """The dtype that is meant: of torch, or a member or value of FBGEMM's SparseType. OptionError."""
     value = given.value if isinstance(given, Enum) else given
     dtype = _DTYPES.get(value) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_DTYPES:
         raise OptionError(
-            f"output_dtype={given!r}: give torch.float32, torch.float16 or torch.bfloat16, or FBGEMM's SparseType of "
+            f"{argument}={given!r}: give torch.float32, torch.float16 or torch.bfloat16, or FBGEMM's SparseType of "
             "one of them"
         )
     return dtype

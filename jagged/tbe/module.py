@@ -13,7 +13,7 @@ from torch._guards import detect_fake_mode
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.numeric import real
 from ...engine.persist.held_contract import Ranks
-from ...engine.spec.table_spec import check_seed
+from ...engine.spec.table_spec import DTYPES, check_seed
 from .bounds import Bounds
 from .calls import Call, checked_call
 from .enums import BoundsCheckMode, CacheAlgorithm, OptimType, PoolingMode, WeightDecayMode, taken, taken_dtype
@@ -41,7 +41,8 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
     or LARS_SGD. The numbers after it are FBGEMM's; one that the optimizer has not is refused. max_norm: after an
     update, a row of a larger L2 norm is scaled to it; 0 is none. max_gradient: with `gradient_clipping`, the
     magnitude to which each element of the output's gradient is clamped before it is summed.
-    output_dtype: torch.float32, float16 or bfloat16, or a SparseType of FBGEMM.
+    weights_precision: of stored rows, output_dtype: of results: torch.float32, float16 or bfloat16, or a SparseType of
+    FBGEMM. The optimizer's state stays float32, and training rounds rows of 16 bits by chance.
     bounds_check_mode: of indices that a table has no row for. FATAL raises InputError; WARNING drops them, and logs the
     first; IGNORE drops them; dropped ones are like none, and `metrics()` counts them. NONE checks nothing: any 64-bit
     index is a row. Offsets are always checked.
@@ -71,6 +72,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         gradient_clipping: bool = False,
         max_gradient: float = 1.0,
         pooling_mode: Any = PoolingMode.SUM,
+        weights_precision: Any = torch.float32,
         output_dtype: Any = torch.float32,
         bounds_check_mode: Any = BoundsCheckMode.WARNING,
         cache_algorithm: Any = CacheAlgorithm.LRU,
@@ -86,7 +88,8 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         refuse(unsupported, CONSTRUCTOR, type(self).__init__.__kwdefaults__ or ())
         tables = checked_tables(embedding_specs, table_names)
         features = checked_features(feature_table_map, len(tables))
-        parts = parts_of(name, tables, features, store_options is None)
+        weights = taken_dtype(weights_precision, "weights_precision")
+        parts = parts_of(name, tables, features, store_options is None, weights)
         mode = taken(PoolingMode, pooling_mode, "pooling_mode")
         dims = list(dict.fromkeys(table.dim for table in tables))
         if mode is PoolingMode.NONE and len(dims) > 1:
@@ -115,8 +118,9 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         anchor = nn.Parameter(torch.zeros(0))
         made = settings.made([anchor])
         rows = ShiftedOptimizer(made, made.param_groups[0])
-        stores = stores_for(parts, tables, store_options, caching, {dim: rows.row_state(dim).width for dim in dims})
-        super().__init__(name, tables, parts, stores, bounds, rows, dtype, check_seed(seed), world)
+        words = {dim: rows.row_state(dim).form(dim, DTYPES[weights]).width for dim in dims}
+        stores = stores_for(parts, tables, store_options, caching, words, weights)
+        super().__init__(name, tables, parts, stores, bounds, rows, dtype, weights, check_seed(seed), world)
         self.features = features
         self.pooling_mode = mode
         # autograd reaches lookups by it; optimizers of the dense part find no gradient in it

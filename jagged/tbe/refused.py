@@ -18,12 +18,11 @@ _EXPERT = "it is FBGEMM's own plumbing, and tierbed has none of it; leave it out
 CONSTRUCTOR: dict[str, tuple[Any, str]] = {
     "cache_sets": (0, "sets of a cache follow from its memory; give cache_load_factor, or store_options"),
     "cache_reserved_memory": (0.0, "a cache takes no more than its budget; give cache_load_factor, or store_options"),
-    "cache_precision": (None, "rows of a cache are float32, as those below; leave it out"),
-    "weights_precision": ("fp32", "rows are float32; leave it out, and give output_dtype for what is returned"),
+    "cache_precision": (None, "rows of a cache are those below it, of weights_precision; leave it out"),
     "enforce_hbm": (False, "give EmbeddingLocation.DEVICE for rows in the memory of the device"),
     "record_cache_metrics": (None, "each store counts hits and misses; read metrics()"),
     "gather_uvm_cache_stats": (False, "each store counts hits and misses; read metrics()"),
-    "stochastic_rounding": (True, "rows are float32 and nothing is rounded to less; leave it out"),
+    "stochastic_rounding": (True, "rows of 16 bits are always rounded by chance in training; leave it out"),
     "ensemble_mode": (None, "it is of ENSEMBLE_ROWWISE_ADAGRAD, which is not built; leave it out"),
     "emainplace_mode": (None, "it is of EMAINPLACE_ROWWISE_ADAGRAD, which is not built; leave it out"),
     "counter_based_regularization": (

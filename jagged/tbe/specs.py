@@ -21,6 +21,7 @@ from ...engine.spec.option_makers import (
 from ...engine.spec.options import StoreOptions
 from ...engine.spec.table_spec import check_name
 from ...engine.spec.tables import check_distinct, check_table_name
+from ..modules.configs import suffix_of
 from ..modules.division import Need, stores_of
 from .enums import CacheAlgorithm, ComputeDevice, EmbeddingLocation, taken
 
@@ -67,9 +68,9 @@ class Caching:
         if self.load_factor != LOAD_FACTOR:
             raise OptionError(f"cache_load_factor={self.load_factor!r}: {why}")
 
-    def budget_mb(self, rows: int, row_floats: int) -> float:
-        """MiB of a cache for the load factor's share of rows of so many floats, state included."""
-        row_bytes = (4 * row_floats + 8 + 15) // 16 * 16 + BESIDE_BYTES
+    def budget_mb(self, rows: int, words: int) -> float:
+        """MiB of a cache for the load factor's share of rows of so many words, state included."""
+        row_bytes = (4 * words + 8 + 15) // 16 * 16 + BESIDE_BYTES
         sets = -int(-self.load_factor * rows // WAYS)
         return max(sets, 1) * WAYS * row_bytes / MB
 
@@ -123,14 +124,16 @@ def checked_features(feature_table_map: Any, tables: int) -> list[int]:
     return features
 
 
-def parts_of(name: Any, tables: Sequence[Table], features: Sequence[int], by_location: bool) -> list[Part]:
-    """The embeddings: one for each dim, and with `by_location` one for each location as well. OptionError."""
+def parts_of(
+    name: Any, tables: Sequence[Table], features: Sequence[int], by_location: bool, dtype: torch.dtype
+) -> list[Part]:
+    """The embeddings of rows of `dtype`: one for each dim, and with `by_location` for each location. OptionError."""
     if "." in check_name(name):
         raise OptionError(f"name={name!r}: it names modules; use no dots")
     parts: dict[str, Part] = {}
     for number, table in enumerate(tables):
         place = f"-{table.location.name.lower()}" if by_location else ""
-        own = f"{name}-d{table.dim}{place}"
+        own = f"{name}-d{table.dim}{suffix_of(dtype)}{place}"
         parts.setdefault(own, Part(own, [], [], [])).tables.append(number)
     for part in parts.values():
         for feature, number in enumerate(features):
@@ -145,17 +148,18 @@ def stores_for(
     tables: Sequence[Table],
     store_options: Mapping[str, Any] | None,
     caching: Caching,
-    state_floats: Mapping[int, int],
+    words: Mapping[int, int],
+    dtype: torch.dtype,
 ) -> dict[str, StoreOptions]:
     """The store of each embedding, by its name: what its location means, or its part of `store_options`.
 
-    state_floats: by dim, the floats of the optimizer's state in a row.
+    words: by dim, those of a row, state included. dtype: of its embedding.
     """
     cached = [table for table in tables if table.location is EmbeddingLocation.MANAGED_CACHING]
     if store_options is not None:
         caching.refuse("store_options stands in the place of all locations; give it cache_policy and a budget there")
         rows = {part.name: sum(tables[number].rows for number in part.tables) for part in parts}
-        needs = {part.name: Need(tables[part.tables[0]].dim, rows[part.name]) for part in parts}
+        needs = {part.name: Need(tables[part.tables[0]].dim, rows[part.name], dtype.itemsize) for part in parts}
         return stores_of(store_options, needs)
     if not cached:
         caching.refuse("no table is in EmbeddingLocation.MANAGED_CACHING, and the others have no cache; leave it out")
@@ -166,7 +170,7 @@ def stores_for(
             stores[part.name] = make_device_mem_store_options()
         elif table.location is EmbeddingLocation.MANAGED_CACHING:
             rows_here = sum(tables[number].rows for number in part.tables)
-            budget = caching.budget_mb(rows_here, table.dim + state_floats[table.dim])
+            budget = caching.budget_mb(rows_here, words[table.dim])
             policy = caching.algorithm.name.lower()
             stores[part.name] = make_cached_host_mem_store_options(budget, cache_policy=policy)
         else:

@@ -48,6 +48,7 @@ class TablesInEmbeddings(nn.Module):
         bounds: Bounds,
         rows: ShiftedOptimizer,
         dtype: torch.dtype,
+        weights_dtype: torch.dtype,
         seed: int,
         world: Ranks | None = None,
     ) -> None:
@@ -60,7 +61,7 @@ class TablesInEmbeddings(nn.Module):
             embedding = MultiTableEmbedding(
                 part.name,
                 tables[part.tables[0]].dim,
-                torch.float32,
+                weights_dtype,
                 torch.int64,
                 self._options(part, make_constant_initializer(0.0)),
                 stores[part.name],

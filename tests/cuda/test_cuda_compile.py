@@ -12,10 +12,10 @@ from support import nvrtc
 from support.cells import rotated
 from tierbed.engine.errors import StoreError
 from tierbed.engine.ops.cuda.compiler import compiled
-from tierbed.engine.ops.cuda.layout import line_bytes, words
 from tierbed.engine.ops.cuda.program import ENGINE, OPTIONS, Program
 from tierbed.engine.ops.cuda.step import struct_name
 from tierbed.engine.optim.kernel import declared
+from tierbed.engine.row_format import line_bytes_of, words_of
 
 pytestmark = pytest.mark.op
 
@@ -32,11 +32,11 @@ def macros(
 ) -> tuple[tuple[str, str | int], ...]:
     """Of rows with states that elements have, and numbers that rows have. types: of embedding and states."""
     embedding, of_states = types
-    width = words(embedding.lower(), dim) + states * words(of_states.lower(), dim) + numbers
+    width = words_of(embedding.lower(), dim) + states * words_of(of_states.lower(), dim) + numbers
     return (
         ("TIERBED_DIM", dim),
         ("TIERBED_WIDTH", width),
-        ("TIERBED_LINE_BYTES", line_bytes(width)),
+        ("TIERBED_LINE_BYTES", line_bytes_of(width)),
         ("TIERBED_EMBEDDING", embedding),
         ("TIERBED_STATES", of_states if states else "Float32"),
         ("TIERBED_NARROW_STATES", states if of_states != "Float32" else 0),

@@ -326,7 +326,7 @@ def test_bad_ids_reach_no_row() -> None:
         ({"num_embeddings": 0}, "table 't': num_embeddings=0; give how many ids"),
         ({"embedding_dim": 0}, "table 't': embedding_dim=0; give a whole number"),
         ({"name": ""}, "table '': name=''; give printable characters"),
-        ({"data_type": "FP16"}, "table 't': data_type='FP16'; rows are FP32"),
+        ({"data_type": "INT8"}, "table 't': data_type='INT8'; rows are stored in FP32, BF16 or FP16"),
         ({"init_fn": torch.nn.init.zeros_}, "table 't': init_fn=.*give initializer="),
         ({"need_pos": True}, "table 't': need_pos=True has no meaning here: PositionWeighted"),
         ({"use_virtual_table": True}, "use_virtual_table=True has no meaning here"),
@@ -384,3 +384,17 @@ def test_ids_of_another_integer_dtype_are_converted() -> None:
         wide = batch(0)
         narrow = KeyedJaggedTensor(wide.keys(), wide.values().to(torch.int32), offsets=wide.offsets())
         assert torch.equal(made(narrow).values(), made(wide).values())
+
+
+def test_tables_of_another_data_type_are_another_embedding() -> None:
+    types = {"a": "FP32", "b": "BF16", "c": torch.float16, "d": "FP32"}
+    tables = [EmbeddingBagConfig(20, 4, name, data_type) for name, data_type in types.items()]
+    ebc = EmbeddingBagCollection(tables, make_host_mem_store_options(), "ebc")
+    assert list(ebc.embeddings) == ["ebc-d4", "ebc-d4-bfloat16", "ebc-d4-float16"]
+    values = torch.randn(20, 4)
+    for name, dtype in (("a", torch.float32), ("b", torch.bfloat16), ("c", torch.float16)):
+        embedding = ebc.embedding_of(name)
+        embedding.put(torch.arange(20), values, name)
+        assert torch.equal(embedding.get(torch.arange(20), name), values.to(dtype).float())
+    kjt = KeyedJaggedTensor(list("abcd"), torch.arange(8), lengths=torch.tensor([2] * 4))
+    assert torch.equal(ebc(kjt)["b"][0], values.bfloat16().float()[2:4].sum(0))

@@ -82,3 +82,21 @@ def test_a_row_is_scaled_to_the_largest_norm_that_it_may_have():
 def test_wrong_numbers_are_refused_by_name(options, said):
     with pytest.raises(OptionError, match=said):
         one(**options)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), (torch.bfloat16, torch.bfloat16)], ids=str)
+def test_rows_of_16_bits_are_trained_by_chance_and_copied_exactly(precision, dtype):
+    tbe = one(learning_rate=0.1, weights_precision=precision)
+    assert list(tbe.embeddings) == [f"tbe-d{DIM}-{str(dtype).removeprefix('torch.')}-host"]
+    [before] = tbe.split_embedding_weights()
+    assert torch.equal(before, rows().to(dtype).float())
+    tbe(IDS, OFFSETS).sum().backward()
+    [after] = tbe.split_embedding_weights()
+    wanted = before - torch.tensor([[0.1], [0.2], [0.1], [0.0]])
+    assert torch.equal(after, after.to(dtype).float())
+    torch.testing.assert_close(after, wanted, rtol=0, atol=float(torch.finfo(dtype).eps))
+
+
+def test_a_precision_that_rows_cannot_have_is_refused():
+    with pytest.raises(OptionError, match=r"weights_precision='int8': give torch\.float32"):
+        one(weights_precision="int8")

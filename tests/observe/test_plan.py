@@ -17,6 +17,9 @@ from tierbed.engine import InputError, OptionError, _core, plan
 from tierbed.engine.observe.plan import Plan
 from tierbed.engine.observe.stack_distance import Sample, depths, hash_rows
 from tierbed.engine.ops import naive
+from tierbed.engine.optim.row_state import RowState
+from tierbed.engine.spec.initializers import make_constant_initializer
+from tierbed.engine.spec.table_spec import table_spec
 
 Row = tuple[int, int]  # table, key
 
@@ -141,7 +144,7 @@ def test_a_plan_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     made = plan(zipf(40_000, 6000, 20), dim=8, state=0)
     text = repr(made)
     assert (
-        f"{int(made.seen.sum())} different ones in all\n81 bytes a cached row: 8 floats and 0 of optimizer state"
+        f"{int(made.seen.sum())} different ones in all\n81 bytes a cached row: 8 numbers and 0 of optimizer state"
         in text
     )
     assert f"{made.hit_rate(rows=round(made.seen.sum() / 2)):.1%}" in text
@@ -206,3 +209,32 @@ def test_wrong_questions() -> None:
         made.hit_rate(rows=4096, table=1)
     with pytest.raises(OptionError, match="points=1"):
         made.curve(points=1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype", "dim", "state"),
+    [
+        (torch.bfloat16, torch.float32, 128, 1),
+        (torch.float16, torch.bfloat16, 16, 16),
+        (torch.bfloat16, torch.bfloat16, 7, 15),
+        (torch.float32, torch.bfloat16, 5, 10),
+    ],
+)
+def test_bytes_of_a_row_are_those_of_its_line(
+    dtype: torch.dtype, state_dtype: torch.dtype, dim: int, state: int
+) -> None:
+    made = plan([torch.arange(2000)], dim, state, dtype=dtype, state_dtype=state_dtype)
+    types = (dtype, state_dtype)
+    names = tuple(str(one).removeprefix("torch.") for one in types)
+    widths = (dim,) * (state // dim) + (1,) * (state % dim)
+    narrow = (names[1],) * (state // dim) + ("float32",) * (state % dim) if names[1] != "float32" else ()
+    spec = table_spec("rows", dim, torch.int64, [make_constant_initializer(0.0)], None, 0, *types)
+    layout = spec.layout(RowState("rule", tuple(map(str, range(len(widths)))), widths, (0.0,) * len(widths), narrow))
+    assert made.line_bytes == layout.line_bytes
+
+
+def test_a_dtype_that_rows_cannot_have_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"dtype=torch\.int8: rows are stored in"):
+        plan([torch.arange(2000)], 8, 0, dtype=torch.int8)
+    with pytest.raises(OptionError, match=r"state_dtype=torch\.float16"):
+        plan([torch.arange(2000)], 8, 8, state_dtype=torch.float16)

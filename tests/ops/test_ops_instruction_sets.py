@@ -79,10 +79,12 @@ def gather(batch: _core.Batch, table: Table, lookup: int, dtype: str, *how: obje
     return out
 
 
+@pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", DIMS)
-def test_gather_and_pooling(dim: int, dtype: str) -> None:
-    table = Table([dim], tables=1)
+@pytest.mark.rotated("dim")
+def test_gather_and_pooling(dim: int, dtype: str, stored: str) -> None:
+    table = Table([dim], tables=1, types=(stored, "float32"))
     batch = make_batch(table)
 
     def run() -> list[NDArray]:
@@ -96,10 +98,12 @@ def test_gather_and_pooling(dim: int, dtype: str) -> None:
     check(run)
 
 
+@pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", DIMS)
-def test_gradients_of_weights(dim: int, dtype: str) -> None:
-    table = Table([dim], tables=1)
+@pytest.mark.rotated("dim")
+def test_gradients_of_weights(dim: int, dtype: str, stored: str) -> None:
+    table = Table([dim], tables=1, types=(stored, "float32"))
     batch = make_batch(table)
 
     def run() -> list[NDArray]:
@@ -126,12 +130,16 @@ def hyper(rule: Rule, step: int, limits: tuple[float, ...]) -> list[float]:
     return [*(float(values[name]) for name in rule.kernel.all_hypers), *limits]
 
 
+@pytest.mark.parametrize("stored", [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")], ids=str)
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.kernel.name)
 @pytest.mark.parametrize("dim", DIMS)
-def test_updates_and_what_lookups_see_of_rows_that_missed_steps(rule: Rule, dim: int) -> None:
+@pytest.mark.rotated("stored")
+def test_updates_and_what_lookups_see_of_rows_that_missed_steps(rule: Rule, dim: int, stored: tuple[str, str]) -> None:
     name = rule.kernel.name
     states = rule.kernel.state_widths(dim)
-    table = Table([dim], [0.1] * len(states), tables=1, state_widths=states)
+    narrow = len(rule.kernel.element_states) if stored[1] != "float32" else 0
+    types = stored[0], stored[1] if narrow else "float32"
+    table = Table([dim], [0.1] * len(states), tables=1, state_widths=states, types=types, narrow_states=narrow)
 
     def run() -> list[NDArray]:
         batch = make_batch(table)

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...row_format import RECORD_BYTES, WORD, line_bytes_of, words_of
 from ...spec.initializers import InitialValues
 from .device import Device
 from .program import Program
@@ -29,16 +30,6 @@ _ROW = np.dtype(
 TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}  # the structs of kernels/half.h
 
 
-def words(type: str, count: int) -> int:
-    """The words of `count` numbers, as `words_of` of kernels/line.h."""
-    return count if type == "float32" else (count + 1) // 2
-
-
-def line_bytes(width: int) -> int:
-    """The bytes of a line of `width` words, as `line_bytes_of` of kernels/line.h."""
-    return (width * 4 + 8 + 15) // 16 * 16
-
-
 class Layout:
     """What a line looks like and how a new one begins. `initial` is kernels/initialise.h's InitialRow, by value."""
 
@@ -47,15 +38,15 @@ class Layout:
         self.dim = int(sum(initial.columns))
         self.tables = len(initial.kinds) // len(initial.columns)
         self.type, self.state_type, narrow = TYPES[initial.dtype], TYPES[initial.state_dtype], initial.narrow_states
-        widths = [words(initial.state_dtype, self.dim)] * narrow + list(initial.state_widths)[narrow:]
-        ends = words(initial.dtype, self.dim) + np.cumsum([0, *widths], dtype=np.uint32)
+        widths = [words_of(initial.state_dtype, self.dim)] * narrow + list(initial.state_widths)[narrow:]
+        ends = words_of(initial.dtype, self.dim) + np.cumsum([0, *widths], dtype=np.uint32)
         self.width, self.narrow_states = int(ends[-1]), narrow
         self.is_narrow = initial.dtype != "float32" or narrow > 0
         # of a line of the same numbers in float32
-        self.wide_bytes = line_bytes(self.dim + sum(initial.state_widths))
+        self.wide_bytes = line_bytes_of(self.dim + sum(initial.state_widths))
         self.seed = np.uint64(initial.seed)
-        self.stored_bytes = self.width * 4 + 8  # of a line without its padding
-        self.line_bytes = line_bytes(self.width)
+        self.stored_bytes = self.width * WORD + RECORD_BYTES  # of a line without its padding
+        self.line_bytes = line_bytes_of(self.width)
         values = np.zeros(len(initial.kinds), _VALUES)
         values["kind"] = initial.kinds
         values["a"], values["b"] = np.asarray(initial.parameters).T
