@@ -389,7 +389,7 @@ def test_ids_of_another_integer_dtype_are_converted() -> None:
 def test_tables_of_another_data_type_are_another_embedding() -> None:
     types = {"a": "FP32", "b": "BF16", "c": torch.float16, "d": "FP32"}
     tables = [EmbeddingBagConfig(20, 4, name, data_type) for name, data_type in types.items()]
-    ebc = EmbeddingBagCollection(tables, make_host_mem_store_options(), "ebc")
+    ebc = EmbeddingBagCollection(tables, options("host"), "ebc")
     assert list(ebc.embeddings) == ["ebc-d4", "ebc-d4-bfloat16", "ebc-d4-float16"]
     values = torch.randn(20, 4)
     for name, dtype in (("a", torch.float32), ("b", torch.bfloat16), ("c", torch.float16)):
