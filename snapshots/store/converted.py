@@ -57,6 +57,6 @@ def _check_range(values: NDArray[np.float32], name: str, type: str, rows: Rows, 
         row, column = np.argwhere(flags)[0].tolist()
         keys = rows["key"].astype(np.int64) if signed else rows["key"]
         raise InputError(
-            f"convert=True: {name} of key {keys[row]} in table {rows['table'][row]} holds {values[row, column]!s}, which "
-            f"overflows {type}; load it into rows of torch.float32"
+            f"convert=True: {name} of key {keys[row]} in table {rows['table'][row]} holds {values[row, column]!s}, "
+            f"which overflows {type}; load it into rows of torch.float32"
         )

@@ -166,7 +166,7 @@ def test_an_incremental_snapshot_goes_over_none_of_another_type(tmp_path: Path) 
         check_over(tmp_path / "new", parent, description(6, types))
         for other in TYPES:
             if other != types:
-                with pytest.raises(SnapshotError, match='numbers another dtype. Save it with kind="full"'):
+                with pytest.raises(SnapshotError, match=r'numbers another dtype\. Save it with kind="full"'):
                     check_over(tmp_path / "new", parent, description(6, other))
 
 
@@ -256,5 +256,5 @@ def test_a_closed_store_takes_rows_of_another_dtype_where_it_is_told_to(closed: 
     live, _ = load_live(closed, Snapshot.open(closed.snapshots / "narrow"), selection=Selection(convert=True))
     assert live.description == Snapshot.open(closed.snapshots / "narrow").description
     (closed.path / "MARK").unlink()
-    with pytest.raises(SnapshotError, match="convert=True: the live rows of .* do not tell their dtype"):
+    with pytest.raises(SnapshotError, match=r"convert=True: the live rows of .* do not tell their dtype"):
         load_live(closed, Snapshot.open(closed.snapshots / "wide"), selection=Selection(convert=True))
