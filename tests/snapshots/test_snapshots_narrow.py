@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from support.docs import reader_of_the_docs
 from support.embeddings import DIM, contents, make, train
 from support.exchange import VALUES, whole
-from support.forged import command
+from support.forged import change, command
 from support.small_snapshots import NARROW, chunked, description, form_of, make_buckets
 from support.snapshot_parts import in_parts
 from support.stores import options
@@ -228,3 +228,8 @@ def test_states_that_would_share_a_place_are_told_apart_by_name(tmp_path: Path) 
     write_snapshot(tmp_path / "s", about, [])
     with pytest.raises(SnapshotError, match="its optimizer has another state"):
         write_incremental(tmp_path / "t", Snapshot.open(tmp_path / "s"), other, 0, [])
+    write_incremental(tmp_path / "t", Snapshot.open(tmp_path / "s"), about, 0, [])
+    Snapshot.open(tmp_path / "t").verify()
+    change(tmp_path / "t", lambda content: content.update(description=other))
+    with pytest.raises(SnapshotError, match="'t' does not fit 's', which it goes over"):
+        Snapshot.open(tmp_path / "t").verify()
