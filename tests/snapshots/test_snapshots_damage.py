@@ -277,7 +277,7 @@ HOSTILE |= {
     "too many states": _narrow(
         optimizer="of another", states=[f"s{n}" for n in range(17)], state_widths=[1] * 17, initial=[0.0] * 17,
         width=19, hyper=[], state_dtypes=["float32"] * 17,
-    ) | _files(bytes=1024 + 20 + 19 * 4),
+    ) | _files(bytes=768 + 20 + 19 * 4),
     "a narrow checkpoint of rows": _narrow() | {"kind": "checkpoint", "rocksdb": ROCKSDB},
 }  # fmt: skip
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from support.embeddings import contents, make, train
 from support.examples import examples
-from support.forged import KINDS, change, command, copied, is_sound, save_each_kind
+from support.forged import KINDS, TYPES, change, command, copied, is_sound, of_rows, save_each_kind
 from support.stores import options
 from tierbed.engine import SnapshotError, StoreError, TierbedError, _core
 from tierbed.engine.row_format import LAST_STEP
 from tierbed.snapshots.files.format import LAST_SEQUENCE
+from tierbed.snapshots.store.converted import Types
 
 pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 
@@ -35,8 +36,13 @@ for _ in range(200):
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_each_kind(tmp_path_factory.mktemp("sound"))
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> dict[Types, Path]:
+    return {types: save_each_kind(tmp_path_factory.mktemp("sound"), types) for types in TYPES}
+
+
+@pytest.fixture(scope="module")
+def sound(sounds: dict[Types, Path]) -> Path:
+    return sounds[TYPES[0]]
 
 
 def places_in(value: Any, at: Place = ()) -> Iterator[Place]:
@@ -61,9 +67,11 @@ values = st.sampled_from([ABSENT, *EXTREMES, *ODD, DEEP]) | st.integers(-(2**63)
 more = st.sampled_from(["extra", "live", "base", "place", "shards", "rows", "names", "\x00"])
 
 
-def check(sound: Path, path: Path, kind: str, store: str, forge: Callable[[dict[str, Any]], None]) -> None:
+def check(
+    sound: Path, path: Path, kind: str, store: str, types: Types, forge: Callable[[dict[str, Any]], None]
+) -> None:
     """A snapshot is sound where it loads, and after it everything else works as ever; the commands end as they say."""
-    with make(options(store, path), "adagrad", tables=1) as embedding:
+    with make(options(store, path), "adagrad", **of_rows(types)) as embedding:
         train(embedding, range(10))
         before = contents(embedding).tobytes()
         snapshots = copied(sound, path)
@@ -88,7 +96,7 @@ def check(sound: Path, path: Path, kind: str, store: str, forge: Callable[[dict[
         latest = contents(embedding).tobytes()
         killed = path / "killed"
         shutil.copytree(path / "rows", killed / "rows", ignore=shutil.ignore_patterns("SOCKET"))
-    with make(options(store, killed), "adagrad", tables=1) as embedding:
+    with make(options(store, killed), "adagrad", **of_rows(types)) as embedding:
         assert contents(embedding).tobytes() == latest
         for name in (*(f"{saved} after" for saved in kinds), kind):
             embedding.load_snapshot(name)
@@ -102,10 +110,13 @@ drawn = given(
     value=values,
     name=st.none() | more,
     store=st.sampled_from(["device", "ssd"]),
+    types=st.sampled_from(TYPES),
 )
 
 
-def check_drawn(sound: Path, kind: str, place: int, value: Any, name: str | None, store: str) -> None:
+def check_drawn(
+    sounds: dict[Types, Path], kind: str, place: int, value: Any, name: str | None, store: str, types: Types
+) -> None:
     def forge(content: dict[str, Any]) -> None:
         every = list(places_in(content))
         if name is None:
@@ -113,18 +124,19 @@ def check_drawn(sound: Path, kind: str, place: int, value: Any, name: str | None
         else:
             put(content, ("description", name), None if value is ABSENT else value)
 
-    with tempfile.TemporaryDirectory(dir=sound.parent) as folder:
-        check(sound, Path(folder), kind, store, forge)
+    with tempfile.TemporaryDirectory(dir=sounds[types].parent) as folder:
+        check(sounds[types], Path(folder), kind, store, types, forge)
 
 
 @examples(0.2)
 @drawn
-@example(kind="full", place=0, value={"a": 1}, name="extra", store="ssd")
-@example(kind="full", place=0, value=["x"], name="base", store="device")
+@example(kind="full", place=0, value={"a": 1}, name="extra", store="ssd", types=TYPES[0])
+@example(kind="full", place=0, value=["x"], name="base", store="device", types=TYPES[0])
+@example(kind="full", place=0, value=["float32"], name="state_dtypes", store="device", types=TYPES[2])
 def test_a_manifest_of_any_value_anywhere_is_sound_where_it_loads_and_can_be_saved_and_opened_after(
-    sound: Path, kind: str, place: int, value: Any, name: str | None, store: str
+    sounds: dict[Types, Path], kind: str, place: int, value: Any, name: str | None, store: str, types: Types
 ) -> None:
-    check_drawn(sound, kind, place, value, name, store)
+    check_drawn(sounds, kind, place, value, name, store, types)
 
 
 FORGED: dict[str, tuple[Place, Any]] = {
@@ -197,5 +209,9 @@ def test_a_run_that_reaches_the_last_step_is_told_so_and_goes_on_as_it_says(tmp_
 
 @pytest.mark.parametrize("store", ["device", "ssd"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_where_nothing_is_forged_everything_works(sound: Path, tmp_path: Path, kind: str, store: str) -> None:
-    check(sound, tmp_path, kind, store, lambda content: None)
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+@pytest.mark.pairs
+def test_where_nothing_is_forged_everything_works(
+    sounds: dict[Types, Path], tmp_path: Path, kind: str, store: str, types: Types
+) -> None:
+    check(sounds[types], tmp_path, kind, store, types, lambda content: None)

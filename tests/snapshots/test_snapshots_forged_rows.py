@@ -14,10 +14,12 @@ from support.embeddings import make, train
 from support.forged import (
     CRC32C,
     KINDS,
+    TYPES,
     blocks_of,
     change,
     copied,
     is_sound,
+    of_rows,
     refused,
     save_each_kind,
     with_right_checksums,
@@ -31,13 +33,14 @@ from tierbed.engine import MultiTableEmbedding, _core
 from tierbed.engine.row_format import KEY
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files.difference import changes_between
+from tierbed.snapshots.store.converted import Types
 
 pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_each_kind(tmp_path_factory.mktemp("sound"))
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[Types, Path]:
+    return {types: save_each_kind(tmp_path_factory.mktemp("sound"), types) for types in TYPES}
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +48,20 @@ def of_crc32c(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_each_kind(tmp_path_factory.mktemp("crc32c"), rocksdb_options=CRC32C)
 
 
-@pytest.fixture(params=["device", "ssd"])
+@pytest.fixture(params=[(store, types) for types in TYPES for store in ("device", "ssd")], ids=str)
 def embedding(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MultiTableEmbedding]:
-    with make(options(request.param, tmp_path), "adagrad", tables=1) as embedding:
+    store, types = request.param
+    with make(options(store, tmp_path), "adagrad", **of_rows(types)) as embedding:
         train(embedding, range(10))
         yield embedding
 
 
-def at(embedding: MultiTableEmbedding, snapshots: Path) -> Path:
-    """A copy of the snapshots where the embedding finds them."""
+def at(embedding: MultiTableEmbedding, sound: dict[Types, Path]) -> Path:
+    """A copy of the snapshots of such rows where the embedding finds them."""
     path = embedding.store_options.persistent_path
     assert path is not None
-    return copied(snapshots, Path(path))
+    rows, state = embedding._table().form.fields
+    return copied(sound[rows.type, state.type], Path(path))
 
 
 def first_file(folder: Path, kind: str = "bucket") -> str:
@@ -125,7 +130,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.rotated("embedding")
 def test_forged_rows_are_refused_by_load_and_unsound_to_verify(
-    embedding: MultiTableEmbedding, sound: Path, case: str
+    embedding: MultiTableEmbedding, sound: dict[Types, Path], case: str
 ) -> None:
     kind, forge, problem = CASES[case]
     snapshots = at(embedding, sound)
@@ -159,7 +164,7 @@ def test_forged_blocks_of_rocksdb_end_no_process_and_what_loads_is_what_was_veri
     """A byte of a block changes, under right checksums: RocksDB ends its process at two of them, by an assertion."""
     with make(options("device", tmp_path), "adagrad", tables=1) as embedding:
         train(embedding, range(10))
-        snapshots = at(embedding, of_crc32c)
+        snapshots = copied(of_crc32c, tmp_path)
         held = Snapshot.open(snapshots / "checkpoint").manifest.rocksdb
         assert held is not None
         name = min(name for name in held.files if name.endswith(".sst"))
@@ -186,14 +191,15 @@ def test_forged_blocks_of_rocksdb_end_no_process_and_what_loads_is_what_was_veri
 
 
 @pytest.fixture(scope="module")
-def sound_parts(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same full snapshot in two parts, by that name, and an incremental one over it."""
-    folder = tmp_path_factory.mktemp("parts")
-    parent = in_parts(Snapshot.open(sound / "full"), folder / "full", 2)
-    now = Snapshot.open(sound / "incremental")
-    changes = changes_between(parent.chunks(), now.chunks())
-    save_changes_in_parts(folder / "incremental", parent, now.description, now.manifest.rows, changes, 3)
-    return folder
+def sound_parts(sound: dict[Types, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[Types, Path]:
+    """The same full snapshots in two parts, by that name, and an incremental one over each."""
+    folders = {types: tmp_path_factory.mktemp("parts") for types in TYPES}
+    for types, folder in folders.items():
+        parent = in_parts(Snapshot.open(sound[types] / "full"), folder / "full", 2)
+        now = Snapshot.open(sound[types] / "incremental")
+        changes = changes_between(parent.chunks(), now.chunks())
+        save_changes_in_parts(folder / "incremental", parent, now.description, now.manifest.rows, changes, 3)
+    return folders
 
 
 def of_another_part(folder: Path, kind: str = "bucket") -> None:
@@ -241,7 +247,7 @@ PARTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("case", PARTS)
 @pytest.mark.rotated("embedding")
 def test_forged_parts_are_refused_by_load_and_unsound_to_verify(
-    embedding: MultiTableEmbedding, sound_parts: Path, case: str
+    embedding: MultiTableEmbedding, sound_parts: dict[Types, Path], case: str
 ) -> None:
     kind, forge, problem = PARTS[case]
     snapshots = at(embedding, sound_parts)

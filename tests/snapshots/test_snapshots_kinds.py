@@ -1,20 +1,18 @@
-"""Snapshots of each kind from every store: what they bring back, and what of them can be loaded."""
+"""Snapshots of each kind from every store: what they bring back."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from support.embeddings import DIM, ask_to_leave, attach, contents, make, train
+from support.embeddings import DIM, ask_to_leave, attach, contents, train
+from support.kinds import TYPES, grow, kinds_of, open_at
 from support.small_snapshots import save
-from support.stores import STORES, options
-from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.errors import CapacityError, InputError, OptimizerError, OptionError, SnapshotError
+from support.stores import STORES
+from tierbed.engine.errors import InputError, OptionError, SnapshotError
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files import reader
@@ -22,29 +20,18 @@ from tierbed.snapshots.store import saving
 from tierbed.snapshots.store.status import store_status
 
 
-def kinds_of(store: str) -> list[str]:
-    return ["full", "incremental"] + ["checkpoint"] * store.startswith("ssd")
-
-
-def open_at(path: Path, store: str, optimizer: str | None = "adam", **more: Any) -> MultiTableEmbedding:
-    return make(options(store, path, **more), optimizer)
-
-
-def grow(embedding: MultiTableEmbedding, seed: int, steps: int = 3) -> None:
-    """Some rows are new, some change, some go."""
-    random = np.random.default_rng(seed)
-    for _ in range(steps):
-        train(embedding, random.integers(0, 200, 40), random.integers(0, 3, 40))
-    embedding.delete(random.integers(0, 200, 10), 1)
-    embedding.put([500 + seed], torch.full((1, DIM), float(seed)), 2)
-
-
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("other", [*STORES[1:], STORES[0]])  # turned, so that it is another
+@pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.rotated("other")
-def test_every_kind_brings_the_rows_back_on_every_store(tmp_path: Path, store: str, other: str) -> None:
+def test_every_kind_brings_the_rows_back_on_every_store(
+    tmp_path: Path, store: str, other: str, types: tuple[torch.dtype, torch.dtype]
+) -> None:
     states = []
-    with open_at(tmp_path, store) as embedding, open_at(tmp_path / "plain", store) as plain:
+    with (
+        open_at(tmp_path, store, types=types) as embedding,
+        open_at(tmp_path / "plain", store, types=types) as plain,
+    ):
         for number, kind in enumerate(["full", *kinds_of(store), "incremental"]):
             grow(embedding, number)
             grow(plain, number)
@@ -55,7 +42,7 @@ def test_every_kind_brings_the_rows_back_on_every_store(tmp_path: Path, store: s
             embedding.load_snapshot(f"s{number}")
             assert contents(embedding).tobytes() == state
     snapshots = tmp_path / "rows" / "snapshots"
-    with open_at(tmp_path / "other", other) as embedding:
+    with open_at(tmp_path / "other", other, types=types) as embedding:
         embedding.save_snapshot("empty")
         for number, state in enumerate(states):
             (tmp_path / "other" / "rows" / "snapshots" / f"s{number}").symlink_to(snapshots / f"s{number}")
@@ -178,105 +165,6 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> Non
         assert embedding.last_snapshot is None
 
 
-def rows_by_key(embedding: MultiTableEmbedding) -> dict[tuple[int, int], bytes]:
-    return {(int(row["table"]), int(row["key"])): row.tobytes() for row in contents(embedding)}
-
-
-@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
-def test_a_part_of_a_snapshot_can_be_loaded(tmp_path: Path, store: str) -> None:
-    with open_at(tmp_path, store) as embedding:
-        grow(embedding, 0)
-        embedding.save_snapshot("a")
-        all_rows = rows_by_key(embedding)
-        report = embedding.load_snapshot("a", tables=[0, 2])
-        assert rows_by_key(embedding) == {row: data for row, data in all_rows.items() if row[0] != 1}
-        assert (report.rows, report.left_out) == (embedding.size(), len(all_rows) - embedding.size())
-        assert report.remarks == []
-        embedding.load_snapshot("a", tables=[1], where=lambda tables, keys: keys % 2 == 0)
-        assert rows_by_key(embedding) == {r: data for r, data in all_rows.items() if r[0] == 1 and r[1] % 2 == 0}
-        kept = rows_by_key(embedding)
-        with pytest.raises(InputError, match=r"tables=\[3\]: snapshot 'a' has tables 0 to 2; 3 is none"):
-            embedding.load_snapshot("a", tables=[3])
-        with pytest.raises(InputError, match=r"where gave float64 of shape \(\): give bool of shape \(\d+,\)"):
-            embedding.load_snapshot("a", where=lambda tables, keys: 0.5)
-        assert rows_by_key(embedding) == kept
-        grow(embedding, 1)
-        kept = rows_by_key(embedding)
-    with open_at(tmp_path, store) as embedding:
-        assert rows_by_key(embedding) == kept
-
-
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.parametrize("before", ["adam", "catch-up"])
-def test_weights_alone_go_on_with_another_optimizer(tmp_path: Path, store: str, before: str) -> None:
-    with open_at(tmp_path, store, before) as embedding:
-        grow(embedding, 0)
-        embedding.save_snapshot("a")
-        looked_up = embedding.get(torch.arange(200), 0)
-        size = embedding.size()
-    with open_at(tmp_path / "new", store, "adagrad") as embedding:
-        train(embedding, [1, 2, 3])
-        folder = tmp_path / "new" / "rows" / "snapshots"
-        folder.mkdir()
-        (folder / "a").symlink_to(tmp_path / "rows" / "snapshots" / "a")
-        with pytest.raises(OptimizerError, match="weights_only=True"):
-            embedding.load_snapshot("a")
-        report = embedding.load_snapshot("a", weights_only=True)
-        assert (report.rows, embedding.size()) == (size, size)
-        assert torch.equal(embedding.get(torch.arange(200), 0), looked_up)
-        assert embedding.metrics()["table"]["step"] == 0
-        first = contents(embedding).tobytes()
-        report = embedding.load_snapshot("a", strict=False)
-        assert "the optimizer's state is begun anew" in report.remarks[0]
-        assert contents(embedding).tobytes() == first
-        rows = contents(embedding)
-        np.testing.assert_array_equal(rows["values"][:, DIM:], np.float32(0.1))
-        assert (rows["step"] == 0).all()
-        grow(embedding, 1)
-
-
-def test_tables_that_the_embedding_lacks_are_left_out_and_told(tmp_path: Path) -> None:
-    with open_at(tmp_path, "host") as embedding:
-        grow(embedding, 0)
-        embedding.save_snapshot("a")
-        all_rows = rows_by_key(embedding)
-    with make(options("host", tmp_path / "new"), "adam", tables=2) as embedding:
-        train(embedding, [1, 2, 3])
-        folder = tmp_path / "new" / "rows" / "snapshots"
-        folder.mkdir()
-        (folder / "a").symlink_to(tmp_path / "rows" / "snapshots" / "a")
-        with pytest.raises(SnapshotError, match="holds 3 tables, not 2"):
-            embedding.load_snapshot("a")
-        report = embedding.load_snapshot("a", strict=False)
-        assert report.remarks == ["snapshot 'a' has 3 tables, and the embedding 2: the others are left out"]
-        assert rows_by_key(embedding) == {row: data for row, data in all_rows.items() if row[0] < 2}
-
-
-def test_rows_of_an_id_that_has_become_padding_are_left_out(tmp_path: Path) -> None:
-    with open_at(tmp_path, "device") as embedding:
-        train(embedding, range(9))
-        embedding.save_snapshot("a")
-    with make(options("device", tmp_path, open="fresh"), "adam", padding_idx=3) as embedding:
-        report = embedding.load_snapshot("a")
-        assert (report.rows, report.left_out) == (8, 1)
-        assert report.remarks == ["padding_idx=3 was none when snapshot 'a' was saved: rows of that id are left out"]
-        assert embedding.size() == 8
-        embedding.save_snapshot("b")
-        assert embedding.load_snapshot("b").remarks == []
-
-
-def test_rows_go_back_to_a_whole_snapshot_and_not_to_a_part(tmp_path: Path) -> None:
-    with open_at(tmp_path, "host") as embedding:
-        grow(embedding, 0)
-        embedding.save_snapshot("a")
-        grow(embedding, 1)
-        embedding.save_snapshot("b")
-        embedding.load_snapshot("a", tables=[0])
-        assert embedding.last_snapshot == "b"
-        embedding.load_snapshot("a")
-        assert embedding.last_snapshot == "a"
-
-
 def test_attach_changes_nothing_that_is_loaded(tmp_path: Path) -> None:
     with open_at(tmp_path, "host", None) as embedding:
         embedding.put([1, 2], torch.ones(2, DIM), 0)
@@ -287,9 +175,15 @@ def test_attach_changes_nothing_that_is_loaded(tmp_path: Path) -> None:
         assert embedding.size() == 2
 
 
+@pytest.mark.parametrize("types", TYPES[:2], ids=str)
 @pytest.mark.parametrize("store", STORES)
-def test_training_goes_on_while_a_snapshot_is_saved_in_the_background(tmp_path: Path, store: str) -> None:
-    with open_at(tmp_path, store) as embedding, open_at(tmp_path / "plain", store) as plain:
+def test_training_goes_on_while_a_snapshot_is_saved_in_the_background(
+    tmp_path: Path, store: str, types: tuple[torch.dtype, torch.dtype]
+) -> None:
+    with (
+        open_at(tmp_path, store, types=types) as embedding,
+        open_at(tmp_path / "plain", store, types=types) as plain,
+    ):
         for rows in (embedding, plain):
             train(rows, torch.arange(3000))
         embedding.save_snapshot("first")
@@ -326,40 +220,6 @@ def test_background_is_for_what_takes_long_and_names_what_is_wrong(tmp_path: Pat
         (tmp_path / "rows" / "snapshots" / "b").symlink_to("/nowhere")
         with pytest.raises(SnapshotError, match=r"b' exists"):
             embedding.save_snapshot("b", background=True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ({"tables": 0}, "tables=0: give a list of table ids"),
-        ({"tables": []}, r"tables=\[\]: give a list of table ids"),
-        ({"where": 3}, "where=3: give a function"),
-    ],
-)
-def test_a_selection_that_cannot_be_is_named(tmp_path: Path, arguments: dict[str, Any], problem: str) -> None:
-    with open_at(tmp_path, "host") as embedding:
-        grow(embedding, 0)
-        embedding.save_snapshot("a")
-        with pytest.raises(InputError, match=problem):
-            embedding.load_snapshot("a", **arguments)
-
-
-def test_a_part_that_fits_the_capacity_is_loaded_without_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with open_at(tmp_path, "host", capacity=500) as embedding:
-        train(embedding, torch.arange(400))
-        embedding.save_snapshot("a")
-    with open_at(tmp_path / "new", "host", capacity=100) as embedding:
-        assert embedding.size() == 0
-        (tmp_path / "new" / "rows" / "snapshots").mkdir(parents=True)
-        (tmp_path / "new" / "rows" / "snapshots" / "a").symlink_to(tmp_path / "rows" / "snapshots" / "a")
-        caplog.clear()
-        assert embedding.load_snapshot("a", where=lambda tables, keys: keys < 60).rows == 60
-        assert caplog.messages == []
-        train(embedding, torch.arange(60, 100))
-        with pytest.raises(CapacityError):
-            train(embedding, [1000])
 
 
 def test_what_a_killed_save_named_is_not_gone_back_to(tmp_path: Path) -> None:

@@ -14,18 +14,20 @@ from numpy.typing import NDArray
 from support.docs import reader_of_the_docs
 from support.embeddings import DIM, contents, make, train
 from support.exchange import VALUES, whole
-from support.forged import command
+from support.forged import change, command
 from support.small_snapshots import NARROW, chunked, description, form_of, make_buckets
 from support.snapshot_parts import in_parts
 from support.stores import options
 from tierbed.engine import InputError, SnapshotError, row_optimizer
 from tierbed.engine.row_format import RowForm, narrowed, widened
+from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.export import FORMATS, export_snapshot
 from tierbed.snapshots.exchange.importing import import_snapshot
 from tierbed.snapshots.exchange.persistent_table import make_persistent_table_reader, make_persistent_table_writer
-from tierbed.snapshots.looking.row import plain_row, snapshot_row
+from tierbed.snapshots.files.writer import write_incremental
+from tierbed.snapshots.looking.row import live_row, plain_row, snapshot_row
 from tierbed.snapshots.looking.summary import summarise
 from tierbed.snapshots.store.converted import Types
 
@@ -182,15 +184,15 @@ def test_commands_on_a_store_of_narrow_rows(tmp_path: Path, types: Types, store:
         assert command("save", path, f"of {kind}", "--kind", kind)[0] == 0
     assert command("merge", path, "incremental", "merged")[0] == 0
     assert command("verify", path)[0] == 0
-    for name in ("of full", "of incremental", "merged", *kinds[2:]):
-        name = "of checkpoint" if name == "checkpoint" else name
+    for name in (*(f"of {kind}" for kind in kinds), "merged"):
         snapshot = Snapshot.open(path / "snapshots" / name)
         assert whole(snapshot).tobytes() == rows.tobytes()
         code, said = command("diff", path, "incremental", name)
         assert (code, said["same"]) == (0, 49)
-    live, said = command("row", path, 5)
-    assert live == 0
-    assert said["embedding"] == command("row", path, 5, "--snapshot", "merged")[1]["embedding"]
+    with StoreFolder(path, "a test") as folder:
+        live, _ = live_row(folder, 0, 5)
+        assert live is not None
+        assert live.tobytes() == rows[rows["key"] == 5].tobytes()
     assert command("load", path, "full")[1]["rows"] == 50
     with make(options(store, tmp_path, open="error"), "adagrad", **of) as embedding:
         assert contents(embedding).tobytes() == whole(Snapshot.open(path / "snapshots" / "full")).tobytes()
@@ -224,7 +226,10 @@ def test_states_that_would_share_a_place_are_told_apart_by_name(tmp_path: Path) 
     other = about | {"optimizer": "another", "states": ["other"], "hyper": []}
     assert RowForm.described(about).width == RowForm.described(other).width
     write_snapshot(tmp_path / "s", about, [])
-    from tierbed.snapshots.files.writer import write_incremental
-
     with pytest.raises(SnapshotError, match="its optimizer has another state"):
         write_incremental(tmp_path / "t", Snapshot.open(tmp_path / "s"), other, 0, [])
+    write_incremental(tmp_path / "t", Snapshot.open(tmp_path / "s"), about, 0, [])
+    Snapshot.open(tmp_path / "t").verify()
+    change(tmp_path / "t", lambda content: content.update(description=other))
+    with pytest.raises(SnapshotError, match="'t' does not fit 's', which it goes over"):
+        Snapshot.open(tmp_path / "t").verify()

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from support.embeddings import contents, make, train
@@ -21,17 +22,25 @@ from tierbed.cli import main
 from tierbed.engine import MultiTableEmbedding, SnapshotError, _core
 from tierbed.engine.durable import seal, unseal
 from tierbed.snapshots.files.row_files import npy_header
+from tierbed.snapshots.store.converted import Types
 
 MANIFEST = "manifest.msgpack"
 KINDS = ["full", "incremental", "checkpoint"]
+TYPES: list[Types] = [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")]
 CRC32C = {"block_based_table_factory": {"checksum": "kCRC32c"}}  # of blocks, which `with_right_checksums` knows
 TRAILER_BYTES = 5  # behind a block: its compression, and its checksum
 PAGE = 4096  # with which an aligned block begins
 
 
-def save_each_kind(path: Path, **more: Any) -> Path:
+def of_rows(types: Types) -> dict[str, Any]:
+    """The arguments of an embedding whose rows and states have these types."""
+    dtype, state_dtype = (getattr(torch, type) for type in types)
+    return {"tables": 1, "dtype": dtype, "state_dtype": state_dtype}
+
+
+def save_each_kind(path: Path, types: Types = TYPES[0], **more: Any) -> Path:
     """A folder of snapshots: one of each kind, by that name."""
-    with make(options("ssd", path, **more), "adagrad", tables=1) as embedding:
+    with make(options("ssd", path, **more), "adagrad", **of_rows(types)) as embedding:
         for number, kind in enumerate(KINDS):
             train(embedding, range(50 * number, 50 * number + 100))
             embedding.delete(range(3 * number, 3 * number + 3))
