@@ -113,8 +113,8 @@ class RankSnapshots:
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """As `HeldTable.prune_snapshots`."""
-        op = self._op("pruning snapshots")
-        _, error = attempt(lambda: self._folder)
+        op = f"pruning snapshots of embedding {self._name!r}"  # also where a rank is of another step
+        _, error = attempt(lambda: (self._own.table, self._folder))
         agree(self._world, op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(
             told(self._world, op, lambda: self._at_home(lambda home: self._prune(home, keep_last, keep_every)))[0]

@@ -270,7 +270,8 @@ class ShardedTable:
         """This rank failed in an update that other ranks make: no rank uses the rows until a snapshot is loaded."""
         attempt(self.release)  # the pin cannot end after a failure
         self._behind = f"{op} raised {error!r} on this rank amid its updates, which other ranks made"
-        self.own.failure = self.own.failure or error  # so that these rows are never marked as whole
+        if self._held.is_open:
+            self.own.failure = self.own.failure or error  # so that these rows are never marked as whole
 
     def _check_behind(self) -> None:
         if self._behind and self.own.failure is not None:  # a load has put another table in its place else
