@@ -163,7 +163,13 @@ def test_one_process_does_not_take_the_place_of_ranks_whose_shares_are_elsewhere
     (live / "rows" / "ranks").rename(tmp_path / "of another host")
     with pytest.raises(StoreError, match=r"live rows of 2 ranks, and none of their shares is here: open it where"):
         opened(None, live, snapshot_path=place).size()
+    for folder in (live, place):
+        cli = Cli(folder / "rows", capsys, "store")
+        found = cli.json("stat")
+        assert (found["state"], found["restart"]["from"]) == ("elsewhere", "elsewhere")
+        assert "2 ranks go on as their shares say, which are on other hosts; one process is refused" in cli.says("stat")
     (tmp_path / "of another host").rename(live / "rows" / "ranks")
+    assert Cli(live / "rows", capsys, "store").json("stat")["restart"]["from"] == "live"
     rows = [before for before, _, _ in run(2, live, "host", 0, snapshot_path=place)]
     assert not together(rows, saved)  # a step later
 
