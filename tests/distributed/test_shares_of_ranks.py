@@ -58,6 +58,22 @@ def test_the_shell_keeps_the_snapshots_that_live_rows_elsewhere_go_back_to(
         assert "live rows go back to it" in cli.fails("merge", "d", "b", "--overwrite")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_shell_loads_no_rows_beside_snapshots_of_another_store_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    live, place = tmp_path / "live", tmp_path / "place"
+    saved = alone(live, "host", 2, "base", snapshot_path=place)
+    rows = [after for _, after, _ in run(2, live, "host", 1, snapshot_path=place)] if ranks == 2 else []
+    said = Cli(place / "rows", capsys).fails("load", "base")
+    assert f"give the store folder, {str(live / 'rows')!r}" in said
+    assert not (place / "rows" / "live").exists()
+    if ranks == 2:
+        assert [before for before, _, _ in run(2, live, "host", 0, snapshot_path=place)] == rows
+    Cli(live / "rows", capsys).json("load", "base")
+    assert alone(live, "host", 0, None, snapshot_path=place) == saved
+
+
 def test_a_store_folder_that_is_gone_keeps_no_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saves_some_and_loads_one(None, tmp_path / "live", tmp_path / "place")
     shutil.rmtree(tmp_path / "live")
