@@ -306,8 +306,8 @@ class RankSnapshots:
             nonlocal voted
             voted = True
             check_all_rows(world, op, snapshot, lambda: snapshot.found)
-            everywhere(world, f"{op}: marks", self._own.begin_write)
-            self._own.count_write()
+            writes = told(world, f"{op}: marks", self._begin_write)
+            self._own.count_write(max(writes))  # a rank that failed in a step may have missed some
             everywhere(world, f"{op}: noted", lambda: self._at_home(lambda home: self._note_base(home, base)))
 
         report, error = attempt(lambda: self._own.load_from(snapshot, selection, strict, verified))
@@ -333,6 +333,11 @@ class RankSnapshots:
         assert report is not None
         report.rows, report.left_out = (sum(column) for column in zip(*counts, strict=True))
         return report
+
+    def _begin_write(self) -> int:
+        """Take the mark off this rank's rows. Returns how many writes it has counted."""
+        self._own.begin_write()
+        return self._own.writes
 
     def _lose(self, name: str) -> str:
         """Let the rows close without a mark, so that old rows of one rank do not pass for those of a load."""
