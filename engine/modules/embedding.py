@@ -269,10 +269,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return table
 
     def _table(self) -> TableOfAll:
-        with self.told():
-            handle = self.opened()
-            if self._awaited is not None:
-                self._compare_awaited()
+        handle = self.opened()
+        if self._awaited is not None:
+            self._compare_awaited()
         return handle.table
 
     def _own_table(self) -> OpenTable:
