@@ -15,6 +15,8 @@ from .output import INTERRUPTED, NO_ROW, fail, print_fields, print_json, progres
 if TYPE_CHECKING:
     from ..snapshots.store.status import Restart, StoreStatus
 
+_STATES = {"closed": "closed cleanly", "unclean": "not closed", "new": "new", "elsewhere": "in shares on other hosts"}
+
 
 def stat(store: Store, as_json: Json = False) -> None:
     """Print what a store folder holds, who has it open, and what the next training run would do.
@@ -33,7 +35,7 @@ def stat(store: Store, as_json: Json = False) -> None:
     held = f"open in process {status.holder or 'unknown'}"
     print_fields(
         {
-            "state": {"open": held, "closed": "closed cleanly", "unclean": "not closed", "new": "new"}[status.state],
+            "state": {"open": held, **_STATES}[status.state],
             "live rows": _live(status),
             "rows": "unknown" if status.rows is None else f"{status.rows:,}",
             **(tables if len(by_table) > 1 else {}),
@@ -137,6 +139,11 @@ def _live(status: StoreStatus) -> str | None:
 
 
 def _said(status: StoreStatus) -> str:
+    if status.restart.source == "elsewhere":
+        return (
+            f"{status.ranks} ranks go on as their shares say, which are on other hosts; one process is refused until a "
+            "snapshot is loaded"
+        )
     said = _said_of(status.restart)
     if status.holder is None:
         return said

@@ -225,9 +225,14 @@ class ShardedBatch:
             self._table.count_write()
             own.update(sums, None, 1.0 / self._world.size if scale is None else scale, clip_value)
         except BaseException as error:
-            self._table.fall_behind(self._op, error)
+            self.fall_behind(error)
             raise
         self._table.pinned = None
+
+    def fall_behind(self, error: BaseException) -> None:
+        """Keep all ranks from rows that this one did not update by `error`, and others did; nothing where it did."""
+        if self._table.pinned is self:
+            self._table.fall_behind(self._op, error)
 
     def release(self) -> None:
         """End the pin; the rows stay as they are."""

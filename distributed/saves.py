@@ -109,12 +109,13 @@ class RankSnapshots:
         op = f"loading snapshot {name!r} of embedding {self._name!r}"  # also where a rank is of another step
         self._finish_saving()
         snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(self._folder / name))
-        return self._load(op, snapshot, selection, strict, name if selection.is_whole else None)
+        keeps_bits = selection.is_whole and not selection.convert  # rows go back to no snapshot of other numbers
+        return self._load(op, snapshot, selection, strict, name if keeps_bits else None)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """As `HeldTable.prune_snapshots`."""
-        op = self._op("pruning snapshots")
-        _, error = attempt(lambda: self._folder)
+        op = f"pruning snapshots of embedding {self._name!r}"  # also where a rank is of another step
+        _, error = attempt(lambda: (self._own.table, self._folder))
         agree(self._world, op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(
             told(self._world, op, lambda: self._at_home(lambda home: self._prune(home, keep_last, keep_every)))[0]
@@ -299,6 +300,7 @@ class RankSnapshots:
             "tables": sorted(map(str, given)) if isinstance(given, Collection) else repr(given),
             "where": selection.where is not None,
             "weights_only": not selection.state,
+            "convert": selection.convert,
         }
         agree(world, op, same=same)
 
@@ -306,8 +308,8 @@ class RankSnapshots:
             nonlocal voted
             voted = True
             check_all_rows(world, op, snapshot, lambda: snapshot.found)
-            everywhere(world, f"{op}: marks", self._own.begin_write)
-            self._own.count_write()
+            writes = told(world, f"{op}: marks", self._begin_write)
+            self._own.count_write(max(writes))  # a rank that failed in a step may have missed some
             everywhere(world, f"{op}: noted", lambda: self._at_home(lambda home: self._note_base(home, base)))
 
         report, error = attempt(lambda: self._own.load_from(snapshot, selection, strict, verified))
@@ -333,6 +335,11 @@ class RankSnapshots:
         assert report is not None
         report.rows, report.left_out = (sum(column) for column in zip(*counts, strict=True))
         return report
+
+    def _begin_write(self) -> int:
+        """Take the mark off this rank's rows. Returns how many writes it has counted."""
+        self._own.begin_write()
+        return self._own.writes
 
     def _lose(self, name: str) -> str:
         """Let the rows close without a mark, so that old rows of one rank do not pass for those of a load."""

@@ -248,12 +248,12 @@ class ShardedTable:
     def announce(self, lookups: list[Lookup] | None, together: bool = False) -> None:
         """Announce a coming step, as `OpenTable.announce`. All ranks call it; None is for lookups that are unknown.
 
-        together: whether every rank is known to be in this call.
+        together: whether every rank is known to be in this call. What keeps one from it is then left for the step.
         """
-        own = self.own
         if not together:
-            agree(self.world, f"announcement of embedding {self.name!r} at step {own.step}")
-        self.ahead.announce(lookups, lambda: Local(own.processor, own.spec, lookups or [], self.world))
+            _, error = attempt(self._check_behind)
+            agree(self.world, f"announcement of embedding {self.name!r} at step {self.own.step}", error)
+        self.ahead.announce(lookups, lambda: Local(self.own.processor, self.own.spec, lookups or [], self.world))
 
     def rows_and_new(self, own: PinnedBatch) -> tuple[int, int]:
         """How many rows this rank has, and how many of a pinned batch come to them. Counted for a `capacity` alone."""
@@ -270,7 +270,8 @@ class ShardedTable:
         """This rank failed in an update that other ranks make: no rank uses the rows until a snapshot is loaded."""
         attempt(self.release)  # the pin cannot end after a failure
         self._behind = f"{op} raised {error!r} on this rank amid its updates, which other ranks made"
-        self.own.failure = self.own.failure or error  # so that these rows are never marked as whole
+        if self._held.is_open:
+            self.own.failure = self.own.failure or error  # so that these rows are never marked as whole
 
     def _check_behind(self) -> None:
         if self._behind and self.own.failure is not None:  # a load has put another table in its place else

@@ -75,7 +75,6 @@ class EagerOptimizer(torch.optim.Optimizer):
                 raise OptimizerError(
                     f"another EagerOptimizer has embedding {embedding.name!r}; drop that one first, by del"
                 )
-        self._torn = ""  # what this rank alone raised amid the updates of a step
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
         holders.update((embedding.handle, self) for embedding in embeddings)
 

@@ -272,13 +272,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return table
 
     def _table(self) -> TableOfAll:
-        try:
-            handle = self.opened()
-            if self._awaited is not None:
-                self._compare_awaited()
-        except Exception as error:
-            self.tell(error)
-            raise
+        handle = self.opened()
+        if self._awaited is not None:
+            self._compare_awaited()
         return handle.table
 
     def _own_table(self) -> OpenTable:
@@ -298,7 +294,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self._opening:
             if self._held is None:
                 if self._closed:
-                    raise ClosedError(f"embedding {self.name!r} was closed; create it again")
+                    with self.told():  # others may be about to open it, which takes all ranks
+                        raise ClosedError(f"embedding {self.name!r} was closed; create it again")
                 try:
                     self._held = self._hold(self.row_optimizer, device)
                 except OptimizerError as error:

@@ -49,13 +49,9 @@ class SavedRows(Rows):
         try:
             yield
         except Exception as error:
-            self.tell(error)
+            if self.world is not None and self.world.untold(error) and detect_fake_mode() is None:
+                self.world.meet(f"a call of embedding {self.name!r}", error)
             raise
-
-    def tell(self, error: Exception) -> None:
-        """Raise on all ranks what keeps this one from a call of theirs; nothing where they know of it."""
-        if self.world is not None and self.world.untold(error) and detect_fake_mode() is None:
-            self.world.meet(f"a call of embedding {self.name!r}", error)
 
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False

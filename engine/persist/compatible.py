@@ -67,8 +67,9 @@ def check_stored(
 
 def _of_other_type(error: type[Exception], what: str, argument: str, theirs: str, ours: str) -> Exception:
     return error(
-        f"{what} holds rows of {argument} {theirs}, not {ours}; give {argument}=torch.{theirs}, load a snapshot of it "
-        "with load_snapshot(name, convert=True), or take another name or persistent_path"
+        f"{what} holds rows of {argument} {theirs}, not {ours}; give {argument}=torch.{theirs}, or load a snapshot by "
+        'load_snapshot(name, convert=True), after open="fresh" where live rows are in the way; or take another name or '
+        "persistent_path"
     )
 
 

@@ -153,10 +153,13 @@ class HeldTable:
         with table.lock:
             table.before_write(table.step)
 
-    def count_write(self) -> None:
-        """Count an operation of all ranks that is about to write, whether or not a row of this share is in it."""
+    def count_write(self, before: int | None = None) -> None:
+        """Count an operation of all ranks that is about to write, whether or not a row of this share is in it.
+
+        before: how many there were, where this share may have missed some.
+        """
         assert self._persistence.life is not None
-        self._persistence.life.writes += 1
+        self._persistence.life.writes = 1 + (self.writes if before is None else before)
 
     @property
     def writes(self) -> int:

@@ -95,7 +95,8 @@ class FolderState:
     def all_noting(self) -> list[FolderState]:
         """The folders whose marks name snapshots among these to go back to, store folders that lead here included."""
         keeper = self.keeper
-        return [self.noting, keeper, *(FolderState(store) for store in led_to(keeper.snapshots))]
+        with self._errors("read whose snapshots are in"):
+            return [self.noting, keeper, *(FolderState(store) for store in led_to(keeper.snapshots))]
 
     @property
     def noted_step(self) -> int | None:

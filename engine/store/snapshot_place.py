@@ -49,12 +49,16 @@ def _note(store: Path, place: Path) -> None:
             write_atomically(note, path)
 
 
+def noted(place: Path) -> list[Path]:
+    """The store folders that led to `place`, a folder in another one, for their snapshots. OSError."""
+    return [Path(os.fsdecode(note.read_bytes())) for note in sorted(place.parent.glob(f"{_LED}*"))]
+
+
 def led_to(place: Path) -> list[Path]:
-    """The store folders of this host that have their snapshots in `place`, a folder in another one."""
+    """Those of `noted` that lead there now, and are on this host. OSError."""
     found = []
-    for note in sorted(place.parent.glob(f"{_LED}*")):
-        with contextlib.suppress(OSError):  # one that is gone, or of another host
-            store = Path(os.fsdecode(note.read_bytes()))
+    for store in noted(place):
+        with contextlib.suppress(OSError):
             if os.path.samefile(store / SNAPSHOTS, place):
                 found.append(store)
     return found

@@ -167,8 +167,8 @@ class OpenTable:
             raise ClosedError(f"embedding {self.spec.name!r} was closed or its rows were replaced; use it anew")
         if self.failure is not None:
             raise StoreError(
-                f"embedding {self.spec.name!r} failed in the middle of a write ({self.failure!r}); create it again: "
-                "with a persistent_path it goes back to its last snapshot"
+                f"embedding {self.spec.name!r} failed in the middle of a write ({self.failure!r}); load a snapshot, "
+                "or create it again: with a persistent_path it goes back to its last snapshot"
             ) from self.failure
         return self.stack.top
 

@@ -192,6 +192,8 @@ class Exchanges:
                 self._tell(error)
                 if self.trains and not isinstance(error, FailedForSizes):
                     self._together.torn = self._together.torn or repr(error)
+                    for batch in (world.batches or [])[self._pinned :]:
+                        batch.fall_behind(error)
             raise
         finally:
             world.script = NONE

@@ -79,8 +79,8 @@ class EmbeddingConfig(_Other):
 
     num_embeddings: ids are 0 to num_embeddings - 1, and another raises InputError; None takes any id of 64 bits.
     embedding_dim: numbers of a row, 1 or more. name: of the table. data_type: of the numbers of a stored row: FP32,
-    BF16 or FP16, as text, of torch or TorchRec's. feature_names: the features that look it up; none means one of the table's
-    name. weight_init_min, weight_init_max: the range of new rows, uniform; otherwise
+    BF16 or FP16, as text, of torch or TorchRec's. feature_names: the features that look it up; none means one of the
+    table's name. weight_init_min, weight_init_max: the range of new rows, uniform; otherwise
     +-sqrt(1 / num_embeddings), or normal(0, 0.05) where that is None. initializer: how new rows begin instead, from a
     `make_*_initializer`. group: tables of one dim, data_type and group share an embedding, and so an optimizer.
     bad_ids: "raise", or "drop" to take ids beyond num_embeddings as padding and count them.

@@ -12,6 +12,7 @@ from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.folder import StoreFolder
 from ...engine.store.shares import RANKS, share_folder
+from ...engine.store.snapshot_place import noted
 from ..files.format import OF_THE_MARK, Manifest, check_name
 from ..files.reader import Snapshot
 from ..files.writer import Progress, write_snapshot
@@ -51,9 +52,11 @@ def load_live(
     After a kill, rows go back to the snapshot; a selection of its rows, and one that converts numbers to the dtype of
     the live rows, goes back to the snapshot of before. Returns what the live rows are now. Raises SnapshotError if the
     snapshot is damaged, of another table or, where they are not converted, of other numbers; live rows with a mark stay
-    as they were. A process killed here leaves the old live rows or the new ones.
+    as they were. A process killed here leaves the old live rows or the new ones. StoreError for a
+    folder that has the snapshots of other store folders, and no live rows.
     """
     mark = store.read_mark()
+    _check_for_rows(store)
     theirs = snapshot.description
     for field in ("key_type", "columns"):
         if mark is not None and mark.get(field) != theirs[field]:
@@ -145,6 +148,16 @@ def _check_whole(store: StoreFolder) -> None:
         raise StoreError(
             f"{str(store.path)!r} has the share of one rank alone: give the store folder, "
             f"{str(store.path.parent.parent)!r}"
+        )
+
+
+def _check_for_rows(store: StoreFolder) -> None:
+    """Raises StoreError for a folder where no run looks for live rows."""
+    others = [] if store.live.exists() else noted(store.snapshots)
+    if others:
+        raise StoreError(
+            f"{str(store.path)!r} has the snapshots of other store folders, and no run looks there for live rows: give "
+            f"the store folder, {' or '.join(repr(str(other)) for other in others)}, on the host that has it"
         )
 
 

@@ -92,7 +92,8 @@ def drop_unneeded(store: StoreFolder, saved: Snapshot) -> None:
     Another one that has its name by now stays.
     """
     place = store.snapshots / saved.name
-    if snapshot_id(place) == saved.manifest.id and store.base != saved.name and not going_over(place):
+    bases = {state.base for state in (store, *store.all_noting)}
+    if snapshot_id(place) == saved.manifest.id and saved.name not in bases and not going_over(place):
         remove_snapshot(place)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.spec.tables import labels_of, names_in
 from ...engine.store.folder_state import FolderState
-from ...engine.store.shares import RANKS, share_folder
+from ...engine.store.shares import RANKS, marks_in, share_folder
 from ...engine.store.table_counts import counts_in
 from ..files.reader import Snapshot, list_snapshots
 from .closed_ranks import mark_of_ranks
@@ -22,11 +22,12 @@ from .closed_ranks import mark_of_ranks
 class Restart:
     """Where the next run's rows come from.
 
-    `source`: "live" rows, a "snapshot", "empty" for no rows, or "nowhere" where the run cannot start, by `problem`.
+    `source`: "live" rows, a "snapshot", "empty" for no rows, "nowhere" where the run cannot start, by `problem`, or
+    "elsewhere" where shares of ranks on other hosts tell, and one process cannot start.
     `step`: the step of the rows. `lost_steps`: how many later steps are lost, None where that is not known.
     """
 
-    source: Literal["live", "snapshot", "empty", "nowhere"]
+    source: Literal["live", "snapshot", "empty", "nowhere", "elsewhere"]
     step: int = 0
     snapshot: str | None = None
     lost_steps: int | None = 0
@@ -65,10 +66,15 @@ class StoreStatus:
         return dict(zip(labels_of(names_in(self.mark)), counts.tolist(), strict=True))
 
     @property
-    def state(self) -> Literal["open", "closed", "unclean", "new"]:
-        """Whether the store is open in a process, was closed, ended without being closed, or was never written."""
+    def state(self) -> Literal["open", "closed", "unclean", "new", "elsewhere"]:
+        """Whether the store is open in a process, was closed, ended without being closed, or was never written.
+
+        "elsewhere" where this host has none of the shares of ranks, which tell it.
+        """
         if self.holder is not None:
             return "open"
+        if self.restart.source == "elsewhere":
+            return "elsewhere"
         if self.mark is not None:
             return "closed"
         return "new" if self.live is None and self.step is None else "unclean"
@@ -95,7 +101,10 @@ def _of_ranks(view: FolderState, ranks: int) -> StoreStatus:
     shares = [FolderState(share_folder(path, rank, ranks)) for rank in range(ranks)]
     noted = max((share.noted_step for share in shares if share.noted_step is not None), default=None)
     rows, step = (None, noted) if mark is None else (mark.get("rows"), mark["step"])
-    restart = _after_kill(path, base, noted) if mark is None else Restart("live", mark["step"])
+    if not marks_in(path, ranks):
+        restart = Restart("elsewhere", lost_steps=None)
+    else:
+        restart = _after_kill(path, base, noted) if mark is None else Restart("live", mark["step"])
     return StoreStatus(
         path, holder(path), mark, "ranks", rows, step, base or None, _sizes(path, path / RANKS), restart, ranks
     )

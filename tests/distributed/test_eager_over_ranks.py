@@ -269,6 +269,20 @@ def test_a_call_of_rows_that_one_rank_closed_is_told_to_all(tmp_path: Path) -> N
     assert_all_heard(run_ranks(2, one_closed, tmp_path), ["ClosedError: rank 1: embedding 'a' was closed"] * 11)
 
 
+def closed_unused(world: World) -> list[str]:
+    model = Two(world)
+    if world.rank == 1:
+        model.a.close()
+    calls = (model.a.metrics, lambda: list(model.a.chunks()), lambda: model.a.explain(1), lambda: model.a.get(SOME))
+    said = [heard(call) for call in calls]
+    assert not model.b.size()
+    return said
+
+
+def test_a_first_use_of_rows_that_one_rank_closed_is_told_to_all() -> None:
+    assert_all_heard(run_ranks(2, closed_unused), ["ClosedError: rank 1: embedding 'a' was closed"] * 4)
+
+
 class Broken(Tensor):
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:

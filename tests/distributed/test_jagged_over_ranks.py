@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.ranks import run_ranks
+from support.ranks import fails, run_ranks
 from tierbed import EagerOptimizer, GroupError, StoreError, TierbedError, World, make_host_mem_store_options
 from tierbed.distributed.pinned import ShardedBatch
+from tierbed.engine.table.pinned import PinnedBatch
 from tierbed.jagged import (
     ComputeDevice,
     EmbeddingBagCollection,
@@ -187,3 +188,62 @@ def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all() -> None:
     missing = "GroupError: rank 1: KeyError: \"feature 'item' is not in the batch"
     starts = [missing, missing, missing, "InputError: rank 1: indices", "InputError: rank 1: offsets"]
     assert all(said.startswith(start) for said, start in zip(heard[0], starts, strict=True)), heard[0]
+
+
+def an_update_that_fails(world: World) -> list[str]:
+    specs = [(ROWS, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
+    tbe = TableBatchedEmbeddingBags(specs, optimizer=OptimType.EXACT_SGD, learning_rate=1.0, world=world)
+    ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])
+    update, said = PinnedBatch.update, list[str]()
+
+    def full(*_: Any) -> None:
+        PinnedBatch.update = update  # type: ignore[method-assign]
+        raise ArithmeticError("stumbled")
+
+    if world.rank == 1:
+        PinnedBatch.update = full  # type: ignore[assignment,method-assign]  # this process ends with the test
+    out = tbe(ids, offsets)
+    for call in (out.sum().backward, lambda: tbe(ids, offsets), tbe.split_embedding_weights):
+        try:
+            call()
+            said.append("fine")
+        except (TierbedError, ArithmeticError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_rows_that_failed_in_an_update_of_one_rank_are_refused_on_all() -> None:
+    one, two = run_ranks(RANKS, an_update_that_fails)
+    assert (one[0], two[0]) == ("fine", "ArithmeticError: stumbled")
+    assert one[1:] == two[1:]
+    assert all(said.startswith("StoreError: rank 1: embedding 'tbe-d") for said in one[1:])
+    assert all("step 1 raised ArithmeticError('stumbled') on this rank" in said for said in one[1:])
+
+
+def without_memory_for_gradients(world: World, table_batched: bool) -> list[str]:
+    """Rank 1 can neither compute gradients nor send any."""
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError("no more")
+
+    if world.rank == 1:
+        ShardedBatch.weights_grad = ShardedBatch._start = no_memory  # type: ignore[assignment,method-assign]
+    if table_batched:
+        specs = [(ROWS, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
+        tbe = TableBatchedEmbeddingBags(specs, optimizer=OptimType.EXACT_SGD, learning_rate=1.0, world=world)
+        weights = torch.ones(3, requires_grad=True)
+        step: Callable[[], Any] = tbe(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]), weights).sum().backward
+    else:
+        model = Bags(world)
+        optimizer = EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+        model(batch(0, world.rank)).sum().backward()
+        step = optimizer.step
+    return [fails(step, GroupError), fails(lambda: world.sum(torch.ones(1)), GroupError)]
+
+
+@pytest.mark.parametrize("table_batched", [False, True])
+def test_a_rank_that_cannot_take_part_in_an_exchange_of_gradients_ends_the_group(table_batched: bool) -> None:
+    for step, after in run_ranks(RANKS, without_memory_for_gradients, table_batched):
+        assert f"of embedding '{'tbe' if table_batched else 'ebc'}-d" in step
+        assert "failed by MemoryError('no more')" in step
+        assert after.startswith("the group of ranks is at its end: ")

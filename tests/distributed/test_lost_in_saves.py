@@ -16,7 +16,7 @@ from support.stores import options
 from tierbed import MultiTableEmbedding, World, list_snapshots
 from tierbed.engine.spec.inputs import Lookup
 
-EXCHANGES = {"save": 12, "load": 11, "close": 0}  # of two ranks
+EXCHANGES = {"save": 12, "load": 13, "close": 0}  # of two ranks
 
 
 def opened(world: World | None, folder: Path, store: str) -> MultiTableEmbedding:

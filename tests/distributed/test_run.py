@@ -153,6 +153,33 @@ def test_a_run_goes_on_after_a_rank_was_elsewhere(ahead: int) -> None:
     assert_equal(one[2], two[2])
 
 
+def closing(world: World, ahead: int) -> tuple[int, list[str]]:
+    """How many steps a run makes, whose loader closes an embedding on rank 1, and what the run and a lookup raise."""
+    graph, losses, said = Ranked(world), list[Tensor](), list[str]()
+
+    def batches() -> Iterator[tuple[Tensor, ...]]:
+        for step in range(8):
+            if step == 5 and world.rank == 1:
+                graph.users.close()
+            yield batch(world.rank, step)
+
+    for call in (lambda: losses.extend(graph.run(batches(), ahead=ahead)), lambda: graph.users.get(range(3))):
+        try:
+            call()
+        except TierbedError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    assert graph.items.size()
+    return len(losses), said
+
+
+@AHEAD
+def test_an_embedding_that_one_rank_closes_in_a_run_is_told_at_the_next_step_of_all(ahead: int) -> None:
+    for steps, said in run_ranks(2, closing, ahead):
+        assert steps == 5 - ahead
+        assert len(said) == 2
+        assert all(text.startswith("ClosedError: rank 1: embedding 'users' was closed") for text in said)
+
+
 def announces_alone(world: World) -> tuple[list[str], dict[str, Tensor]]:
     """Rank 0 announces a step, twice, while rank 1 looks rows up."""
     graph, said = Ranked(world), []

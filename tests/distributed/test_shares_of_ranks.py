@@ -58,6 +58,22 @@ def test_the_shell_keeps_the_snapshots_that_live_rows_elsewhere_go_back_to(
         assert "live rows go back to it" in cli.fails("merge", "d", "b", "--overwrite")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_shell_loads_no_rows_beside_snapshots_of_another_store_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    live, place = tmp_path / "live", tmp_path / "place"
+    saved = alone(live, "host", 2, "base", snapshot_path=place)
+    rows = [after for _, after, _ in run(2, live, "host", 1, snapshot_path=place)] if ranks == 2 else []
+    said = Cli(place / "rows", capsys).fails("load", "base")
+    assert f"give the store folder, {str(live / 'rows')!r}" in said
+    assert not (place / "rows" / "live").exists()
+    if ranks == 2:
+        assert [before for before, _, _ in run(2, live, "host", 0, snapshot_path=place)] == rows
+    Cli(live / "rows", capsys).json("load", "base")
+    assert alone(live, "host", 0, None, snapshot_path=place) == saved
+
+
 def test_a_store_folder_that_is_gone_keeps_no_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saves_some_and_loads_one(None, tmp_path / "live", tmp_path / "place")
     shutil.rmtree(tmp_path / "live")
@@ -163,7 +179,13 @@ def test_one_process_does_not_take_the_place_of_ranks_whose_shares_are_elsewhere
     (live / "rows" / "ranks").rename(tmp_path / "of another host")
     with pytest.raises(StoreError, match=r"live rows of 2 ranks, and none of their shares is here: open it where"):
         opened(None, live, snapshot_path=place).size()
+    for folder in (live, place):
+        cli = Cli(folder / "rows", capsys, "store")
+        found = cli.json("stat")
+        assert (found["state"], found["restart"]["from"]) == ("elsewhere", "elsewhere")
+        assert "2 ranks go on as their shares say, which are on other hosts; one process is refused" in cli.says("stat")
     (tmp_path / "of another host").rename(live / "rows" / "ranks")
+    assert Cli(live / "rows", capsys, "store").json("stat")["restart"]["from"] == "live"
     rows = [before for before, _, _ in run(2, live, "host", 0, snapshot_path=place)]
     assert not together(rows, saved)  # a step later
 

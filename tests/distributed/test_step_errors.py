@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ from torch import Tensor
 from support.live_rows import step as step_alone
 from support.ranked import BACKWARD, BETWEEN, IDS, LATE, LOSS, NOWHERE, Ranked, assert_equal, batch, state
 from support.ranks import run_ranks
-from tierbed import GroupError, TierbedError, World
+from tierbed import GroupError, TierbedError, World, make_host_mem_store_options
 from tierbed.distributed.pinned import ShardedBatch
 from tierbed.distributed.table import ShardedTable
+from tierbed.engine.table.pinned import PinnedBatch
 from tierbed.graph.trace import sizes
 
 PLACES = [IDS, BETWEEN, LOSS, BACKWARD, LATE]
@@ -181,6 +184,61 @@ def test_a_rank_that_fails_amid_the_updates_refuses_further_steps_of_all_until_a
     for one in told:
         assert one[2].startswith(refused)
         assert one[3] == "fine"
+
+
+def amid_the_updates_of_rows(world: World, folder: Path) -> tuple[list[str], list[str], bool]:
+    """Rank 1 fails in the first of two updates, which rank 0 makes both. What the step, and calls after it, raise."""
+    graph = Ranked(world, store=partial(make_host_mem_store_options, persistent_path=folder))
+    both = (graph.users, graph.items)
+    graph(*batch(world.rank, 0))
+    for embedding in both:
+        embedding.save_snapshot("first")
+    before, update = state(graph), PinnedBatch.update
+
+    def full(*_: Any) -> None:
+        PinnedBatch.update = update  # type: ignore[method-assign]
+        raise OSError("disk full")
+
+    if world.rank == 1:
+        PinnedBatch.update = full  # type: ignore[assignment,method-assign]  # this process ends with the test
+    ids, calls = torch.arange(4), [lambda: graph(*batch(world.rank, 1))]
+    for embedding in both:
+        rows = torch.zeros(len(ids), embedding.dim)
+        calls += [
+            partial(embedding, ids),
+            partial(embedding.get, ids),
+            partial(embedding.put, ids, rows),
+            partial(embedding.prefetch, ids),
+            partial(embedding.save_snapshot, "torn"),
+        ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("fine")
+        except (TierbedError, OSError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    pruned = [name for embedding in both for name in embedding.prune_snapshots(1)]
+    for embedding in both:
+        embedding.close()
+    again = Ranked(world, store=partial(make_host_mem_store_options, persistent_path=folder))
+    found = state(again)
+    return said, pruned, all(torch.equal(found[name], before[name]) for name in ("users", "items"))
+
+
+def test_rows_that_a_rank_left_behind_amid_the_updates_are_refused_and_never_marked(tmp_path: Path) -> None:
+    (one, *more), (two, *also) = run_ranks(2, amid_the_updates_of_rows, tmp_path)
+    assert (one[0], two[0]) == ("fine", "OSError: disk full")
+    assert one[1:] == two[1:]
+    for number, said in enumerate(one[1:]):
+        name, what = (
+            ("users", "items")[number // 5],
+            ", step 2 raised OSError" if number % 5 < 4 else " failed in the middle",
+        )
+        assert said.startswith(f"StoreError: rank 1: embedding '{name}'{what}")
+        assert "disk full" in said
+        assert "; load a snapshot" in said
+    assert more == also == [[], True]
 
 
 def closed_amid(world: World, after: str, ahead: int) -> list[str]:

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from support.checkpoints import IDS, rating, state, steps
-from support.embeddings import contents
+from support.checkpoints import IDS, Rating, rating, state, steps
+from support.embeddings import contents, make
 from support.forked import in_process
 from support.killed import returned_until_killed
+from support.stores import options
 from tierbed.engine import InputError, SnapshotError
 from tierbed.graph import Graph
 
@@ -52,6 +53,26 @@ def test_a_snapshot_of_a_replaced_checkpoint_stays_where_another_goes_over_it(tm
     assert in_store(tmp_path / "store") == {first, "over", graph.rows.last_snapshot}
     graph.rows.load_snapshot("over")
     assert graph.rows.metrics()["table"]["step"] == 2
+
+
+def test_a_snapshot_of_a_replaced_checkpoint_stays_where_rows_of_another_store_go_back_to_it(tmp_path: Path) -> None:
+    def graph_in(store: str) -> Rating:
+        return Rating(make(options("host", tmp_path / store, snapshot_path=tmp_path / "place"), None, tables=2))
+
+    graph = graph_in("one")
+    steps(graph, IDS[:1])
+    graph.save(tmp_path / "best")
+    graph.rows.close()
+    other = graph_in("other")
+    other.load(tmp_path / "best")
+    first = other.rows.last_snapshot
+    steps(other, IDS[:1])
+    other.rows.close()
+    graph = graph_in("one")
+    steps(graph, IDS[1:2])
+    graph.save(tmp_path / "best", overwrite=True)
+    assert in_store(tmp_path / "place") == {first, graph.rows.last_snapshot}
+    graph.rows.close()
 
 
 def test_what_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
