@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,18 +71,27 @@ class Tierbed:
 
 
 class RowsOf:
-    """Rows in a device_mem store that follow an optimizer, looked up without pooling."""
+    """Rows in a store, device_mem unless told, that follow an optimizer, looked up without pooling."""
 
     def __init__(
         self,
         work: Workload,
         batches: list[Batch],
         make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        types: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+        store: Mapping[str, Any] | None = None,
     ) -> None:
+        """types: of rows and of the state that elements have."""
         self.batches = batches
         tables = [make_table_options(make_uniform_initializer(-0.1, 0.1))] * work.tables
         self._embedding = MultiTableEmbedding(
-            work.name, work.dim, torch.float32, torch.int64, tables, make_device_mem_store_options()
+            work.name,
+            work.dim,
+            types[0],
+            torch.int64,
+            tables,
+            make_device_mem_store_options() if store is None else store,
+            state_dtype=types[1],
         )
         self._graph = _Step(self._embedding, make(list(self._embedding.parameters())), None)
         self._ids = [batch.rows.squeeze(2) for batch in batches]
@@ -90,6 +99,17 @@ class RowsOf:
     def step(self, index: int) -> Tensor:
         out: Tensor = self._graph(self._ids[index], self.batches[index].grad)
         return out
+
+    def fill(self, rows: int) -> None:
+        """Write the first rows of each table, as they would begin in float32 but for their order."""
+        draw = torch.Generator().manual_seed(0)
+        for table in range(self._embedding.spec.num_tables):
+            for keys in torch.arange(rows).split(1 << 16):
+                values = torch.rand(len(keys), self._embedding.dim, generator=draw) * 0.2 - 0.1
+                self._embedding.put(keys, values, table)
+
+    def close(self) -> None:
+        self._embedding.close()
 
     def of(self, rows: Tensor) -> Tensor:
         """The rows [n] of table 0 as they are now: float32 [n, dim]."""
