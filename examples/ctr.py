@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from ctr_data import Clicks, read_clicks
 from ctr_models import DLRM, DCNv2, DeepFM
-from movielens import STORES, hit_rates, positive
+from movielens import DTYPES, STORES, hit_rates, positive
 from movielens_data import PADDING, auc, split
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
@@ -44,14 +44,19 @@ EVALUATED = 4096  # examples at once
 
 
 def make_embedding(
-    columns: Sequence[int], fields: int, store_options: Any, seed: int = 0, world: World | None = None
+    columns: Sequence[int],
+    fields: int,
+    store_options: Any,
+    seed: int = 0,
+    world: World | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> MultiTableMultiColumnEmbedding:
     """A table for each field, whose rows have the parts that the model wants."""
     normal = make_normal_initializer(0, 0.01)
     return MultiTableMultiColumnEmbedding(
         "ctr",
         columns,
-        torch.float32,
+        dtype,
         torch.int64,
         tables=[make_table_options([make_column_options(normal) for _ in columns]) for _ in range(fields)],
         store_options=store_options,
@@ -129,7 +134,7 @@ def make(
     options = replace(STORES[args.store](str(folder), args.cache_mb), open="fresh")
     fields, features = clicks.ids.shape[1], clicks.dense.shape[1]
     model = MODELS[args.model](fields, args.dim, features)
-    return model, make_embedding(model.columns, fields, options, args.seed, world)
+    return model, make_embedding(model.columns, fields, options, args.seed, world, DTYPES[args.dtype])
 
 
 def train(name: str, args: argparse.Namespace, clicks: Clicks, folder: Path, world: World) -> float:
@@ -178,6 +183,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=positive, default=2)
     parser.add_argument("--batch-size", type=positive, default=512)
     parser.add_argument("--dim", type=positive, default=16, help="width of a field's vector (default: 16)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the rows (default: float32)")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate of the rows (default: 0.05)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--wire", type=int, choices=WIRES, default=32, help="bits of what ranks exchange (default: 32)")

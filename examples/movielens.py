@@ -39,12 +39,14 @@ from tierbed import (
 )
 
 
-def make_embedding(store_options: Any, dim: int, seed: int = 0) -> MultiTableEmbedding:
+def make_embedding(
+    store_options: Any, dim: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> MultiTableEmbedding:
     """One table per field. The tables are empty at first and grow as keys arrive; the options say where they live."""
     return MultiTableEmbedding(
         "movielens",
         dim,
-        torch.float32,
+        dtype,
         torch.int64,
         tables=[make_table_options(make_normal_initializer(0, 0.01)) for _ in FIELDS],
         store_options=store_options,
@@ -111,6 +113,9 @@ STORES: dict[str, Callable[[str, float], Any]] = {
 }
 
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 def batches(log: Log, rows: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     for part in rows.split(size):
         yield log.ids[part], log.table_ids, log.labels[part]
@@ -135,7 +140,7 @@ def train(name: str, args: argparse.Namespace, log: Log, options: Any, folder: P
     torch.manual_seed(args.seed)
     train_rows, validation_rows, test_rows = split(len(log.labels))
     model = DeepFM(args.dim)
-    with make_embedding(options, args.dim, args.seed) as embedding:
+    with make_embedding(options, args.dim, args.seed, DTYPES[args.dtype]) as embedding:
         graph, score = TrainGraph(embedding, model, args.lr), ScoreGraph(embedding, model)
         for epoch in range(1, args.epochs + 1):
             rows = train_rows[torch.randperm(len(train_rows))][: args.steps and args.steps * args.batch_size]
@@ -156,7 +161,7 @@ def evaluate_snapshot(name: str, args: argparse.Namespace, log: Log, options: An
     """What a serving process does: no optimizer, rows and dense parameters from disk. Returns the test AUC."""
     model = DeepFM(args.dim)
     model.load_state_dict(torch.load(folder / f"{name}.pt", weights_only=True))
-    with make_embedding(options, args.dim, args.seed) as embedding:
+    with make_embedding(options, args.dim, args.seed, DTYPES[args.dtype]) as embedding:
         embedding.load_snapshot(name)
         return evaluate(ScoreGraph(embedding, model), log, split(len(log.labels))[2])
 
@@ -197,6 +202,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, help="stop each epoch after this many steps")
     parser.add_argument("--batch-size", type=positive, default=512)
     parser.add_argument("--dim", type=int, default=16, help="columns of a row: a bias and dim - 1 factors")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the rows (default: float32)")
     parser.add_argument("--lr", type=float, default=0.08, help="learning rate of the rows (default: 0.08)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate", metavar="SNAPSHOT", help=argparse.SUPPRESS)

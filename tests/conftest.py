@@ -58,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
         servers.enter_context(warm.servers())
         config.add_cleanup(servers.close)
     config.stash[STDERR] = os.dup(2)  # which tests redirect
+    gc.set_threshold(10_000)  # a seventh of the time of collecting tests, a twentieth of that of running them
     config.addinivalue_line("markers", "limit(seconds): how long the test may take before it counts as hanging")
     if core := config.getoption("core"):
         assert core.is_file(), f"--core {core}: no such file"
@@ -130,10 +131,23 @@ def poisoned_memory() -> Iterator[None]:
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        gc.set_threshold(10_000)  # a twentieth of the time of tests
         gc.freeze()  # collections leave what was imported alone: a seventh of the time of tests
         yield
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    """A test that leaves its thread with other dispatch keys or without gradients fails, not those after it."""
+    import torch
+
+    def state() -> tuple[str, str, bool]:
+        keys = torch._C._dispatch_tls_local_exclude_set(), torch._C._dispatch_tls_local_include_set()
+        return str(keys[0]), str(keys[1]), torch.is_grad_enabled()
+
+    before = state()
+    yield
+    assert state() == before
 
 
 @pytest.fixture(params=[1, 2, 16], ids="threads{}".format)

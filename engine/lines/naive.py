@@ -33,19 +33,20 @@ def noise(seed: int, hashes: U64, step: int | U32, columns: int) -> U32:
 def by_chance(values: F32, type: str, noise: U32) -> NDArray[Any]:
     """Numbers as they are stored in `type`, float16 or bfloat16: each one of its two neighbours. noise: of its shape.
 
-    A number is cut off after its last place, once the highest bits of noise were added to what is below: 24 for a
-    subnormal float16, else as many as float32 has more places.
+    A number is cut off after its last place, once the highest bits of noise were added to what is below: as many as
+    float32 has more places. A subnormal float16 is first rounded to nearest after as many.
     """
     digits, smallest = _LAST_PLACE[type]
     exact = np.abs(values.astype(np.float64))
     with np.errstate(all="ignore"):
         exponent = np.maximum(np.frexp(exact)[1] - digits, smallest)
         units = np.ldexp(exact, -exponent)  # of the last place
+        bits = 24 - digits
+        if type == "float16":
+            units = np.where(exact < 2.0**-14, np.ldexp(np.rint(np.ldexp(units, bits)), -bits), units)
         whole = np.floor(units)
-        small = exact < 2.0**-14 if type == "float16" else np.zeros(values.shape, bool)
-        bits = np.where(small, 24, 24 - digits)
-        below = np.floor(np.ldexp(units - whole, bits)).astype(np.uint64)
-        up = (below + (noise >> (32 - bits).astype(np.uint32))) >> bits.astype(np.uint64)
+        below = np.ldexp(units - whole, bits).astype(np.uint64)
+        up = (below + (noise >> np.uint32(32 - bits))) >> np.uint64(bits)
         magnitude = np.ldexp(whole + up, exponent)
         largest = float(np.finfo(np.float16).max) if type == "float16" else float(np.float32(2.0**127) * (2 - 2.0**-7))
         rounded = np.copysign(np.minimum(magnitude, largest), values).astype(np.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,22 +58,32 @@ def test_ranks_that_fail_at_several_places_of_one_step_raise_one_error() -> None
         assert len(losses) == 2
 
 
-def sockets_after(world: World, failing: list[int]) -> int:
-    """How many sockets this process has when its world is closed right after steps, which fail at these places."""
+def sockets_after(world: World, failing: list[int], most: int = 1000) -> int:
+    """How many sockets this process has when its world is closed right after steps, which fail at these places.
+
+    most: how many there may be, for which it waits, since Gloo closes some of them in a thread of its own.
+    """
     graph = Ranked(world)
     for place in failing:
         with pytest.raises(GroupError) if place != NOWHERE else contextlib.nullcontext():
             graph(*batch(world.rank, 5, place if world.rank == 1 else NOWHERE))
     world.close()
-    places = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    count = sum(os.readlink(place).startswith("socket:") for place in places if os.path.lexists(place))
+    give_up = time.monotonic() + 30
+    while (count := sockets()) > most and time.monotonic() < give_up:
+        time.sleep(0.01)
     dist.barrier()  # the end of a rank closes sockets of the others
     return count
 
 
+def sockets() -> int:
+    places = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(place).startswith("socket:") for place in places if os.path.lexists(place))
+
+
 @pytest.mark.parametrize("failing", [[BETWEEN], [*PLACES, NOWHERE, *PLACES]])
 def test_a_world_of_failed_steps_closes_all_its_connections(failing: list[int]) -> None:
-    assert run_ranks(2, sockets_after, failing) == run_ranks(2, sockets_after, [NOWHERE])
+    most = min(run_ranks(2, sockets_after, [NOWHERE]))
+    assert max(run_ranks(2, sockets_after, failing, most)) <= most
 
 
 class Wrong(Ranked):

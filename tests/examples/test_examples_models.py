@@ -179,11 +179,13 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-@rotated("store")
-@pytest.mark.parametrize("store", ["cached_host", "ssd"])
+@rotated("way")
+@pytest.mark.parametrize("way", [("cached_host", "float32"), ("ssd", "bfloat16"), ("ssd", "float16")])
 @pytest.mark.parametrize("model", ctr.MODELS)
-def test_every_store_prints_the_same(model: str, store: str, command: Callable[..., str]) -> None:
+def test_every_store_prints_the_same(model: str, way: tuple[str, str], command: Callable[..., str]) -> None:
+    store, dtype = way
     arguments = ["--model", model, "--rows", "6000", "--epochs", "2", "--batch-size", "240", "--cache-mb", "0.25"]
+    arguments += ["--dtype", dtype]
     expected = lines_of(command(*arguments))
     first, second = (float(line.split()[3].rstrip(",")) for line in expected[:2])
     assert second < first

@@ -2,8 +2,9 @@
 //
 // `store` rounds to nearest even. `store_by_chance` rounds to one of the two neighbours, away from 0 with a probability
 // of the distance from the other: the highest of 32 bits of noise are added below the last place, and what is there is
-// cut off. Exact values stay; what is beyond the largest finite number becomes that number. Infinities pass both; a NaN
-// becomes a quiet NaN without payload. A fixed sequence of operations, so that the bits are the same everywhere.
+// cut off; of a subnormal float16 there are 13 bits below it, to which it is first rounded to nearest. Exact values stay;
+// what is beyond the largest finite number becomes that number. Infinities pass both; a NaN becomes a quiet NaN without
+// payload. A fixed sequence of operations, so that the bits are the same everywhere.
 #pragma once
 #include "portable.h"
 
@@ -44,12 +45,13 @@ struct BFloat16 {
 
 struct Float16 {
     static constexpr FloatType TYPE = FloatType::float16;
+    static constexpr float SMALLEST_NORMAL = 6.103515625e-05f;  // 2^-14, the bits 0x38800000
     using Stored = u16;
     TIERBED_FN static float load(Stored x) {
-        const u32 sign = (x & 0x8000u) << 16, magnitude = x & 0x7FFFu;
-        const u32 small = bits_of(static_cast<float>(static_cast<i32>(magnitude)) * 5.9604644775390625e-08f);  // 2^-24
-        const u32 normal = (magnitude << 13) + 0x38000000u + (below(0x7BFFu, magnitude) & 0x38000000u);
-        return float_of(sign | either(below(magnitude, 0x400u), small, normal));
+        const u32 sign = (x & 0x8000u) << 16, magnitude = (x & 0x7FFFu) << 13;
+        const u32 small = bits_of(float_of(magnitude + 0x38800000u) - SMALLEST_NORMAL);
+        const u32 normal = magnitude + 0x38000000u + (below(0xF7FFFFFu, magnitude) & 0x38000000u);
+        return float_of(sign | either(below(magnitude, 0x800000u), small, normal));
     }
     TIERBED_FN static Stored store(float x) {
         const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
@@ -62,15 +64,11 @@ struct Float16 {
     }
     TIERBED_FN static Stored store_by_chance(float x, u32 noise) {
         const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
-        const u32 is_small = below(magnitude, 0x38800000u);
-        const float units = float_of(magnitude & is_small) * 16777216.0f;  // of 2^-24, the last place of a subnormal
-        const i32 whole = static_cast<i32>(units);
-        const i32 rest = static_cast<i32>((units - static_cast<float>(whole)) * 16777216.0f);
-        const u32 small = static_cast<u32>(whole) + ((static_cast<u32>(rest) + (noise >> 8)) >> 24);
-        const u32 normal = smaller((magnitude - 0x38000000u + (noise >> 19)) >> 13, 0x7BFFu);
+        const u32 small = bits_of(float_of(magnitude) + SMALLEST_NORMAL) - 0x38800000u;  // of 2^-37
+        const u32 units = either(below(magnitude, 0x38800000u), small, magnitude - 0x38000000u);
+        const u32 finite = smaller((units + (noise >> 19)) >> 13, 0x7BFFu);
         const u32 special = 0x7C00u | (below(0x7F800000u, magnitude) & 0x200u);
-        return static_cast<Stored>(sign |
-                                   either(below(magnitude, 0x7F800000u), either(is_small, small, normal), special));
+        return static_cast<Stored>(sign | either(below(magnitude, 0x7F800000u), finite, special));
     }
 };
 
