@@ -144,14 +144,13 @@ class RowForm:
 
 
 def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:
-    """float32 numbers as they are stored in `type`: each rounded to nearest even, a NaN to a quiet one."""
+    """float32 numbers as they are stored in `type`: each rounded to nearest even, a NaN to the one that there is."""
     if type == "float32":
         return values
-    bits = np.ascontiguousarray(values).view(np.uint32)
     if type == "float16":
-        quiet = (bits >> np.uint32(16) & np.uint32(0x8000) | np.uint32(0x7E00)).astype(np.uint16)
         with np.errstate(over="ignore"):
-            return np.where(np.isnan(values), quiet.view(np.float16), values.astype(np.float16))
+            return np.where(np.isnan(values), np.uint16(0x7E00).view(np.float16), values.astype(np.float16))
+    bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
 

@@ -44,7 +44,7 @@ class LiveFile(NamedTuple):
 
 
 class RocksDB:
-    """Rows of `width` floats in `folder`, with one database for each shard.
+    """Rows of `width` words in `folder`, with one database for each shard.
 
     `shards`: how many shards the folder has, all of which must be there; None makes a new folder with `new_shards`.
     `read_only`: nothing is written to the folder, and a write of rows raises StoreError. A folder on a full disk is

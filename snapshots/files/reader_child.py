@@ -15,7 +15,7 @@ READY = 253  # comes first: output without it is of a Python that cannot run thi
 END = 254  # no more rows
 FAILED = 255  # RocksDB refused the files: so many bytes of text follow
 
-_ROW_BYTES = 20  # bytes of a row beside its floats
+_ROW_BYTES = 20  # bytes of a row beside its words
 
 
 def main(core: str, folder: str, width: int, shards: int, most: int) -> None:

@@ -71,6 +71,14 @@ def test_a_trained_number_is_one_of_its_neighbours(type: str, numbers: list[floa
 
 
 @pytest.mark.parametrize("type", NARROW)
+def test_a_row_holds_one_nan_since_processors_differ_in_the_sign_of_those_that_they_make(type: str) -> None:
+    nan = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001], np.uint32).view(np.float32)
+    out = trained_to(type, nan[None], np.zeros(1, np.uint64))
+    assert out.view(np.uint32).tolist() == [[0x7FC00000] * 4]
+    assert narrowed(nan, type).view(np.uint16).tolist() == [0x7FC0 if type == "bfloat16" else 0x7E00] * 4
+
+
+@pytest.mark.parametrize("type", NARROW)
 @pytest.mark.parametrize("x", [0.3, -1.00001, 3e-5, -4.1e-7, 100.1, 2.0**-24 / 3])
 @pytest.mark.parametrize("over", ["keys", "steps"])
 def test_the_mean_of_trained_numbers_is_the_number(type: str, x: float, over: str) -> None:

@@ -3,8 +3,9 @@
 // `store` rounds to nearest even. `store_by_chance` rounds to one of the two neighbours, away from 0 with a probability
 // of the distance from the other: the highest of 32 bits of noise are added below the last place, and what is there is
 // cut off; of a subnormal float16 there are 13 bits below it, to which it is first rounded to nearest. Exact values stay;
-// what is beyond the largest finite number becomes that number. Infinities pass both; a NaN becomes a quiet NaN without
-// payload. A fixed sequence of operations, so that the bits are the same everywhere.
+// what is beyond the largest finite number becomes that number. Infinities pass both; a NaN becomes one quiet NaN, since
+// processors differ in the sign and the payload of what they make. A fixed sequence of operations, so that the bits are
+// the same everywhere.
 #pragma once
 #include "portable.h"
 
@@ -58,17 +59,17 @@ struct Float16 {
         // adding 0.5 rounds a subnormal at its last place, 2^-24
         const u32 small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
         const u32 normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-        const u32 large = 0x7C00u | (below(0x7F800000u, magnitude) & 0x200u);
-        const u32 finite = either(below(magnitude, 0x38800000u), small, normal);
-        return static_cast<Stored>(sign | either(below(magnitude, 0x47800000u), finite, large));
+        const u32 large = either(below(0x7F800000u, magnitude), 0x7E00u, sign | 0x7C00u);
+        const u32 finite = sign | either(below(magnitude, 0x38800000u), small, normal);
+        return static_cast<Stored>(either(below(magnitude, 0x47800000u), finite, large));
     }
     TIERBED_FN static Stored store_by_chance(float x, u32 noise) {
         const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
         const u32 small = bits_of(float_of(magnitude) + SMALLEST_NORMAL) - 0x38800000u;  // of 2^-37
         const u32 units = either(below(magnitude, 0x38800000u), small, magnitude - 0x38000000u);
-        const u32 finite = smaller((units + (noise >> 19)) >> 13, 0x7BFFu);
-        const u32 special = 0x7C00u | (below(0x7F800000u, magnitude) & 0x200u);
-        return static_cast<Stored>(sign | either(below(magnitude, 0x7F800000u), finite, special));
+        const u32 finite = sign | smaller((units + (noise >> 19)) >> 13, 0x7BFFu);
+        const u32 special = either(below(0x7F800000u, magnitude), 0x7E00u, sign | 0x7C00u);
+        return static_cast<Stored>(either(below(magnitude, 0x7F800000u), finite, special));
     }
 };
 

@@ -46,8 +46,8 @@ template <class Type>
 TIERBED_FN void pool_weights_grads(const u64* lines, const PooledIds& ids, const void* grads, float* out) {
     const auto* rows = static_cast<const typename Type::Stored*>(grads);
     for_each_item<WARP>(ids.count, [&](Tile tile, u64 bag) {
-        pool_weights_grad<Row, Type>(tile, out + ids.begin(bag), lines, ids.at(bag), rows + ids.bags.row(bag) * SHAPE.dim,
-                                SHAPE.dim);
+        pool_weights_grad<Row, Type>(tile, out + ids.begin(bag), lines, ids.at(bag),
+                                     rows + ids.bags.row(bag) * SHAPE.dim, SHAPE.dim);
     });
 }
 
