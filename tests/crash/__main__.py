@@ -62,7 +62,8 @@ def report(plan: Round | RankRound, folder: Path, error: Exception) -> None:
     console.print(f"[red]seed {plan.seed} failed[/]: {type(error).__name__}: {error}", markup=True)
     for session in plan.sessions:
         console.print(f"  {session}", markup=False)
-    console.print(f"  {'power cut, ' if plan.power else ''}life {plan.life}, folder {folder}/round-{plan.seed}")
+    drawn = f"{'power cut, ' if plan.power else ''}life {plan.life}, types {plan.types}"
+    console.print(f"  {drawn}, folder {folder}/round-{plan.seed}")
 
 
 def summary(results: list[Result], failed: list[int]) -> None:

@@ -1,7 +1,7 @@
-"""What a table holds after so many steps: a row is a function of its key and of the number of its updates.
+"""What a table holds after so many steps, replayed in NumPy: SGD with momentum 1, and the rounding of narrow rows.
 
-Steps follow from their number alone, so every way to step n, through kills and rollbacks, must lead to the same rows.
-All of it is exact in float32: SGD with momentum 1 and whole gradients.
+Steps follow from their number alone, and so does the noise of their rounding: every way to step n, through kills and
+rollbacks, must lead to the same rows.
 """
 
 from __future__ import annotations
@@ -18,14 +18,30 @@ from support.embeddings import train
 from support.lifecycle_model import Model, Row, Written
 from support.stores import options
 from tierbed import engine
+from tierbed.distributed import World
 from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.row_format import row_dtype
+from tierbed.engine.lines import naive as rounding
+from tierbed.engine.ops.naive import hash_row
+from tierbed.engine.row_format import EMBEDDING, RowForm
+
+Types = tuple[str, str]
+Numbers = NDArray[np.float32]
 
 DIM = 3
+STATE = "momentum_buffer"
+SEED = 0  # of an embedding that is given none
 BEGIN = [0.25, -0.5]  # each table's initial value
 RATE = 2.0**-10
 BATCH = 40
 
+TYPES: list[Types] = [
+    *2 * [("float32", "float32")],
+    ("bfloat16", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("float16", "float32"),
+    ("float16", "bfloat16"),
+    ("float32", "bfloat16"),
+]
 LIVES: dict[str, dict[str, Any]] = {
     "for ever": {},
     "ttl": {"ttl_steps": 2},
@@ -38,21 +54,16 @@ def gradients(keys: NDArray[np.integer[Any]]) -> NDArray[np.float32]:
     return (1 + (keys[:, None] * 3 + np.arange(DIM)) % 7).astype(np.float32)
 
 
-def values(tables: NDArray[Any], keys: NDArray[Any], updates: NDArray[Any]) -> NDArray[np.float32]:
-    """[n, 2 * DIM]: w0 - rate * g * (1 + 2 + ... + updates), then the momentum updates * g."""
-    steps = g = gradients(keys.astype(np.int64)).astype(np.float64)
-    count = updates.astype(np.float64)[:, None]
-    steps = RATE * g * count * (count + 1) / 2
-    weights = np.array(BEGIN)[tables][:, None] - steps
-    return np.concatenate([weights, g * count], axis=1).astype(np.float32)
-
-
 class History:
-    """Steps of tables with `keys` keys and a life, from LIVES, and their rows."""
+    """Steps of tables with `keys` keys and a life, from LIVES, and their rows. types: of embedding and state."""
 
-    def __init__(self, keys: int, life: str) -> None:
-        self.keys, self.life = keys, LIVES[life]
-        self._rows: list[dict[Row, Written]] = [{}]
+    world: World | None = None  # whose ranks share the rows
+
+    def __init__(self, keys: int, life: str, types: Types) -> None:
+        self.keys, self.life, self.types = keys, LIVES[life], types
+        self._form = RowForm(DIM, types[0], [STATE], [DIM], [types[1]])
+        self._written: list[dict[Row, Written]] = [{}]
+        self._numbers: list[dict[Row, Numbers]] = [{}]  # of each row [2 * DIM]: its embedding, its momentum
 
     @cached_property
     def _model(self) -> Model:
@@ -61,7 +72,9 @@ class History:
     def embedding(self, path: Path, store: str, trained: bool = True, **more: Any) -> MultiTableEmbedding:
         tables = [engine.make_constant_initializer(value) for value in BEGIN]
         made = options(store, path, **self.life, **more)
-        embedding = MultiTableEmbedding("rows", DIM, torch.float32, torch.int64, tables, made)
+        dtype, state = (getattr(torch, name) for name in self.types)
+        world = self.world
+        embedding = MultiTableEmbedding("rows", DIM, dtype, torch.int64, tables, made, state_dtype=state, world=world)
         if trained:
             optimizer = torch.optim.SGD(embedding.parameters(), lr=RATE, momentum=1.0)
             embedding.attach(optimizer, optimizer.param_groups[0])
@@ -90,18 +103,34 @@ class History:
 
     def rows(self, step: int) -> NDArray[np.void]:
         """All rows after `step` steps, in order of (table, key)."""
-        while len(self._rows) <= step:
-            number = len(self._rows)
-            self._model.delete({(int(key) % 2, int(key)) for key in self.gone(number)})
-            self._model.train({(int(key) % 2, int(key)) for key in self.batch(number)})
-            self._rows.append(dict(self._model.rows))
-        written = sorted(self._rows[step].items())
-        rows = np.zeros(len(written), row_dtype(2 * DIM))
+        while len(self._written) <= step:
+            self._replay(len(self._written))
+        written = sorted(self._written[step].items())
+        rows = np.zeros(len(written), self._form.dtype)
         if written:
             rows["table"], rows["key"] = np.array([row for row, _ in written]).T
             rows["updates"], rows["step"] = np.array([record for _, record in written]).T
-            rows["values"] = values(rows["table"], rows["key"], rows["updates"])
+            numbers = np.array([self._numbers[step][row] for row, _ in written])
+            self._form.set_numbers(rows, EMBEDDING, numbers[:, :DIM])
+            self._form.set_numbers(rows, STATE, numbers[:, DIM:])
         return rows
+
+    def _replay(self, step: int) -> None:
+        keys = self.batch(step)
+        batch = [(int(key) % 2, int(key)) for key in keys]
+        self._model.delete({(int(key) % 2, int(key)) for key in self.gone(step)})
+        self._model.train(set(batch))
+        written = self._model.rows
+        before = {row: numbers for row, numbers in self._numbers[-1].items() if row in written}
+        begun = [np.repeat(np.array([begin, 0], np.float32), DIM) for begin in BEGIN]
+        old = np.array([begun[row[0]] if written[row].updates == 1 else before[row] for row in batch])
+        momentum = old[:, DIM:] + gradients(keys)
+        weights = old[:, :DIM] - np.float32(RATE) * momentum
+        noise = rounding.noise(SEED, np.array([hash_row(*row) for row in batch], np.uint64), step, 2 * DIM)
+        weights = rounding.trained(weights, self.types[0], noise[:, :DIM])
+        momentum = rounding.trained(momentum, self.types[1], noise[:, DIM:])
+        self._written.append(dict(written))
+        self._numbers.append(before | dict(zip(batch, np.hstack([weights, momentum]), strict=True)))
 
 
 def in_order(rows: NDArray[np.void]) -> NDArray[np.void]:

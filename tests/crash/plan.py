@@ -9,7 +9,7 @@ from typing import Any
 
 from support.stores import ONE_SET_MB, STORES
 
-from .history import LIVES
+from .history import LIVES, TYPES, Types
 
 # how often a trainer does what; "reopen" opens with other options, "command" runs the command line while it is closed,
 # "short" opens it where the disk is full or descriptors are few
@@ -64,6 +64,7 @@ class Round:
     power: bool  # whether the power is cut at each kill
     sessions: list[Session]
     checks: list[dict[str, Any] | None]
+    types: Types
 
 
 def draw_round(seed: int) -> Round:
@@ -76,6 +77,7 @@ def draw_round(seed: int) -> Round:
         power=chance.random() < 0.5,
         sessions=sessions,
         checks=[draw_store(chance) if number % 2 == 0 else None for number in reversed(range(len(sessions)))],
+        types=chance.choice(TYPES),
     )
 
 

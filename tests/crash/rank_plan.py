@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from .history import TYPES, Types
 from .plan import Kill, draw_kill, draw_store
 
 WEIGHTS = {"steps": 10, "save": 6, "background": 2, "load": 3, "prune": 2, "reopen": 3, "fresh": 0.3, "command": 2}
@@ -40,6 +41,7 @@ class RankRound:
     power: bool  # whether the power is cut at each kill
     sessions: list[RankSession]
     checks: list[list[dict[str, Any]] | None]
+    types: Types
 
 
 def draw_rank_round(seed: int, ranks: int) -> RankRound:
@@ -55,6 +57,7 @@ def draw_rank_round(seed: int, ranks: int) -> RankRound:
         power=power,
         sessions=[_session(chance, number, power) for number in numbers],
         checks=[draw_stores(chance, chance.choice([ranks, ranks, 1, 2, 3])) if check else None for check in checked],
+        types=chance.choice(TYPES),
     )
 
 

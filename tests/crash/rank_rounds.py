@@ -20,11 +20,10 @@ from support.ranks import run_ranks
 from support.warm import SHIMMED, Child
 from tierbed.distributed import World
 from tierbed.engine import StoreError
-from tierbed.engine.row_format import row_dtype
 from tierbed.snapshots import Snapshot
 
 from .expected import Expected
-from .history import DIM, History
+from .history import History, Types
 from .rank_plan import RankRound, RankSession
 from .rank_trainer import UNSAVED, RankHistory, train
 from .rounds import HUNG, KILLED, AnyRounds, Check, rows_of
@@ -88,7 +87,7 @@ class RankCheck(Check):
     """Comparisons of a folder by ranks that open it."""
 
     def __init__(self, path: Path, plan: RankRound, expected: Expected, chance: random.Random) -> None:
-        super().__init__(path, History(plan.keys, plan.life), expected, chance, Recovered())
+        super().__init__(path, History(plan.keys, plan.life, plan.types), expected, chance, Recovered())
         self.plan = plan
 
     def opened(self, stores: list[dict[str, Any]], name: str) -> bool:
@@ -96,7 +95,7 @@ class RankCheck(Check):
         expected = self.expected
         steps = self.chance.randrange(4)
         other = self.chance.choice([None, *sorted({*expected.saved, name})])
-        orders = (self.path, stores, self.plan.keys, self.plan.life, steps, name, other)
+        orders = (self.path, stores, self.plan.keys, self.plan.life, self.plan.types, steps, name, other)
         found = run_ranks(len(stores), checked, *orders)
         if isinstance(found[0], str):  # rows of another number of ranks, which no snapshot has
             step = int(UNSAVED.search(found[0])[1])  # type: ignore[index]
@@ -128,12 +127,13 @@ def checked(
     stores: list[dict[str, Any]],
     keys: int,
     life: str,
+    types: Types,
     steps: int,
     name: str,
     other: str | None,
 ) -> dict[str, Any] | str:
     """What a rank finds, with its rows then, after some steps, and after a load; or why the ranks cannot open."""
-    history, remarks = RankHistory(keys, life, world), Recovered()
+    history, remarks = RankHistory(keys, life, types, world), Recovered()
     logging.getLogger("tierbed").addHandler(remarks)
     with history.embedding(path, **stores[world.rank]) as embedding:
         try:
@@ -159,4 +159,4 @@ def checked(
 def own_rows(embedding: Any) -> NDArray[np.void]:
     """The rows that this rank has."""
     scan = embedding.opened().own_table.scan()
-    return np.concatenate([np.empty(0, row_dtype(2 * DIM)), *(rows.copy() for _, rows in scan)])
+    return np.concatenate([np.empty(0, embedding.opened().own_table.form.dtype), *(rows.copy() for _, rows in scan)])

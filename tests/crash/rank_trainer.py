@@ -15,13 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from support.stores import options
-from tierbed import engine
 from tierbed.distributed import World
 from tierbed.engine import GroupError, MultiTableEmbedding, StoreError
 from tierbed.engine.spec.inputs import Lookup
 
-from .history import BEGIN, DIM, RATE, History, gradients
+from .history import History, Types, gradients
 from .rank_plan import WEIGHTS, draw_stores
 from .trainer import Trainer, tierbed
 
@@ -31,17 +29,11 @@ UNSAVED = re.compile(r"has live rows of .*, of step (\d+), and no snapshot of th
 class RankHistory(History):
     """Steps whose keys are divided among ranks. The rows are those of one process."""
 
-    def __init__(self, keys: int, life: str, world: World) -> None:
-        super().__init__(keys, life)
-        self.world = world
+    world: World
 
-    def embedding(self, path: Path, store: str, trained: bool = True, **more: Any) -> MultiTableEmbedding:
-        tables = [engine.make_constant_initializer(value) for value in BEGIN]
-        made = options(store, path, **self.life, **more)
-        embedding = MultiTableEmbedding("rows", DIM, torch.float32, torch.int64, tables, made, world=self.world)
-        optimizer = torch.optim.SGD(embedding.parameters(), lr=RATE, momentum=1.0)
-        embedding.attach(optimizer, optimizer.param_groups[0])
-        return embedding
+    def __init__(self, keys: int, life: str, types: Types, world: World) -> None:
+        super().__init__(keys, life, types)
+        self.world = world
 
     def batch(self, step: int) -> NDArray[np.int64]:
         return self._mine(super().batch(step))
@@ -140,7 +132,7 @@ def train(place: str, plan: dict[str, Any], rank: int, port: int, events: Connec
     trace = os.open(folder / "trace", os.O_WRONLY | os.O_APPEND | os.O_CREAT) if plan["power"] else -1
     ctypes.CDLL(None).watch_calls(os.fsencode(folder / "store"), os.fsencode(folder / "aside"), trace)
     try:
-        history = RankHistory(plan["keys"], plan["life"], world_of(rank, plan["ranks"], port))
+        history = RankHistory(plan["keys"], plan["life"], plan["types"], world_of(rank, plan["ranks"], port))
         RankTrainer(folder / "store", history, plan, [log, events.fileno()]).run()
     except GroupError:  # of a killed rank, or else the round tells what went wrong
         (folder / f"ended-{rank}").write_text(traceback.format_exc())

@@ -17,11 +17,11 @@ from support.embeddings import contents
 from support.killed import Warm
 from support.warm import SHIMMED
 from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.row_format import row_dtype
+from tierbed.engine.row_format import RowForm
 from tierbed.snapshots import Snapshot, list_snapshots
 
 from .expected import Expected, Saved
-from .history import DIM, History, in_order
+from .history import History, in_order
 from .plan import Kill, Round, Session
 from .power import Disk
 from .trainer import Recovered, run
@@ -66,7 +66,7 @@ class AnyRounds:
         (place / "aside").mkdir()
         result, expected = Result(), Expected()
         for number, (session, check) in enumerate(zip(plan.sessions, plan.checks, strict=True)):
-            fields = {name: getattr(plan, name) for name in ("keys", "life", "power")}
+            fields = {name: getattr(plan, name) for name in ("keys", "life", "types", "power")}
             self.train(place, plan, session, dataclasses.asdict(session) | fields | {"number": number})
             self._note(place, plan, session, expected, result)
             checker = self.checker(place, plan, session, expected)
@@ -109,7 +109,7 @@ class Rounds(AnyRounds):
         assert answer["signal"] == KILLED, f"the trainer ended by itself: {answer['signal'], answer['code']}"
 
     def checker(self, place: Path, plan: Round, session: Session, expected: Expected) -> Check:
-        history = History(plan.keys, plan.life)
+        history = History(plan.keys, plan.life, plan.types)
         return Check(place / "store", history, expected, random.Random(session.seed), self._recovered)
 
 
@@ -186,7 +186,7 @@ def way_of(expected: Expected, kill: Kill) -> tuple[str, str]:
 def rows_of(snapshot: Snapshot) -> Any:
     """All rows, checksums compared."""
     snapshot.verify()
-    empty = np.empty(0, row_dtype(2 * DIM))
+    empty = np.empty(0, RowForm.described(snapshot.description).dtype)
     return np.concatenate([empty, *(rows.copy() for _, rows in snapshot.chunks(50))])
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from support.cells import rotated
 from support.embeddings import contents
 from support.stores import STORES
 
-from .history import LIVES, History, in_order
+from .history import LIVES, TYPES, History, Types, in_order
 from .plan import draw_round
 from .power import Disk
 from .rounds import Rounds
@@ -65,10 +66,12 @@ def test_a_line_that_a_kill_cut_off_does_not_change_the_next(tmp_path: Path) -> 
         assert [change.name for change in disk.root.changes] == ["second"]
 
 
+@rotated("types")
+@pytest.mark.parametrize("types", sorted(set(TYPES)))
 @pytest.mark.parametrize("life", LIVES)
 @pytest.mark.parametrize("store", STORES)
-def test_rows_are_the_function_of_key_and_updates(tmp_path: Path, store: str, life: str) -> None:
-    history = History(150, life)
+def test_rows_are_those_of_the_steps(tmp_path: Path, store: str, life: str, types: Types) -> None:
+    history = History(150, life, types)
     with history.embedding(tmp_path, store) as embedding:
         for step in range(1, 30):
             history.take(embedding, step)

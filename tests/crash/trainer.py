@@ -278,5 +278,5 @@ def run(place: str, plan: dict[str, Any], script: str, events: int) -> None:
     log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_DSYNC, 0o644)
     trace = os.open(folder / "trace", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC) if plan["power"] else -1
     ctypes.CDLL(None).watch_calls(os.fsencode(folder / "store"), os.fsencode(folder / "aside"), trace)
-    history = History(plan["keys"], plan["life"])
+    history = History(plan["keys"], plan["life"], plan["types"])
     Trainer(folder / "store", history, plan, [log, events]).run()

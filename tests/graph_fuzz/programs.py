@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise", "catch-up")
 DENSE_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "adamw")
 HANDS = 9  # so many consecutive seeds, from a multiple of it on, have each block once at least
 STORES = ("device", "host", "cached_host", "ssd", "ssd_host")
+FLOAT32 = (torch.float32, torch.float32)
+NARROW = tuple(itertools.product((torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)))
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Program:
     own: int  # so many sizes have steps of their own
     events: dict[int, Event]  # by the number of the call
     other_store: str | None  # beside the device's; None: no other
+    types: tuple[torch.dtype, torch.dtype]  # of rows and of their state, where two stores are compared
 
     @property
     def shares(self) -> bool:
@@ -100,6 +104,7 @@ def draw_program(seed: int) -> Program:
         own,
         events,
         one_of(*STORES[1:]),
+        one_of(*[FLOAT32] * 8, *NARROW),
     )
 
 

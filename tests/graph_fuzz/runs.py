@@ -25,7 +25,7 @@ from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad
 from tierbed.graph import Graph
 
 from .blocks import BLOCKS, IDS, TABLES, WIDTH, Batch, Rows
-from .programs import Event, Program
+from .programs import FLOAT32, Event, Program
 
 _names = itertools.count()
 # where rounding moves a gradient near zero, a step moves by little
@@ -112,13 +112,13 @@ class Fuzzed(Graph):
             parameter.requires_grad_(event.kind == "thaw")
 
 
-def run_graph(program: Program, store: str, path: Path) -> Result:
+def run_graph(program: Program, store: str, path: Path, types: tuple[torch.dtype, torch.dtype] = FLOAT32) -> Result:
     initializer = engine.make_uniform_initializer(-0.5, 0.5)
     tables = [engine.make_table_options(initializer)] * TABLES
     kept = options(store, path / store if "ssd" in store else None)
     name = f"fuzzed{next(_names)}"
     with (
-        MultiTableEmbedding(name, WIDTH, torch.float32, torch.int64, tables, kept) as rows,
+        MultiTableEmbedding(name, WIDTH, types[0], torch.int64, tables, kept, state_dtype=types[1]) as rows,
         patch("tierbed.graph.trace.sizes.OWN", program.own),
         _loud() as told,
     ):
@@ -219,7 +219,8 @@ def _loud() -> Iterator[list[str]]:
 def check(program: Program, path: Path) -> Result:
     """AssertionError where a graph and eager torch differ by more than rounding, or two stores by a bit.
 
-    Also where no step for many sizes was made and one can be.
+    Stores are compared with rows of the program's types, the device's of float32 with eager torch. It is one as well
+    where no step for many sizes was made and one can be.
     """
     initial = torch.stack([_initial_rows(table) for table in range(TABLES)])
     expected = run_eager(program, initial)
@@ -231,7 +232,9 @@ def check(program: Program, path: Path) -> Result:
     torch.testing.assert_close(found.rows, expected.rows, rtol=1e-4, atol=2e-5)
     if program.other_store is None:
         return found
-    other = run_graph(program, program.other_store, path)
+    if program.types != FLOAT32:
+        found = run_graph(program, "device", path, program.types)
+    other = run_graph(program, program.other_store, path, program.types)
     assert all(map(torch.equal, found.losses, other.losses))
     assert found.bits == other.bits
     assert all(torch.equal(value, other.state[name]) for name, value in found.state.items())
