@@ -95,8 +95,9 @@ class ShardedHeld:
         try:
             agree(world, f"{op}: done", error)
             assert own is not None
-            if rows is not None:
+            if rows is not None and self.home is not None and not rows.is_live:
                 everywhere(world, f"{op}: begun", lambda: self._begin(rows))
+                remove_other_shares(self.home.path, world.size)  # not while a restart would look for them
         except BaseException:
             if own is not None:
                 own.close()
@@ -110,12 +111,9 @@ class ShardedHeld:
         return Home(self._world.rank, self._name, options)
 
     def _begin(self, rows: LiveRows) -> None:
-        """Note whose the live rows are, once every rank has those that it opens with."""
-        if rows.is_live or self.home is None:
-            return
-        if self.home.folder is not None:
+        """Note on rank 0 whose the live rows are, once every rank has those that it opens with."""
+        if self.home is not None and self.home.folder is not None:
             self.home.begin(self._world.size, rows.run, rows.base)
-        remove_other_shares(self.home.path, self._world.size)
 
     @property
     def device(self) -> torch.device:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import torch
 
 from support.forged import change
 from support.live_rows import alone, fails, left_open, opened, own_disks, own_rows, run, step, together, trained
-from support.ranks import run_ranks
+from support.ranks import answer, run_ranks, started
 from support.shell import Cli
 from tierbed.distributed import World
-from tierbed.engine import StoreError
+from tierbed.distributed.home import Home
+from tierbed.engine import GroupError, StoreError
 from tierbed.engine._core import owners
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.engine.store.folder_state import FolderState
@@ -188,6 +191,24 @@ def test_one_process_does_not_take_the_place_of_ranks_whose_shares_are_elsewhere
     assert Cli(live / "rows", capsys, "store").json("stat")["restart"]["from"] == "live"
     rows = [before for before, _, _ in run(2, live, "host", 0, snapshot_path=place)]
     assert not together(rows, saved)  # a step later
+
+
+def killed_before_the_note(world: World, folder: Path) -> None:
+    """Ranks open the rows of another number of ranks, and rank 0 is killed before it notes that they are theirs."""
+    if world.rank == 0:
+        Home.begin = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    with pytest.raises(GroupError):
+        opened(world, folder).size()
+
+
+def test_a_kill_as_other_ranks_take_rows_over_leaves_what_one_process_goes_on_from(tmp_path: Path) -> None:
+    rows = alone(tmp_path, "host", 2, "base")
+    run(2, tmp_path, "host", 1, killed=1)
+    with started(3, killed_before_the_note, tmp_path) as group:
+        group[0][0].wait()
+        for _, pipe in group[1:]:
+            answer(pipe)
+    assert trained(None, tmp_path, "host", 0)[0] == rows
 
 
 def test_a_table_that_the_shell_loads_in_place_of_ranks_goes_back_to_their_snapshot(
