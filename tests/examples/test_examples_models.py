@@ -184,7 +184,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("model", ctr.MODELS)
 def test_every_store_prints_the_same(model: str, way: tuple[str, str], command: Callable[..., str]) -> None:
     store, dtype = way
-    arguments = ["--model", model, "--rows", "6000", "--epochs", "2", "--batch-size", "240", "--cache-mb", "0.25"]
+    arguments = ["--model", model, "--rows", "3000", "--epochs", "2", "--batch-size", "120", "--cache-mb", "0.25"]
     arguments += ["--dtype", dtype]
     expected = lines_of(command(*arguments))
     first, second = (float(line.split()[3].rstrip(",")) for line in expected[:2])

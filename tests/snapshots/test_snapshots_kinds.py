@@ -20,10 +20,9 @@ from tierbed.snapshots.store import saving
 from tierbed.snapshots.store.status import store_status
 
 
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("other", [*STORES[1:], STORES[0]])  # turned, so that it is another
+@pytest.mark.parametrize(("store", "other"), list(zip(STORES, [*STORES[1:], STORES[0]], strict=True)))
 @pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.rotated("other")
+@pytest.mark.rotated("types")
 def test_every_kind_brings_the_rows_back_on_every_store(
     tmp_path: Path, store: str, other: str, types: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -177,6 +176,7 @@ def test_attach_changes_nothing_that_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("types", TYPES[:2], ids=str)
 @pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("types")
 def test_training_goes_on_while_a_snapshot_is_saved_in_the_background(
     tmp_path: Path, store: str, types: tuple[torch.dtype, torch.dtype]
 ) -> None:

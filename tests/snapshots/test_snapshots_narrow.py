@@ -167,6 +167,7 @@ def test_a_description_whose_dtype_alone_was_changed_is_refused(tmp_path: Path) 
 
 @pytest.mark.parametrize("store", ["host", "ssd"])
 @pytest.mark.parametrize("types", NARROW, ids="-".join)
+@pytest.mark.rotated("types")
 def test_commands_on_a_store_of_narrow_rows(tmp_path: Path, types: Types, store: str) -> None:
     """Save, merge, diff, show and load, of live rows in files of rows and in RocksDB."""
     path = tmp_path / "rows"
