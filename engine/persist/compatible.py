@@ -66,10 +66,14 @@ def check_stored(
 
 
 def _of_other_type(error: type[Exception], what: str, argument: str, theirs: str, ours: str) -> Exception:
+    convert = "load_snapshot(name, convert=True)"
+    if error is SnapshotError:
+        remedy = f"load it by {convert}"
+    else:
+        remedy = f'save them by `tierbed snapshot save`, open with open="fresh", which drops them, and {convert}'
     return error(
-        f"{what} holds rows of {argument} {theirs}, not {ours}; give {argument}=torch.{theirs}, or load a snapshot by "
-        'load_snapshot(name, convert=True), after open="fresh" where live rows are in the way; or take another name or '
-        "persistent_path"
+        f"{what} holds rows of {argument} {theirs}, not {ours}; give {argument}=torch.{theirs}; or {remedy}; or take "
+        "another name or persistent_path"
     )
 
 

@@ -22,6 +22,7 @@ from ...engine.spec.initializers import (
     make_uniform_initializer,
 )
 from ...engine.spec.options import StoreOptions
+from ...engine.spec.table_spec import check_reach
 from ...engine.spec.tables import choices, table_number
 from ..modules.division import stores_text
 from .bounds import Bounds
@@ -82,9 +83,12 @@ class TablesInEmbeddings(nn.Module):
         """Let all rows be uniform over [min_val, max_val].
 
         Before the first use nothing is written: rows begin so, and rows that a store folder has stay. Later all rows
-        are written, drawn from torch's generator; optimizer state stays. Raises OptionError.
+        are written, drawn from torch's generator; optimizer state stays. Raises OptionError, also for values beyond the
+        largest number of `weights_precision`.
         """
         uniform = make_uniform_initializer(min_val, max_val)
+        for part, embedding in self.each():
+            check_reach(self._options(part, uniform), embedding.spec.dtype)
         for part, embedding in self.each():
             if embedding.is_open:
                 for number, table in enumerate(part.tables):

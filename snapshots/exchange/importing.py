@@ -39,8 +39,9 @@ def import_snapshot(
     - a file that an export wrote (.parquet, .npz, .safetensors), or a snapshot's folder: the same rows bit for bit;
       or one like it that others wrote: `key` and `embedding`, and as far as they are there `table`, states, `updates`
       and `step`; other columns are ignored;
-    - float32 [n, dim] as an array, a tensor, an `nn.Embedding` or a .npy file, or `tensor` of a .npz, .safetensors or
-      torch file (.pt, .pth, .bin, .ckpt; inner dicts by "outer.inner"), or a list of them, one a table, in order.
+    - float32, float16 or bfloat16 [n, dim] as an array, a tensor, an `nn.Embedding` or a .npy file, or `tensor` of a
+      .npz, .safetensors or torch file (.pt, .pth, .bin, .ckpt; inner dicts by "outer.inner"), or a list of them, one
+      a table, in order.
     keys: [n] of the key type, for the second kind; None where a row's number is its key; then the row of the table's
     padding_idx, which must be zeros, is left out. table_ids: of the rows, [n], or one table by number or name. Both may
     be paths of .npy files. Of a repeated (table, key) the last row stands.

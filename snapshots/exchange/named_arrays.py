@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,7 +24,7 @@ class Column(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """The rows from `begin` to `end`, begin < end <= n."""
+        """The rows from `begin` to `end`, begin < end <= n; bfloat16, which NumPy has not, as float32."""
 
 
 class ArrayColumn:
@@ -47,8 +48,13 @@ class TensorColumn:
         self.shape = tuple(tensor.shape)
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        array: NDArray[Any] = self._tensor[begin:end].cpu().numpy()
-        return array
+        return as_array(self._tensor[begin:end])
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """A tensor on any device; bfloat16 as float32."""
+    array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy()
+    return array
 
 
 class NamedArrays:

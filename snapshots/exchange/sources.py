@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...engine.errors import InputError, SnapshotError, TierbedError
+from ...engine.row_format import NUMBERS
 from ..files.reader import Snapshot
 from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
 from .descriptions import checked_description
@@ -89,8 +90,10 @@ class Source:
     def _add(self, part: Part, shapes: Mapping[str, Shape]) -> None:
         name = part.columns[EMBEDDING]
         dtype, shape = shapes[name]
-        if dtype != "float32" or len(shape) != 2 or shape[1] < 1:
-            raise InputError(f"{self.what}: {name} is {dtype} {shape}; rows are float32 (n, dim): convert it")
+        if dtype not in NUMBERS or len(shape) != 2 or shape[1] < 1:
+            raise InputError(
+                f"{self.what}: {name} is {dtype} {shape}; rows are (n, dim) of {', '.join(NUMBERS)}: convert it"
+            )
         if self.dim not in (0, shape[1]):
             raise InputError(f"{self.what}: {name} has rows of {shape[1]} floats and another tensor of {self.dim}")
         for other in part.columns.values():
@@ -111,6 +114,7 @@ class Source:
                 for batch in file.batches([part.columns[name] for name in wanted], chunk_rows(4 * self.dim)):
                     columns: dict[str, Any] = {name: batch[part.columns[name]] for name in wanted}
                     end = begin + len(columns[EMBEDDING])
+                    columns[EMBEDDING] = columns[EMBEDDING].astype(np.float32, copy=False)
                     columns.setdefault(KEY, np.arange(begin, end))
                     begin = end
                     yield columns if part.table is None else {**columns, TABLE: part.table}

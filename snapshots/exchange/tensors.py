@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from .aside import ColumnsAside
-from .named_arrays import METADATA, Column, NamedArrays
+from .named_arrays import METADATA, Column, NamedArrays, as_array
 
 _NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "uint64": "U64"}
-_DTYPES = {name: numpy for numpy, name in _NAMES.items()} | {"F64": "float64", "F16": "float16", "I16": "int16"}
+_DTYPES = {name: numpy for numpy, name in _NAMES.items()} | {"F64": "float64", "I16": "int16"}
+_DTYPES |= {"F16": "float16", "BF16": "bfloat16"}
 
 
 def write_safetensors(path: Path, columns: ColumnsAside, metadata: str) -> None:
@@ -41,8 +42,11 @@ def write_safetensors(path: Path, columns: ColumnsAside, metadata: str) -> None:
 @contextmanager
 def opened_safetensors(path: Path) -> Iterator[NamedArrays]:
     """The tensors of a file, which stays on the disk."""
-    with safe_open(path, "np") as file:
-        columns: dict[str, Column] = {name: _Slices(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+    with safe_open(path, "np") as file, safe_open(path, "pt") as of_torch:
+        columns: dict[str, Column] = {}
+        for name in file.keys():  # noqa: SIM118
+            tensor = file.get_slice(name)
+            columns[name] = _Slices(of_torch.get_slice(name) if tensor.get_dtype() == "BF16" else tensor)
         yield NamedArrays(columns, (file.metadata() or {}).get(METADATA))
 
 
@@ -55,5 +59,6 @@ class _Slices:
         self.shape = tuple(tensor.get_shape())
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        array: NDArray[Any] = self._tensor[begin:end]
+        rows = self._tensor[begin:end]
+        array: NDArray[Any] = rows if isinstance(rows, np.ndarray) else as_array(rows)
         return array

@@ -84,6 +84,16 @@ def test_wrong_numbers_are_refused_by_name(options, said):
         one(**options)
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_uniform_rows_beyond_the_largest_number_are_refused(used):
+    tbe = one(weights_precision="fp16")
+    before = tbe(IDS, OFFSETS) if used else None
+    with pytest.raises(OptionError, match=r"values of up to 1e\+06 overflow dtype=torch.float16; give smaller ones"):
+        tbe.init_embedding_weights_uniform(-1e6, 1e6)
+    assert tbe(IDS, OFFSETS).isfinite().all()
+    assert before is None or torch.equal(tbe(IDS, OFFSETS), before)
+
+
 @pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), (torch.bfloat16, torch.bfloat16)], ids=str)
 def test_rows_of_16_bits_are_trained_by_chance_and_copied_exactly(precision, dtype):
     tbe = one(learning_rate=0.1, weights_precision=precision)

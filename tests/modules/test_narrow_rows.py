@@ -136,7 +136,7 @@ def test_a_store_of_another_dtype_is_refused_and_a_snapshot_is_converted(store: 
         embedding.save_snapshot("wide")
         wide = embedding.get(KEYS, 0)
     narrow = make(options(store, tmp_path), dtype=torch.bfloat16, state_dtype=torch.bfloat16)
-    with pytest.raises(StoreError, match=r"rows of dtype float32, not bfloat16; give dtype=torch\.float32, or load a"):
+    with pytest.raises(StoreError, match=r"of dtype float32, not bfloat16; give dtype=torch\.float32; or save them"):
         narrow.size()
     place = options(store, tmp_path / "other")
     with make(place, "adam", dtype=torch.bfloat16, state_dtype=torch.bfloat16) as other:

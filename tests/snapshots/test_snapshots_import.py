@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 from support.embeddings import DIM, contents, make, train
@@ -104,6 +105,25 @@ def test_a_dense_embedding_becomes_rows_of_every_store(tmp_path: Path, store: st
         assert embedding.size() == 39
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["tensor", "module", "pt", "safetensors", "npy"])
+def test_dense_tables_of_16_bits(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(30, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+    source, given = tmp_path / f"x.{kind}", {"tensor": "emb.weight"} if kind in ("pt", "safetensors") else {}
+    if kind == "pt":
+        torch.save({"emb.weight": weight}, source)
+    elif kind == "safetensors":
+        save_file({"emb.weight": weight}, source)
+    elif kind == "npy":
+        np.save(source, weight.to(torch.float16).numpy())  # NumPy has no bfloat16
+        weight = weight.to(torch.float16)
+    rows: Any = {"tensor": weight, "module": nn.Embedding.from_pretrained(weight)}.get(kind, source)
+    import_snapshot(tmp_path / "rows", "dense", rows, **given)
+    with make(options("host", tmp_path), tables=1) as embedding:
+        embedding.load_snapshot("dense")
+        assert torch.equal(embedding.get(range(30)), weight.float())
+
+
 def test_numpy_arrays_and_their_files(tmp_path: Path) -> None:
     keys = np.array([-5, 2**40, -5, 0])
     tables = np.array([0, 1, 0, 1], np.uint8)
@@ -142,7 +162,7 @@ def test_dense_tables_of_a_state_dict(tmp_path: Path, suffix: str) -> None:
         import_snapshot(tmp_path / "three", "s", path, tensor="other")
     with pytest.raises(InputError, match=r"holds .*bias, .*; 'key' and 'embedding' are needed, or .* tensor="):
         import_snapshot(tmp_path / "three", "s", path)
-    with pytest.raises(InputError, match=r"bias is float64 \(3,\); rows are float32 \(n, dim\)"):
+    with pytest.raises(InputError, match=r"bias is float64 \(3,\); rows are \(n, dim\) of float32, float16, bfloat16"):
         import_snapshot(tmp_path / "three", "s", path, tensor=f"{outer}bias")
 
 
