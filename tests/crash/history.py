@@ -50,8 +50,8 @@ LIVES: dict[str, dict[str, Any]] = {
 
 
 def gradients(keys: NDArray[np.integer[Any]]) -> NDArray[np.float32]:
-    """[n, DIM], whole numbers from 1 to 7."""
-    return (1 + (keys[:, None] * 3 + np.arange(DIM)) % 7).astype(np.float32)
+    """[n, DIM], a little more than whole numbers from 1 to 7, so that numbers of 16 bits are rounded."""
+    return (1 + 2.0**-6 + (keys[:, None] * 3 + np.arange(DIM)) % 7).astype(np.float32)
 
 
 class History:
