@@ -17,8 +17,8 @@ from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
 from ..snapshots.files.row_writer import Progress
 from ..snapshots.files.writer import check_over, clear_leftovers
-from ..snapshots.store.linked import check_linked, link_snapshot, linked
-from ..snapshots.store.retention import drop_unneeded, prune, remove_snapshot
+from ..snapshots.store.linked import check_linked, link_snapshot, linked, remove_snapshot
+from ..snapshots.store.retention import drop_unneeded, prune
 from ..snapshots.store.saving import Held, begin_save, check_kind, check_save, parent_for
 from ..snapshots.store.selection import LoadReport, Selection
 from .agreement import agree, attempt, everywhere, told
@@ -268,7 +268,7 @@ class RankSnapshots:
     def _prune(self, home: Home, keep_last: int, keep_every: int | None) -> list[str]:
         home.keeper.check()
         if self._saving is None:
-            clear_leftovers(home.snapshots)
+            clear_leftovers(home.keeper)
         return [snapshot.name for snapshot in prune(home.keeper, keep_last, keep_every).removed]
 
     def _finish_saving(self) -> None:

@@ -56,14 +56,26 @@ def aside(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{path.name}")
 
 
+class Commit:
+    """Lets several folders be there at once, or none. Each is made aside, and waits in `wait` until all are durable."""
+
+    def wait(self) -> None:
+        """Return when the folder is to have its name. What it raises undoes the folder."""
+
+    @property
+    def is_made(self) -> bool:
+        """Whether one of the folders has its name, so that the others are to get theirs, whatever happens."""
+        raise NotImplementedError
+
+
 @contextlib.contextmanager
-def made_aside(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+def made_aside(folder: Path, overwrite: bool = False, commit: Commit | None = None) -> Iterator[Path]:
     """A temporary folder beside `folder`, which gets the name `folder`, durably, when the block ends.
 
     If the block raises, nothing is left. The block makes durable what it puts into the temporary folder. Parents are
     created; what a killed process left is removed. With `overwrite` the new folder takes the place of an old one at one
-    instant, and the old one is removed when that is durable. Raises OSError; NoExchangeError, and the old folder is
-    untouched; UnsyncedError, and the new folder is there.
+    instant, and the old one is removed when that is durable. commit: of a folder that is made with others. Raises
+    OSError; NoExchangeError, and the old folder is untouched; UnsyncedError, and the new folder is there.
     """
     temporary = aside(folder)
     try:
@@ -72,13 +84,16 @@ def made_aside(folder: Path, overwrite: bool = False) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         fsync_dir(temporary)
+        if commit is not None:
+            commit.wait()
         with uninterrupted():  # between the exchange and its sync the old one must not be removed
             put_in_place(temporary, folder, overwrite)
     except UnsyncedError:  # a power loss may bring the old folder back, so that stays
         raise
     except BaseException:
-        with contextlib.suppress(OSError):  # what went wrong first is told
-            remove_folder(temporary)
+        if commit is None or not commit.is_made:
+            with contextlib.suppress(OSError):  # what went wrong first is told
+                remove_folder(temporary)
         raise
     with contextlib.suppress(OSError):  # the next call removes it
         remove_folder(temporary)  # the old folder

@@ -15,6 +15,7 @@ from ..errors import GraphError, OptimizerError
 from ..ops.rows_contract import Rows
 from ..optim.optimizers import RowOptimizer, check_is_optimizer
 from ..persist.held_contract import Ranks
+from ..persist.training_group import train_together
 from ..signals import uninterrupted
 from .one_trainer import training_step
 from .ranks import refuse_eager_ranks
@@ -75,6 +76,7 @@ class EagerOptimizer(torch.optim.Optimizer):
                 raise OptimizerError(
                     f"another EagerOptimizer has embedding {embedding.name!r}; drop that one first, by del"
                 )
+        train_together(module.modules())
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
         holders.update((embedding.handle, self) for embedding in embeddings)
 

@@ -283,7 +283,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             self._compare_awaited()
         return handle.own_table
 
-    def opened(self) -> Held:
+    def opened(self, for_load: bool = False) -> Held:
         """The hold on the open table, opened where it is not yet, for checkpoints and recorded steps of a graph."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
@@ -297,16 +297,16 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     with self.told():  # others may be about to open it, which takes all ranks
                         raise ClosedError(f"embedding {self.name!r} was closed; create it again")
                 try:
-                    self._held = self._hold(self.row_optimizer, device)
+                    self._held = self._hold(self.row_optimizer, device, for_load)
                 except OptimizerError as error:
                     self._refused = error  # the rows can still be read
-                    self._held = self._hold(None, device)
+                    self._held = self._hold(None, device, for_load)
                 weakref.finalize(self, self._held.finish)
             elif self._held.device != device:
                 self._held.move(device)
             return self._held
 
-    def _hold(self, optimizer: RowOptimizer | None, device: torch.device) -> Held:
+    def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Held:
         if self.world is None:
-            return HeldTable(self.spec, self.store_options, optimizer, device)
+            return HeldTable(self.spec, self.store_options, optimizer, device, group=self.group, for_load=for_load)
         return self.world.hold(self.spec, self.store_options, optimizer, device)

@@ -20,6 +20,7 @@ from ..table.background_save import Saving
 
 if TYPE_CHECKING:
     from ..persist.held_contract import Held
+    from ..persist.training_group import TrainingGroup
 
 log = logging.getLogger("tierbed")
 
@@ -32,6 +33,7 @@ class SavedRows(Rows):
     _version = 2  # of the state_dict; version 1 had no extra state
     _closed: bool
     _held: Held | None
+    group: TrainingGroup | None = None  # the embeddings that it is trained together with
     _awaited: SavedAs | None = None  # names rows in a loaded state_dict, to be compared once there are rows
 
     @property
@@ -39,9 +41,14 @@ class SavedRows(Rows):
         """Whether the embedding's store is open, from the first use to `close`."""
         return self._held is not None and not self._closed
 
-    def opened(self) -> Held:
-        """The table, opened where it is not yet."""
+    def opened(self, for_load: bool = False) -> Held:
+        """The table, opened where it is not yet. for_load: whether its rows are about to be replaced."""
         raise NotImplementedError
+
+    def join(self) -> None:
+        """Note that `group` has changed."""
+        if self._held is not None and self.group is not None and not self._closed:
+            self._held.join(self.group)
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -100,7 +107,7 @@ class SavedRows(Rows):
             for argument, value in (("strict", strict), ("weights_only", weights_only), ("convert", convert)):
                 if not isinstance(value, bool):
                     raise InputError(f"{argument}={value!r}: give True or False")
-            held = self.opened()
+            held = self.opened(for_load=True)
         selection = Selection(tables, where, not weights_only, convert=convert)
         return held.load_snapshot(snapshot_name, selection, strict)
 

@@ -20,6 +20,7 @@ from ..spec.table_spec import TableSpec
 from ..table.background_save import Saving
 from ..table.table import OpenTable
 from .saved_as import SavedAs
+from .training_group import TrainingGroup
 
 
 class TableOfAll(Protocol):
@@ -62,6 +63,8 @@ class Held(Protocol):
     def exchanged(self) -> dict[str, dict[str, int]]: ...
 
     def size(self) -> int: ...
+
+    def join(self, group: TrainingGroup) -> None: ...
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None: ...
 

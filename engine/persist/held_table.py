@@ -31,6 +31,7 @@ from .opening import Decide
 from .saved_as import SavedAs, compare
 from .saves import TableSnapshots
 from .share import Share
+from .training_group import TrainingGroup
 
 log = logging.getLogger("tierbed")
 
@@ -41,7 +42,8 @@ class HeldTable:
     """Opens a table and holds it. A process has one handle of a folder: a second, as in notebooks, closes the first.
 
     share: what this process has of the rows; None for all of them. decide: chooses the rows to open with, by default
-    as `own_decision`. Raises StoreError, OptionError, OptimizerError, and what `decide` raises.
+    as `own_decision`. group: the embeddings that it is trained together with. for_load: whether its rows are about to
+    be replaced. Raises StoreError, OptionError, OptimizerError, and what `decide` raises.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class HeldTable:
         device: torch.device,
         share: Share | None = None,
         decide: Decide | None = None,
+        group: TrainingGroup | None = None,
+        for_load: bool = False,
     ) -> None:
         self._name = spec.name
         self.device = device
@@ -66,15 +70,18 @@ class HeldTable:
             older = _by_folder.get(folder)
             if older is not None:
                 older.close()
-        self._persistence = TablePersistence(spec, options, device, share)
+        self._persistence = TablePersistence(spec, options, device, share, group)
+        if self._persistence.membership is not None:
+            self._persistence.membership.holder = weakref.ref(self)
         self._snapshots = TableSnapshots(self._persistence)
         try:
-            self._table = self._persistence.open(optimizer, decide)
+            self._table = self._persistence.open(optimizer, decide, for_load)
         except BaseException:
             self._persistence.release()
             raise
         if folder is not None:
             _by_folder[folder] = self
+        self._share_gate()
         self._serve()
 
     @property
@@ -90,6 +97,25 @@ class HeldTable:
                 "threads; use it there"
             )
         return self._table
+
+    @property
+    def own_open(self) -> OpenTable | None:
+        """The table, if it is open in this process."""
+        return self._table if self._process == os.getpid() else None
+
+    def join(self, group: TrainingGroup) -> None:
+        """Be trained together with others from here on. StoreError."""
+        membership = self._persistence.membership
+        if membership is not None:
+            membership.group = group
+            self._share_gate()
+            if self._table is not None:
+                membership.enlist()
+
+    def _share_gate(self) -> None:
+        membership = self._persistence.membership
+        if membership is not None and membership.group is not None and self._table is not None:
+            self._table.between_steps = membership.group.gate
 
     @property
     def own_table(self) -> OpenTable:
@@ -260,13 +286,18 @@ class HeldTable:
         """Save a snapshot for another process, as `Served.save_between_steps` says."""
         while True:
             table = self.table
-            with table.between_steps.visit(table, give_up) as entered:
+            with table.between_steps.visit(self._visited, give_up) as entered:
                 if not entered:
                     return None
                 if table.stack is not None:
                     progress(0)
                     return self._snapshots.save(table, name, kind, progress, overwrite)
             sleep(0.05)  # the table was closed, and another is about to take its place
+
+    def _visited(self) -> list[OpenTable]:
+        membership = self._persistence.membership
+        peers = [] if membership is None else membership.open_peers()
+        return [self.table, *(peer.table for peer in peers if peer.table is not None)]
 
     def status(self) -> dict[str, Any]:
         """The name, step and rows for another process, as `Served.status` says."""
@@ -324,6 +355,7 @@ class HeldTable:
         before.watch.finish_saving()  # its error was logged
         try:
             self._table = build()
+            self._share_gate()
         except BaseException:
             if before.stack is None:  # it failed while the new table took its place
                 self._service.stop()

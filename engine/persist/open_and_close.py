@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.unread import cause_of
 from ...snapshots.files.writer import write_snapshot
 from ...snapshots.store.closed_store import live_rows
+from ...snapshots.store.instants import rows_of, settle
 from ...snapshots.store.saving import base_of
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..durable import remove_folder
@@ -38,6 +40,7 @@ from ..store.rocksdb import RocksDB
 from ..store.shares import SHARE
 from ..store.snapshot_place import place_of
 from ..store.table_counts import FIELD, counted_chunks, counts_in
+from ..store.versions import EMPTY, LIVE, Instant, Rows
 from ..table.auto_budgets import AutoBudgets
 from ..table.scanned import checked_rows, load_rows
 from ..table.stack import build_stack
@@ -46,6 +49,7 @@ from .compatible import check_stored
 from .opening import Base, Decide, Found, Opening, found_in, lacks_space, lost, no_space_to_open
 from .other_ranks import decide_alone, forget_ranks
 from .share import Life, Share
+from .training_group import Membership, TrainingGroup, open_rows
 
 log = logging.getLogger("tierbed")
 
@@ -57,7 +61,12 @@ class TablePersistence:
     """
 
     def __init__(
-        self, spec: TableSpec, options: StoreOptions, device: torch.device, share: Share | None = None
+        self,
+        spec: TableSpec,
+        options: StoreOptions,
+        device: torch.device,
+        share: Share | None = None,
+        group: TrainingGroup | None = None,
     ) -> None:
         self.spec = spec
         self.options = options = options if share is None else share.options(options)
@@ -71,19 +80,28 @@ class TablePersistence:
                 self.folder = StoreFolder(path, user, place_of(options.snapshot_path, spec.name))
             else:
                 self.folder = StoreFolder(share.folder(path), user)
+        alone = self.folder is not None and share is None  # in this process
+        self.membership = Membership(self.folder, group) if self.folder is not None and alone else None
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._fresh = options.open == "fresh"
         self._scratch = False  # whether the live rows in the folder differ from the table's
         self._unmarked = False  # whether it is known that the live rows carry no mark
+        self._is_written = False  # whether MARK says that this run writes rows
 
-    def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None) -> OpenTable:
+    def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None, for_load: bool = False) -> OpenTable:
         """Open the table with the rows that `decide` chooses, by default the folder's last consistent ones.
 
+        Those of embeddings that are trained together are of one instant, unless it is `for_load`, which replaces them.
         Raises what `decide` raises, StoreError, OptionError, OptimizerError.
         """
         if self.folder is None:
             return self._build(optimizer, None, None)
+        mode = "fresh" if self._fresh else self.options.open
         try:
+            if self.membership is not None:
+                settle(self.folder, mode, open_rows(), for_load)
+                self.membership.record = self.folder.group
+            self._is_written = False
             table = self._open_with(optimizer, (decide or self._own_decision)(found_in(self.folder)), self.folder)
             if self.life is None:
                 forget_ranks(self.folder)
@@ -96,6 +114,8 @@ class TablePersistence:
     def _own_decision(self, found: Found) -> Opening:
         assert self.folder is not None
         opening = decide_alone(self.folder, found, self._fresh, self.options.open == "error")
+        if self.membership is not None and self.folder.at is not None:
+            opening = opening._replace(said=None)  # it was said of all that are trained together
         if self.life is None or opening.mark is None:
             return opening
         return opening._replace(run=self.life.run, writes=self.life.writes)
@@ -112,6 +132,8 @@ class TablePersistence:
             check_stored(self.spec, opening.snapshot.description, optimizer, StoreError, what)
             folder.discard_live()  # this makes room: no run uses these rows again
             table, _ = self.load(optimizer, opening.snapshot, None, verified=opening.verified)
+            if self.membership is not None:
+                self.membership.opened(rows_of(opening.snapshot))
         if opening.said is not None:
             log.log(opening.said[0], "embedding %r: %s", self.spec.name, opening.said[1])
         return table
@@ -138,6 +160,10 @@ class TablePersistence:
                         table.close()
                     raise
                 self._scratch = False
+            elif self.membership is not None and not table.is_lost:
+                self.membership.rest()
+            if self.membership is not None:
+                self.membership.closed()
             table.close()
 
     def _keep(self, table: OpenTable, folder: StoreFolder) -> None:
@@ -149,9 +175,9 @@ class TablePersistence:
             write_snapshot(folder.incoming, table.describe(), table.scan())
         self._unmarked = False  # not known from here on, even if a later call fails
         if self._on_disk:
-            folder.set_mark(self._mark_of(table))
+            folder.set_mark(self._mark_of(table), closed=True)
         else:
-            folder.replace_live(folder.incoming, self._mark_of(table))
+            folder.replace_live(folder.incoming, self._mark_of(table), closed=True)
 
     def after_failed_close(self, table: OpenTable) -> str:
         """What the next run would find if this run ended now, for the log."""
@@ -171,6 +197,8 @@ class TablePersistence:
     def release(self) -> None:
         """Let the folder go as it is, and the memory that was promised."""
         self._budgets.release()
+        if self.membership is not None:
+            self.membership.closed()
         if self.folder is not None:
             self.folder.release()
 
@@ -214,9 +242,13 @@ class TablePersistence:
             if new:
                 folder.forget()
             raise
+        if self._fresh and self.membership is not None:
+            self.membership.begin_fresh()
         folder.begin_empty()
         folder.note_step(0)
         self._fresh, self._scratch, self._unmarked = False, True, True
+        if self.membership is not None:
+            self.membership.opened(Rows(EMPTY))
         return table
 
     def _resume(self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder) -> OpenTable:
@@ -226,6 +258,15 @@ class TablePersistence:
         except ValueError as error:
             raise StoreError(f"{where} was written by another version of tierbed: its mark has {error}") from error
         check_stored(self.spec, mark, optimizer, StoreError, where)
+        table = self._live_table(optimizer, mark, folder, where)
+        if self.membership is not None:
+            self.membership.opened(Rows.parse(mark.get(LIVE)) or Rows((secrets.token_hex(8), 0)))
+        return table
+
+    def _live_table(
+        self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder, where: str
+    ) -> OpenTable:
+        """A table of the live rows that a mark describes."""
         same_lines = optimizer is None or self._fields(optimizer) == RowForm.described(mark).fields
         try:
             if self._on_disk and mark["live"] == "rocksdb" and same_lines:
@@ -246,9 +287,11 @@ class TablePersistence:
         running: OpenTable | None,
         selection: Selection = ALL,
         verified: Callable[[], None] | None = None,
+        together: Instant | None = None,
     ) -> tuple[OpenTable, LoadReport]:
         """The table with a snapshot's rows, or a selection of them; closes `running` when they are verified.
 
+        together: where embeddings that are trained together are loaded, the instant to which all go.
         After a kill the rows go back to this snapshot. Not so after a load of a selection: only the next save or close
         makes that durable. verified: called when the rows are; where it raises, nothing has changed.
         """
@@ -263,7 +306,8 @@ class TablePersistence:
         selected = selection.rows_of(snapshot, LoadReport())
         with contextlib.nullcontext() if running is None else running.lock:
             base = snapshot.name if selection.is_whole and self.life is None else None
-            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, base, verified=verified)
+            to = None if base is None else (snapshot, "recovery" if running is None else "load", together)
+            table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, to, verified=verified)
             if self.folder is not None and self._scratch:
                 self.folder.note_step(table.step)
         return table, report
@@ -274,14 +318,14 @@ class TablePersistence:
         stored: dict[str, Any],
         source: contextlib.AbstractContextManager[Chunks],
         running: OpenTable | None = None,
-        base: str | None = None,
+        base: tuple[Snapshot, str, Instant | None] | None = None,
         same_rows: bool = False,
         verified: Callable[[], None] | None = None,
     ) -> OpenTable:
         """A table with the rows of `source`, built beside the live rows; closes `running` when all are read.
 
         same_rows: whether the rows are the live rows of the folder, in another form. base: the snapshot that the rows
-        go back to after a kill; None to leave it as it is.
+        go back to after a kill, by which the load is, and the instant to which others go; None to leave it as it is.
         """
         folder = self.folder
         place = folder.incoming if folder is not None and self._on_disk else None
@@ -303,9 +347,11 @@ class TablePersistence:
         with uninterrupted():
             try:
                 if not same_rows:
-                    self._begin_writing()
+                    self._begin_writing(written=base is None)
                 if folder is not None and base is not None:
-                    folder.set_base(base)
+                    self._set_base(folder, *base)
+                elif self.membership is not None and not same_rows:
+                    self.membership.versions.writes += 1
             except BaseException:
                 _drop(table, place)
                 raise
@@ -318,6 +364,13 @@ class TablePersistence:
             folder.replace_live(place, mark)
             self._scratch = False
             return self._build(optimizer, mark, folder.live)
+
+    def _set_base(self, folder: StoreFolder, snapshot: Snapshot, by: str, together: Instant | None) -> None:
+        if self.membership is None:
+            folder.set_base(snapshot.name)
+            return
+        folder.set_base(snapshot.name, *self.membership.loaded(rows_of(snapshot), by, together))
+        self._is_written = False
 
     def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
         """Load scanned rows, with room for the optimizer's state where they were put without one. Returns how many."""
@@ -361,17 +414,28 @@ class TablePersistence:
         """Make the folder ready for a write of step `step`. Called before each write."""
         if isinstance(bottom, RocksDB):
             bottom.make_writable()  # first: where it fails, the live rows keep their mark
-        self._begin_writing()
         if self.folder is not None:
+            if not self._is_written:
+                self._begin_writing(written=True)
+            if self.membership is not None:
+                self.membership.versions.writes += 1
             self.folder.note_step(step)
 
-    def _begin_writing(self) -> None:
-        """Take the mark off the live rows of the folder, which are not the table's from the first write on."""
-        if self.folder is None or (self._scratch and self._unmarked):
+    def _begin_writing(self, written: bool) -> None:
+        """Take the mark off the live rows of the folder, which are not the table's from the first write on.
+
+        written: whether rows are about to be written, and not only replaced by those of a snapshot.
+        """
+        if self.folder is None:
+            return
+        notes = written and self.membership is not None and self.membership.is_at
+        if self._scratch and self._unmarked and not notes:
+            self._is_written = written
             return
         with uninterrupted():
-            self.folder.clear_mark()
+            self.folder.clear_mark(self.membership.first_write() if written and self.membership is not None else None)
             self._scratch = self._unmarked = True
+            self._is_written = written
         if not self._on_disk:
             self.folder.discard_live()  # this makes room: rows in memory are written anew at the close
 
@@ -382,7 +446,8 @@ class TablePersistence:
         counts = table.counts.known_by_table
         known = {} if counts is None else {FIELD: counts.tolist()}
         share = {} if self.life is None else {SHARE: self.life.described()}
-        return {**table.describe(), **live, "rows": table.counts.rows, **known, **share}
+        version = {} if self.membership is None else self.membership.live()
+        return {**table.describe(), **live, "rows": table.counts.rows, **known, **share, **version}
 
 
 def _drop(table: OpenTable, place: Path | None) -> None:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ...snapshots.files.format import Manifest, check_name
 from ...snapshots.files.reader import Snapshot
-from ...snapshots.files.writer import clear_leftovers, write_snapshot
-from ...snapshots.store.linked import check_linked, link_snapshot, linked
-from ...snapshots.store.retention import drop_unneeded, prune, remove_snapshot
+from ...snapshots.files.writer import Together, clear_leftovers, write_snapshot
+from ...snapshots.store.linked import check_linked, link_snapshot, linked, remove_snapshot
+from ...snapshots.store.retention import drop_unneeded, prune
 from ...snapshots.store.saving import Held, begin_save, check_save, save_held
 from ...snapshots.store.selection import LoadReport, Selection
 from ..errors import OptionError, SnapshotError
 from ..row_format import Chunks
 from ..store.folder import StoreFolder
 from ..store.rocksdb import RocksDB
+from ..store.versions import Instant
 from ..table.background_save import BackgroundSave
 from ..table.table import OpenTable
 from .compatible import check_stored, fitting
 from .open_and_close import TablePersistence
 from .saved_as import SavedAs, of_step, saved_as
+from .training_group import Membership, OfAll, between_steps
 
 
 class TableSnapshots:
@@ -28,6 +32,11 @@ class TableSnapshots:
 
     def __init__(self, persistence: TablePersistence) -> None:
         self._persistence = persistence
+
+    @property
+    def membership(self) -> Membership | None:
+        """What the store notes of those that it is trained together with; None without a folder."""
+        return self._persistence.membership
 
     @property
     def base(self) -> str | None:
@@ -60,21 +69,38 @@ class TableSnapshots:
         kind: str = "full",
         progress: Callable[[int], None] | None = None,
         overwrite: bool = False,
+        of_all: OfAll | None = None,
     ) -> Manifest:
-        """Save the rows as snapshot `name` of the store folder. Raises SnapshotError, StoreError, OptionError."""
+        """Save the rows as snapshot `name` of the store folder. Raises SnapshotError, StoreError, OptionError.
+
+        of_all: of a save of several stores, whose locks the caller has.
+        """
         folder = self._folder_of(name)
-        with table.lock:  # rows of one step
+        with self._rows_of_one_step(table, of_all) as together:
             table.check()
             table.watch.check_not_saving()
             if kind == "checkpoint":
                 table.flush()
-            manifest = save_held(folder, name, kind, self._held(table), progress, overwrite)
+            manifest = save_held(folder, name, kind, self._held(table, together), progress, overwrite)
             if kind == "incremental" or table.watch.changes is not None:
                 table.watch.track_changes(manifest.id)
+            if self.membership is not None:
+                self.membership.saved_as(manifest.id)
             return manifest
 
+    @contextmanager
+    def _rows_of_one_step(self, table: OpenTable, of_all: OfAll | None = None) -> Iterator[Together | None]:
+        """A block with the table's lock, and what a snapshot of its rows as they are has beside them."""
+        with ExitStack() as own:
+            with between_steps([] if self.membership is None else [self.membership]):
+                own.enter_context(table.lock)
+                together = None
+                if self.membership is not None and self.membership.record is not None:
+                    together = self.membership.saved(of_all)
+            yield together
+
     def save_in_background(
-        self, table: OpenTable, name: str, kind: str = "full", overwrite: bool = False
+        self, table: OpenTable, name: str, kind: str = "full", overwrite: bool = False, of_all: OfAll | None = None
     ) -> BackgroundSave:
         """Save the rows as they are now, by a thread, as a full snapshot. SnapshotError, StoreError, OptionError."""
         folder = self._folder_of(name)
@@ -83,20 +109,26 @@ class TableSnapshots:
                 f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
                 "background out"
             )
-        with table.lock:
+        with self._rows_of_one_step(table, of_all) as together:
             table.check()
             table.watch.check_not_saving()
-            held = self._held(table)
+            held = self._held(table, together)
             place = begin_save(folder, name, kind, held, overwrite)
+            replaces = os.path.lexists(place)
 
             def write(chunks: Chunks) -> None:
-                table.watch.changes_saved(write_snapshot(place, held.description, chunks, overwrite=overwrite).id)
+                made = write_snapshot(place, held.description, chunks, overwrite=replaces, together=together)
+                table.watch.changes_saved(made.id)
 
             return table.watch.save_in_background(f"snapshot {name!r}", write)
 
     def load(self, table: OpenTable, name: str, selection: Selection, strict: bool) -> tuple[OpenTable, LoadReport]:
         """A table with the rows of a snapshot. Until the rows are verified, `table` and its rows stay as they were."""
-        return self.load_from(table, Snapshot.open(self._folder_of(name).snapshots / name), selection, strict)
+        return self.load_from(table, self.snapshot(name), selection, strict)
+
+    def snapshot(self, name: str) -> Snapshot:
+        """A snapshot in the store folder. Raises SnapshotError."""
+        return Snapshot.open(self._folder_of(name).snapshots / name)
 
     def load_from(
         self,
@@ -105,13 +137,14 @@ class TableSnapshots:
         selection: Selection,
         strict: bool,
         verified: Callable[[], None] | None = None,
+        together: Instant | None = None,
     ) -> tuple[OpenTable, LoadReport]:
-        """As `load`, from a snapshot anywhere. verified: as of `TablePersistence.load`."""
+        """As `load`, from a snapshot anywhere. verified, together: as of `TablePersistence.load`."""
         what = f"snapshot {snapshot.name!r}"
         selection, remarks = fitting(
             self._persistence.spec, snapshot.description, table.optimizer, selection, strict, what
         )
-        loaded, report = self._persistence.load(table.optimizer, snapshot, table, selection, verified)
+        loaded, report = self._persistence.load(table.optimizer, snapshot, table, selection, verified, together)
         report.remarks += remarks
         return loaded, report
 
@@ -120,7 +153,7 @@ class TableSnapshots:
         folder = self._folder()
         with table.lock:  # a snapshot that is being saved is not listed yet, and goes over no other
             if table.watch.saving is None or table.watch.saving.done:
-                clear_leftovers(folder.snapshots)
+                clear_leftovers(folder)
             return [snapshot.name for snapshot in prune(folder, keep_last, keep_every).removed]
 
     def save_rows(self, table: OpenTable, place: Path) -> None:
@@ -177,11 +210,12 @@ class TableSnapshots:
         if self._persistence.folder is not None:
             remove_snapshot(self._persistence.folder.snapshots / name)
 
-    def _held(self, table: OpenTable) -> Held:
+    def _held(self, table: OpenTable, together: Together | None = None) -> Held:
         assert table.stack is not None
         bottom = table.stack.bottom
         rocksdb = bottom if isinstance(bottom, RocksDB) else None
-        return Held(table.describe(), table.counts.rows, table.scan, rocksdb, table.watch.changed)
+        record = None if self.membership is None else self.membership.record
+        return Held(table.describe(), table.counts.rows, table.scan, rocksdb, table.watch.changed, together, record)
 
     def _folder_of(self, name: str) -> StoreFolder:
         folder = self._folder()

@@ -15,7 +15,7 @@ from .rocksdb_options import CACHE_MB, READ_MODES, options_text, require_rocksdb
 
 CACHE_POLICIES = ("lru", "lfu")
 BESIDE = max(1, min(4, (os.cpu_count() or 1) // 2))  # threads; the other cores are for the dense part of a step
-OPEN_MODES = ("resume", "fresh", "error")
+OPEN_MODES = ("resume", "fresh", "error", "mixed")
 EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
 MOST_SIGHTS = 255  # the most sightings of a row that are counted
 Budget = float | Literal["auto"]  # MiB; "auto" is what engine/cache/division.py gives a cache
@@ -32,7 +32,8 @@ class StoreOptions(PlainDict):
     the row size; a given one is checked.
     physical_block_size: bytes that the disk reads at once.
     open: what to do with a folder whose last run did not close: "resume" restores the last snapshot, or starts empty
-    where there is none; "error" raises. "fresh" starts empty in any case; snapshots are kept.
+    where there is none; "error" raises. "fresh" starts empty in any case; snapshots are kept. "mixed" is "resume", and
+    accepts rows of different steps where embeddings that are trained together have no step in common.
     eviction: which rows make room for new ones at `capacity`: "none" (an error), "lru", "lfu", "ttl", "distance_lfu".
     admission: which new rows training keeps. None: all; a whole number n: rows that n training steps looked up; a
     probability p: each row with p at every step.

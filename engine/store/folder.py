@@ -10,11 +10,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, write_atomically
+from ..durable import (
+    TEMPORARY,
+    fsync_dir,
+    make_folder,
+    put_in_place,
+    remove_aside,
+    remove_folder,
+    remove_leftovers,
+    seal,
+    write_atomically,
+)
 from ..errors import StoreError
 from ..signals import uninterrupted
-from .folder_state import LOCK, OWN, PLACES, FolderState, RanksRecord, snapshot_id
+from .folder_state import LOCK, OWN, PLACES, FolderState, RanksRecord, saved_with, snapshot_id
 from .snapshot_place import lead_to
+from .versions import AT, GROUP, At, GroupRecord
 
 _held: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 
@@ -67,7 +78,7 @@ class StoreFolder(FolderState):
             self._share(snapshots)
             self.clear_incoming()
             with contextlib.suppress(OSError):  # the next save tries again, and says why it cannot
-                remove_leftovers(self.snapshots)
+                self.clear_snapshots()
             self._settle_base()
         except StoreError:
             self.release()
@@ -156,14 +167,47 @@ class StoreFolder(FolderState):
             remove_folder(self.incoming)
             remove_leftovers(self.path)
 
-    def set_mark(self, description: dict[str, Any]) -> None:
-        """Declare the live rows consistent. They must be durable already. `live` says how they are kept. StoreError."""
-        self._write({**description, **self._own()})
+    def clear_snapshots(self) -> None:
+        """Remove what killed or failed saves left, but for what a save of several stores has yet to put in place.
+
+        The snapshots of such a save are there, all of them, once the first of them is: `Saved.first`. Where the store
+        of that is not to be found, they wait. OSError.
+        """
+        for place in self.snapshots.glob(f"{TEMPORARY}[!.]*/"):
+            folder = self.snapshots / place.name.removeprefix(TEMPORARY)
+            saved, sequence = saved_with(place)
+            if saved is None or saved.first is None or sequence <= saved_with(folder)[1]:  # no such, or a replaced one
+                remove_aside([place])
+                continue
+            peer, name, identity = saved.first
+            stores = [store for store in map(FolderState, peer.places(self.path)) if store.path.is_dir()]
+            if any(snapshot_id(store.snapshots / name) == identity for store in stores):
+                put_in_place(place, folder, overwrite=True)
+                remove_aside([place])
+            elif stores:
+                remove_aside([place])
+        remove_aside(list(self.snapshots.glob(f"{TEMPORARY}.*/")))
+
+    def note_group(self, record: GroupRecord | None, **more: Any) -> None:
+        """Note the group, and fields of MARK beside it; None takes a field away. Raises StoreError."""
+        noted = {GROUP: record and record.plain(), **more}
+        content = self._read() | noted
+        self._write({field: value for field, value in content.items() if value is not None or field not in noted})
+
+    def set_mark(self, description: dict[str, Any], closed: bool = False) -> None:
+        """Declare the live rows consistent. They must be durable already. `live` says how they are kept. StoreError.
+
+        closed: by the close of the store, after which they are no more `at` a version.
+        """
+        self._write({**description, **self._own(closed)})
         self._forget_step()
 
-    def clear_mark(self) -> None:
-        """Declare the live rows scratch, durably. Called before any of them is written. Raises StoreError."""
-        self._write(self._own())
+    def clear_mark(self, record: GroupRecord | None = None) -> None:
+        """Declare the live rows scratch, durably. Called before any of them is written. Raises StoreError.
+
+        record: of the group, where the rows are about to be written, and are no more `at` a version.
+        """
+        self._write(self._own() if record is None else {**self._own(closed=True), GROUP: record.plain()})
 
     def note_step(self, step: int) -> None:
         """Remember the step that the live rows came to, for messages after a kill. Costs a write of the page cache."""
@@ -179,22 +223,33 @@ class StoreFolder(FolderState):
         with contextlib.suppress(OSError):
             (self.path / "STEP").unlink()
 
-    def set_base(self, name: str) -> None:
-        """Let the live rows go back to snapshot `name` from here on, or to nothing for "". Raises StoreError."""
-        self._write({**self._read(), "base": [name]})
+    def drop_marks(self) -> None:
+        """Declare the live rows scratch, and let them be no more `at` the version of a recovery. Raises StoreError."""
+        self._write(self._own(closed=self.at is not None and self.at.by == "recovery"))
 
-    def expect_base(self, name: str) -> None:
+    def set_base(self, name: str, at: At | None = None, record: GroupRecord | None = None) -> None:
+        """Let the live rows go back to snapshot `name` from here on, or to nothing for "". Raises StoreError.
+
+        at, record: of a store in a group, noted at the same instant.
+        """
+        of_group = {} if at is None or record is None else {GROUP: record.plain(), AT: at.plain()}
+        self._write({**self._read(), "base": [name], **of_group})
+
+    def expect_base(self, name: str, record: GroupRecord | None = None) -> None:
         """Let the live rows go back to snapshot `name` once it is written. Called before that. Raises StoreError.
+
+        record: of the group of the store, where it has one.
 
         Where a snapshot of that name is there already, they go back to it once it has been replaced.
         """
         current, place = self.base, self.snapshots / name
         expected = [name, snapshot_id(place)] if os.path.lexists(place) else name
-        self._write({**self._read(), "base": [expected] if current is None else [expected, current]})
+        of_group = {} if record is None else {GROUP: record.plain()}
+        self._write({**self._read(), "base": [expected] if current is None else [expected, current], **of_group})
 
     def begin_ranks(self, ranks: int, run: str, base: str) -> None:
         """Let the live rows be those of ranks, from snapshot `base` or from none for "", to go back to. StoreError."""
-        self._write({"base": [base], "ranks": RanksRecord(ranks, run, 0, base)})
+        self._write({**self._of_group(), "base": [base], "ranks": RanksRecord(ranks, run, 0, base)})
 
     def note_saved(self, writes: int) -> None:
         """The snapshot to go back to has the rows of ranks after so many writes. Raises StoreError."""
@@ -237,7 +292,9 @@ class StoreFolder(FolderState):
                 remove_folder(self.path / place)
             fsync_dir(self.path)
 
-    def replace_live(self, new: Path, description: dict[str, Any], base: str | None = None) -> None:
+    def replace_live(
+        self, new: Path, description: dict[str, Any], base: str | None = None, closed: bool = False
+    ) -> None:
         """Let a durable folder of the same filesystem be the live rows, and mark them as `set_mark` does.
 
         With `base`, the live rows go back to that snapshot from here on. A kill at any instant leaves the old rows with
@@ -250,15 +307,19 @@ class StoreFolder(FolderState):
             remove_folder(self.path / place)
             new.rename(self.path / place)
             fsync_dir(self.path)
-        own = self._own() if base is None else {"base": [base]}
+        own = self._own(closed) if base is None else {"base": [base], **self._of_group()}
         self._write({**description, **own, "place": place})
         self._forget_step()
         if place != old.name:
             with self._errors("remove the replaced rows of"):
                 remove_folder(old)
 
-    def _own(self) -> dict[str, Any]:
-        return {field: value for field, value in self._read().items() if field in OWN}
+    def _of_group(self) -> dict[str, Any]:
+        return {field: value for field, value in self._read().items() if field in (GROUP, AT)}
+
+    def _own(self, closed: bool = False) -> dict[str, Any]:
+        content = self._read()
+        return {field: content[field] for field in content if field in OWN and not (closed and field == AT)}
 
     def _write(self, content: dict[str, Any]) -> None:
         try:

@@ -12,11 +12,24 @@ from typing import Any, NamedTuple
 from ..durable import read_record, remedy_for, unseal
 from ..errors import StoreError
 from .snapshot_place import SNAPSHOTS, has_snapshots, led_to
+from .versions import AT, GROUP, At, GroupRecord, Saved
 
 PLACES = ("live", "live-2")
 LOCK = "LOCK"
-OWN = ("base", "place")  # fields of the mark that the folder itself keeps
+OWN = ("base", "place", GROUP, AT)  # fields of the mark that the folder itself keeps
 MANIFEST = "manifest.msgpack"  # the manifest of a snapshot
+
+
+INSTANT = "instant"  # the field of a manifest that `Saved` has
+
+
+def saved_with(folder: Path) -> tuple[Saved | None, int]:
+    """What a snapshot says of its store's group, and its sequence; (None, -1) where no snapshot can be read."""
+    try:
+        content = unseal(read_record(folder / MANIFEST))
+        return Saved.parse(content.get(INSTANT)), int(content["sequence"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None, -1
 
 
 def snapshot_id(folder: Path) -> str:
@@ -77,6 +90,16 @@ class FolderState:
             case [int(ranks), str(run), int(saved), str(snapshot)] if 0 < ranks <= 1024:
                 return RanksRecord(ranks, run, saved, snapshot)
         return None
+
+    @property
+    def group(self) -> GroupRecord | None:
+        """The embeddings that this one is trained together with; None for one that trains alone. StoreError."""
+        return GroupRecord.parse(self._read().get(GROUP))
+
+    @property
+    def at(self) -> At | None:
+        """The version of rows that were not written since a recovery or a load. StoreError."""
+        return At.parse(self._read().get(AT))
 
     @property
     def keeper(self) -> FolderState:

@@ -17,6 +17,7 @@ from ...engine.errors import GraphError, OptimizerError
 from ...engine.modules.eager import EagerOptimizer
 from ...engine.ops.rows_contract import Rows
 from ...engine.optim.optimizers import RowOptimizer, check_is_optimizer
+from ...engine.persist.training_group import train_together
 from ..passes.step_end import check_schedule
 from ..trace.built import Built
 from ..trace.names import name_of
@@ -106,6 +107,8 @@ class OptimizerSet:
         OptimizerError for a parameter in two optimizers.
         """
         by_shadow = embeddings_by_shadow(root)
+        if self._optimizers:
+            train_together(embeddings_of(root).values())
         holders: dict[int, Optimizer] = {}
         rows: dict[int, RowOptimizer] = {}
         for optimizer, group, parameter in self._held():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...engine.errors import InputError, OptionError
 from ...engine.modules.multi_table import MultiTableEmbedding
 from ...engine.persist.held_contract import Ranks
+from ...engine.persist.training_group import train_together
 from ...engine.spec.options import StoreOptions
 from .configs import EmbeddingConfig, config_of, suffix_of
 from .division import Need, stores_of, stores_text
@@ -84,6 +85,7 @@ class Tables(nn.Module):
                 world=world,
             )
             self._at |= {config.name: (part, number) for number, config in enumerate(configs)}
+        train_together(self.embeddings[part] for part in parts)
 
     def told(self) -> AbstractContextManager[None]:
         """A block of a call of all ranks: what it raises on one of them is raised on all."""

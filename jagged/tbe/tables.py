@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...engine.errors import InputError, StoreError
 from ...engine.modules.multi_table import MultiTableEmbedding
 from ...engine.persist.held_contract import Ranks
+from ...engine.persist.training_group import train_together
 from ...engine.spec.initializers import (
     AnyTableOptions,
     make_constant_initializer,
@@ -74,6 +75,7 @@ class TablesInEmbeddings(nn.Module):
             embedding.requires_grad_(False)  # no EagerOptimizer and no graph trains it
             embedding.use_optimizer(rows)
             self.embeddings[part.name] = embedding
+        train_together(self.embeddings.values())
 
     def _options(self, part: Part, initializer: Mapping[str, Any]) -> list[AnyTableOptions]:
         tables = [self.tables[number] for number in part.tables]

@@ -16,7 +16,7 @@ from ...engine.errors import SnapshotError
 from ...engine.store.rocksdb import LiveFile, RocksDB
 from .format import ROCKSDB, Manifest, RocksDBFiles
 from .rocksdb_files import checksum_of, pieces_of
-from .writer import Progress, finish, new_snapshot
+from .writer import Progress, Together, finish, new_snapshot
 
 log = logging.getLogger("tierbed")
 
@@ -30,6 +30,7 @@ def write_checkpoint(
     tier: RocksDB,
     progress: Progress | None = None,
     overwrite: bool = False,
+    together: Together | None = None,
 ) -> Manifest:
     """Write the rows that `tier` holds, `rows` of them, as the snapshot `folder`, in the way of `write_snapshot`.
 
@@ -38,14 +39,15 @@ def write_checkpoint(
     checksum, from a version of tierbed that kept none, is read once. Raises SnapshotError, StoreError.
     """
     folder = Path(folder)
-    with new_snapshot(folder, description, overwrite) as place, tier.live_files() as files:
+    with new_snapshot(folder, description, overwrite, together) as place, tier.live_files() as files:
         told = _in_rows(progress, rows, sum(file.size for file in files))
         entries, refusal = _place(files, tier.folder, place / ROCKSDB, told)
         if refusal is not None:
             other = refusal.errno == errno.EXDEV
             reason = f"is on another filesystem than {tier.folder}" if other else f"cannot have links: {refusal}"
             log.warning("snapshot %r: copied, not linked, as %s %s", folder.name, folder.parent, reason)
-        return finish(place, "checkpoint", description, rows, rocksdb=RocksDBFiles(tier.shards, entries))
+        held = RocksDBFiles(tier.shards, entries)
+        return finish(place, "checkpoint", description, rows, rocksdb=held, together=together)
 
 
 def _place(

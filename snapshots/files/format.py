@@ -1,4 +1,4 @@
-"""The manifest of a snapshot of format 2 or 3. `docs/snapshots.md` describes it in prose."""
+"""The manifest of a snapshot of format 2, 3 or 4. `docs/snapshots.md` describes it in prose."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from ...engine.optim.kernel import LIMITS, kernels
 from ...engine.row_format import BUCKETS, LAST_STEP, NUMBERS, STATE_TYPES, RowForm
 from ...engine.spec.names import is_folder_name
 from ...engine.spec.tables import FIELD, are_names
+from ...engine.store.folder_state import INSTANT, OWN
 from ...engine.store.folder_state import MANIFEST as MANIFEST
-from ...engine.store.folder_state import OWN
 from ...engine.store.shares import SHARE
 from ...engine.store.table_counts import FIELD as TABLE_ROWS
+from ...engine.store.versions import LIVE, Saved
 from .row_files import MOST_PARTS, RowFile, decode_file, is_deleted
 
 FORMAT = 3  # of a snapshot in parts, or of rows that are not all float32; any other is of format 2
+OF_GROUP = 4  # of a snapshot of a store that is trained together with others
 ROCKSDB = "rocksdb"  # the folder of a checkpoint's files
 
 Kind = Literal["full", "incremental", "checkpoint"]
@@ -34,7 +36,14 @@ LAST_SEQUENCE = (1 << 48) - 1
 _MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
 _MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or a mark has room for its other fields
-OF_THE_MARK = ("live", "rows", "shards", TABLE_ROWS, SHARE)  # fields of a mark beside the description of a snapshot
+OF_THE_MARK = (
+    "live",
+    "rows",
+    "shards",
+    TABLE_ROWS,
+    SHARE,
+    LIVE,
+)  # fields of a mark beside the description of a snapshot
 _MAX_SHARDS = BUCKETS
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
@@ -66,7 +75,8 @@ class Manifest:
     `rows`: how many rows the whole table has when the snapshot is loaded. `deleted`: how many keys of deleted rows the
     snapshot's own files have. `files` is ordered by name. `created` is in ns since 1970, UTC. The latest snapshot has
     the largest `sequence`. `id`: 32 hex digits, unique to the snapshot. `parts`: how many parts all rows fall into,
-    each with files of its own; None for one writer that knows of no others.
+    each with files of its own; None for one writer that knows of no others. `instant`: the versions of the rows, and of
+    the stores that are trained together with theirs; None for a store that trains alone.
     """
 
     kind: Kind
@@ -80,6 +90,7 @@ class Manifest:
     created: int
     sequence: int
     parts: int | None = None
+    instant: Saved | None = None
 
     def __repr__(self) -> str:
         held = {} if self.rocksdb is None else self.rocksdb.files
@@ -105,10 +116,15 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The manifest file. Raises ValueError if `decode` would refuse it."""
-        fields = dataclasses.asdict(self)
-        if self.parts is None and not self.form.is_narrow:
+        fields = dataclasses.asdict(dataclasses.replace(self, instant=None))
+        del fields[INSTANT]
+        format = FORMAT
+        if self.instant is not None:
+            format, fields[INSTANT] = OF_GROUP, self.instant.plain()
+        elif self.parts is None and not self.form.is_narrow:
+            format = FORMAT - 1
             del fields["parts"]
-        data = seal({"format": FORMAT if "parts" in fields else FORMAT - 1, **fields})
+        data = seal({"format": format, **fields})
         Manifest.decode(data)
         return data
 
@@ -119,21 +135,22 @@ class Manifest:
         _require(type(value) is dict and _is_count(value.get("format")), "it is not a manifest")
         format = value["format"]
         _require(
-            format in (FORMAT - 1, FORMAT),
-            f"its format is {format}, and this tierbed reads {FORMAT - 1} and {FORMAT}: use the version that wrote it",
+            FORMAT - 1 <= format <= OF_GROUP,
+            f"its format is {format}, and this tierbed reads {FORMAT - 1} to {OF_GROUP}: use the version that wrote it",
         )
-        fields = {field.name for field in dataclasses.fields(Manifest)}
-        _require(
-            value.keys() == (fields if format == FORMAT else fields - {"parts"}) | {"format"},
-            "fields are missing or foreign",
-        )
+        lacking = {FORMAT - 1: {"parts", INSTANT}, FORMAT: {INSTANT}}.get(format, set())
+        fields = {field.name for field in dataclasses.fields(Manifest)} - lacking
+        _require(value.keys() == fields | {"format"}, "fields are missing or foreign")
         check_description(value["description"])
         form, parts = RowForm.described(value["description"]), value.get("parts")
+        needs_parts = format == FORMAT and not form.is_narrow
         _require(
-            format < FORMAT or (parts is None and form.is_narrow) or (_is_count(parts) and 0 < parts <= MOST_PARTS),
+            (parts is None and not needs_parts) or (_is_count(parts) and 0 < parts <= MOST_PARTS),
             f"its parts are {parts!r}, and a snapshot has 1 to {MOST_PARTS}",
         )
-        _require(format == FORMAT or not form.is_narrow, f"rows that are not float32 are of format {FORMAT}")
+        _require(format >= FORMAT or not form.is_narrow, f"rows that are not float32 are of format {FORMAT}")
+        instant = Saved.parse(value.get(INSTANT))
+        _require(format < OF_GROUP or instant is not None, f"{INSTANT} is not that of a store in a group")
         kind = value["kind"]
         _require(kind in KINDS, f"its kind is {kind!r}, and there are {', '.join(KINDS)}")
         _require(_is_id(value["id"]), "id is not 32 hex digits")
@@ -168,6 +185,7 @@ class Manifest:
             value["created"],
             value["sequence"],
             parts,
+            instant,
         )
 
 

@@ -18,7 +18,7 @@ from .format import Kind, Manifest, Parent
 from .reader import Snapshot
 from .row_files import Part, RowFile
 from .row_writer import Progress, write_changes, write_rows
-from .writer import finish
+from .writer import Together, finish
 
 Files = dict[str, RowFile]
 
@@ -54,7 +54,12 @@ def write_changed_part(
 
 
 def commit(
-    place: Path, description: dict[str, Any], rows: int, parts: Sequence[Files], parent: Snapshot | None = None
+    place: Path,
+    description: dict[str, Any],
+    rows: int,
+    parts: Sequence[Files],
+    parent: Snapshot | None = None,
+    together: Together | None = None,
 ) -> Manifest:
     """Write the manifest of a snapshot whose parts are all durable. It goes over `parent`, or is full without one.
 
@@ -63,7 +68,7 @@ def commit(
     files = dict(sorted((name, file) for part in parts for name, file in part.items()))
     over = None if parent is None else Parent(parent.name, parent.manifest.id)
     kind: Kind = "full" if parent is None else "incremental"
-    return finish(place, kind, description, rows, files=files, parent=over, parts=len(parts))
+    return finish(place, kind, description, rows, files=files, parent=over, parts=len(parts), together=together)
 
 
 def _written(place: Path, part: Part, write: Callable[[], Files]) -> Files:

@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...engine.durable import UnsyncedError, made_aside, remove_leftovers
+from ...engine.durable import Commit, UnsyncedError, made_aside
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Change, RowForm, Rows
+from ...engine.store.folder import StoreFolder
+from ...engine.store.versions import Saved
 from .format import LAST_SEQUENCE, MANIFEST, Kind, Manifest, Parent, RocksDBFiles, check_description, check_name
 from .may_replace import check_replaceable
 from .reader import Snapshot, list_snapshots
@@ -21,12 +23,24 @@ from .row_writer import Progress as Progress
 from .row_writer import write_changes, write_rows
 
 
+class Together(NamedTuple):
+    """What a snapshot of a store in a group has beside its rows.
+
+    id: the snapshot's. commit: of a save of several stores, when each of them gets its name; None for one by itself.
+    """
+
+    id: str
+    saved: Saved
+    commit: Commit | None = None
+
+
 def write_snapshot(
     folder: Path,
     description: dict[str, Any],
     chunks: Iterable[tuple[int, Rows]],
     progress: Progress | None = None,
     overwrite: bool = False,
+    together: Together | None = None,
 ) -> Manifest:
     """Write the full snapshot `folder`, its last part the name; parents are created. One writer at a time in a parent.
 
@@ -34,15 +48,15 @@ def write_snapshot(
     ascending, as `Tier.scan` yields them; a few are held while they are written. `progress` is told how many rows each
     chunk added. When this returns, the snapshot is durable; when it raises, nothing of it is left, or the error says
     that it is there and may not outlive a power loss. With `overwrite` it takes the place of a snapshot of that name,
-    at one instant and when it is durable.
+    at one instant and when it is durable. together: of a store in a group.
 
     Raises SnapshotError if the name cannot be used or is taken, or what has it cannot be replaced, the description or a
     chunk is not valid, or the device fails; what `chunks` raises passes through.
     """
-    with new_snapshot(folder, description, overwrite) as place:
+    with new_snapshot(folder, description, overwrite, together) as place:
         files = write_rows(place, description, chunks, progress)
         rows = sum(file.rows for file in files.values())
-        return finish(place, "full", description, rows, files=files)
+        return finish(place, "full", description, rows, files=files, together=together)
 
 
 def write_incremental(
@@ -53,6 +67,7 @@ def write_incremental(
     changes: Iterable[Change],
     progress: Progress | None = None,
     overwrite: bool = False,
+    together: Together | None = None,
 ) -> Manifest:
     """Write what changed since `parent`, which lies beside `folder`, as `write_snapshot`. rows: of the whole table.
 
@@ -61,10 +76,10 @@ def write_incremental(
     """
     folder = Path(folder)
     check_over(folder, parent, description)
-    with new_snapshot(folder, description, overwrite) as place:
+    with new_snapshot(folder, description, overwrite, together) as place:
         files = write_changes(place, description, changes, progress)
         over = Parent(parent.name, parent.manifest.id)
-        return finish(place, "incremental", description, rows, files=files, parent=over)
+        return finish(place, "incremental", description, rows, files=files, parent=over, together=together)
 
 
 def check_over(folder: Path, parent: Snapshot, description: dict[str, Any]) -> None:
@@ -82,7 +97,9 @@ def check_over(folder: Path, parent: Snapshot, description: dict[str, Any]) -> N
 
 
 @contextmanager
-def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = False) -> Iterator[Path]:
+def new_snapshot(
+    folder: Path, description: dict[str, Any], overwrite: bool = False, together: Together | None = None
+) -> Iterator[Path]:
     """`made_aside` for the snapshot `folder`; `finish` completes it. SnapshotError, also for an OSError in it."""
     folder = Path(folder)
     check_free(folder, overwrite)
@@ -91,7 +108,7 @@ def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = Fa
     except ValueError as error:
         raise SnapshotError(f"snapshot {folder.name!r} cannot be written: {error}") from error
     try:
-        with made_aside(folder, overwrite) as place:
+        with made_aside(folder, overwrite, None if together is None else together.commit) as place:
             yield place
     except UnsyncedError as error:
         raise SnapshotError(f"snapshot {folder.name!r} was written to {str(folder.parent)!r}: {error}") from error
@@ -114,15 +131,12 @@ def check_free(folder: Path, overwrite: bool | None = False) -> None:
     check_replaceable(folder)
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Remove what killed or failed writers left in the folder of a store's snapshots. SnapshotError.
-
-    The holder of the store calls this, while nothing is being written.
-    """
+def clear_leftovers(store: StoreFolder) -> None:
+    """Do `StoreFolder.clear_snapshots` before a save, while nothing is being written. SnapshotError."""
     try:
-        remove_leftovers(folder)
+        store.clear_snapshots()
     except OSError as error:
-        raise SnapshotError(f"{str(folder)!r} cannot be cleared of unfinished snapshots: {error}") from error
+        raise SnapshotError(f"{str(store.snapshots)!r} cannot be cleared of unfinished snapshots: {error}") from error
 
 
 def finish(
@@ -135,6 +149,7 @@ def finish(
     rocksdb: RocksDBFiles | None = None,
     parent: Parent | None = None,
     parts: int | None = None,
+    together: Together | None = None,
 ) -> Manifest:
     """Write the manifest of the files in `place`, which are durable already. Raises OSError, SnapshotError.
 
@@ -149,9 +164,11 @@ def finish(
             f"snapshot {latest.name!r} has the last sequence that there is, {LAST_SEQUENCE}, so that none can come "
             f"after it: no save of tierbed made it. Move {str(latest.folder)!r} elsewhere, or remove it"
         )
-    identity = secrets.token_hex(16)
+    identity, instant = (secrets.token_hex(16), None) if together is None else (together.id, together.saved)
     created = time.time_ns()
-    manifest = Manifest(kind, identity, parent, description, rows, deleted, files, rocksdb, created, sequence, parts)
+    manifest = Manifest(
+        kind, identity, parent, description, rows, deleted, files, rocksdb, created, sequence, parts, instant
+    )
     try:
         data = manifest.encode()
     except ValueError as error:

@@ -8,15 +8,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ...engine.durable import check_regular, fsync_file, made_aside
+from ...engine.durable import TEMPORARY, check_regular, fsync_dir, fsync_file, made_aside, remove_folder
 from ...engine.errors import SnapshotError
-from ..files.format import MANIFEST
+from ..files.format import MANIFEST, ROCKSDB
 from ..files.reader import Snapshot
-from .retention import remove_snapshot
 
 
 def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
-    """Make `folder` the same full snapshot, by hard links, or by copies on another file system. Durable on return.
+    """Make `folder` the same snapshot, by hard links, or by copies on another file system. Durable on return.
 
     A symbolic link is followed. Raises SnapshotError, and nothing is left.
     """
@@ -24,6 +23,12 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
         with made_aside(folder) as place:
             for name in [MANIFEST, *snapshot.manifest.files]:
                 _link(snapshot.folder / name, place / name)
+            held = snapshot.manifest.rocksdb
+            for name in () if held is None else held.files:
+                (place / ROCKSDB / name).parent.mkdir(parents=True, exist_ok=True)
+                _link(snapshot.folder / ROCKSDB / name, place / ROCKSDB / name)
+            for inside in (*place.glob(f"{ROCKSDB}/*"), *place.glob(ROCKSDB)):
+                fsync_dir(inside)
     except OSError as error:
         raise SnapshotError(f"snapshot {snapshot.name!r} was not put into {str(folder.parent)!r}: {error}") from error
 
@@ -66,3 +71,16 @@ def _link(file: Path, to: Path) -> None:
     except OSError:  # another file system, or one without links
         shutil.copyfile(file, to)
         fsync_file(to)
+
+
+def remove_snapshot(folder: Path) -> None:
+    """Remove a snapshot, if it is there, so that a kill leaves it whole or not at all. Raises SnapshotError."""
+    temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # not the name of a save, which may be under way
+    try:
+        remove_folder(temporary)
+        if folder.is_dir():
+            folder.rename(temporary)
+            fsync_dir(folder.parent)
+            remove_folder(temporary)
+    except OSError as error:
+        raise SnapshotError(f"snapshot {str(folder)!r} cannot be removed: {error}") from error

@@ -6,13 +6,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from ...engine.durable import TEMPORARY, fsync_dir, remove_folder
 from ...engine.errors import SnapshotError
 from ...engine.numeric import whole_option
 from ...engine.store.folder import StoreFolder
 from ...engine.store.folder_state import FolderState, snapshot_id
 from ..files.may_replace import going_over
 from ..files.reader import Snapshot, list_snapshots
+from .instants import needed_snapshots
+from .linked import link_snapshot, remove_snapshot
+
+REPLACED = "replaced-"  # begins the name of a snapshot that a save has replaced, and recovery may need
 
 
 class Retained(NamedTuple):
@@ -62,7 +65,30 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
     """What `prune` would do. Raises what it raises."""
     noting = store.all_noting
     replaced = {name for state in noting for name in state.replaced}
-    return plan_prune(all_in(store.snapshots), keep_last, keep_every, [state.base for state in noting], replaced)
+    needed = {name for state in noting for name in needed_snapshots(state.path)}
+    bases = [*needed, *(state.base for state in noting)]
+    return plan_prune(all_in(store.snapshots), keep_last, keep_every, bases, replaced)
+
+
+def keep_replaced(folder: Path) -> None:
+    """Give a snapshot that a save is about to replace a second name, as recovery may go back to it. SnapshotError."""
+    snapshot = Snapshot.open(folder)
+    link_snapshot(snapshot, folder.with_name(f"{REPLACED}{snapshot.manifest.id}"))
+
+
+def drop_replaced(store: StoreFolder) -> None:
+    """Remove what `keep_replaced` has kept, where recovery does not need it any more. Raises SnapshotError."""
+    kept = [place for place in store.snapshots.glob(f"{REPLACED}*/") if is_replaced(place)]
+    if kept:
+        needed = needed_snapshots(store.path)
+        for place in kept:
+            if place.name not in needed and not going_over(place):
+                remove_snapshot(place)
+
+
+def is_replaced(folder: Path) -> bool:
+    """Whether a snapshot has the name that `keep_replaced` gave it."""
+    return folder.name == f"{REPLACED}{snapshot_id(folder)}"
 
 
 def all_in(folder: Path) -> list[Snapshot]:
@@ -80,6 +106,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
     snapshot has all that it goes over. Raises SnapshotError, and removes nothing, where a manifest is damaged: what
     that snapshot goes over is unknown then.
     """
+    drop_replaced(store)
     plan = plan_for(store, keep_last, keep_every)
     for snapshot in reversed(plan.removed):
         remove_snapshot(snapshot.folder)
@@ -95,16 +122,3 @@ def drop_unneeded(store: StoreFolder, saved: Snapshot) -> None:
     bases = {state.base for state in (store, *store.all_noting)}
     if snapshot_id(place) == saved.manifest.id and saved.name not in bases and not going_over(place):
         remove_snapshot(place)
-
-
-def remove_snapshot(folder: Path) -> None:
-    """Remove a snapshot, if it is there, so that a kill leaves it whole or not at all. Raises SnapshotError."""
-    temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # not the name of a save, which may be under way
-    try:
-        remove_folder(temporary)
-        if folder.is_dir():
-            folder.rename(temporary)
-            fsync_dir(folder.parent)
-            remove_folder(temporary)
-    except OSError as error:
-        raise SnapshotError(f"snapshot {str(folder)!r} cannot be removed: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
 from ...engine.store.folder import StoreFolder
+from ...engine.store.versions import GroupRecord
 from ..files.difference import changes_between
 from ..files.format import KINDS, Manifest
 from ..files.reader import LONGEST_CHAIN, Snapshot, latest_snapshot
-from ..files.writer import Progress, check_free, clear_leftovers, write_incremental, write_snapshot
+from ..files.writer import Progress, Together, check_free, clear_leftovers, write_incremental, write_snapshot
+from .instants import is_left_behind, needed_snapshots
+from .retention import drop_replaced, keep_replaced
 
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
@@ -25,7 +29,8 @@ class Held(NamedTuple):
     """Rows to save.
 
     `scan`: yields all rows. `rocksdb`: the database that has all rows, at the latest after `flush`, or None. `changes`:
-    what changed since the snapshot with a given id; None where that is not known.
+    what changed since the snapshot with a given id; None where that is not known. `together`, `record`: of a store that
+    is trained together with others, what the snapshot and MARK note of them.
     """
 
     description: dict[str, Any]
@@ -33,6 +38,8 @@ class Held(NamedTuple):
     scan: Callable[[], Chunks]
     rocksdb: RocksDB | None = None
     changes: Callable[[str], Iterator[Change] | None] = lambda since: None
+    together: Together | None = None
+    record: GroupRecord | None = None
 
 
 def check_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: bool) -> Path:
@@ -43,7 +50,7 @@ def check_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: 
     """
     check_kind(kind)
     place = store.snapshots / name
-    check_free(place, overwrite)
+    check_free(place, overwrite or is_left_behind(store.path, name))
     if kind == "checkpoint" and held.rocksdb is None:
         raise OptionError("kind='checkpoint' is of RocksDB's files, for cached_ssd stores alone; give 'full'")
     return place
@@ -52,8 +59,10 @@ def check_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: 
 def begin_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: bool = False) -> Path:
     """Do `check_save`, and let live rows go back to the snapshot after a kill, once it is there. StoreError too."""
     place = check_save(store, name, kind, held, overwrite)
-    clear_leftovers(store.snapshots)
-    store.expect_base(name)
+    clear_leftovers(store)
+    if os.path.lexists(place) and name in needed_snapshots(store.path):
+        keep_replaced(place)
+    store.expect_base(name, held.record)
     return place
 
 
@@ -72,17 +81,23 @@ def save_held(
     parent = parent_for(store, name) if kind == "incremental" else None
     kind = "full" if kind == "incremental" and parent is None else kind
     place = begin_save(store, name, kind, held, overwrite)
+    overwrite = overwrite or os.path.lexists(place)
     if parent is not None:
         changed = held.changes(parent.manifest.id)
         if changed is None:
             changed = changes_between(parent.chunks(), held.scan())
-        return write_incremental(place, parent, held.description, held.rows, changed, progress, overwrite)
-    if kind == "checkpoint":
+        rows = held.rows
+        made = write_incremental(place, parent, held.description, rows, changed, progress, overwrite, held.together)
+    elif kind == "checkpoint":
         from ..files.checkpoint import write_checkpoint  # only where there is RocksDB
 
         assert held.rocksdb is not None
-        return write_checkpoint(place, held.description, held.rows, held.rocksdb, progress, overwrite)
-    return write_snapshot(place, held.description, held.scan(), progress, overwrite)
+        made = write_checkpoint(place, held.description, held.rows, held.rocksdb, progress, overwrite, held.together)
+    else:
+        made = write_snapshot(place, held.description, held.scan(), progress, overwrite, held.together)
+    if held.together is not None:
+        drop_replaced(store)
+    return made
 
 
 def check_kind(kind: str) -> None:

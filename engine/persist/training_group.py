@@ -1,0 +1,268 @@
+"""Embeddings that one process trains together, and what the open store of each notes of the others."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet, WeakValueDictionary
+
+from ...snapshots.files.reader import list_snapshots
+from ...snapshots.files.writer import Together
+from ...snapshots.store.instants import Member, rows_of
+from ..durable import Commit
+from ..ops.rows_contract import Rows as Embedding
+from ..store.folder import StoreFolder
+from ..store.versions import AT, EMPTY, LIVE, At, GroupRecord, Instant, Peer, Rows, Saved, Version, Versions
+from ..table.between_steps import BetweenSteps
+
+if TYPE_CHECKING:
+    from ..table.table import OpenTable
+
+_open: WeakValueDictionary[str, Membership] = WeakValueDictionary()  # by the real path of the store
+os.register_at_fork(after_in_child=_open.clear)
+
+
+class TrainingGroup:
+    """Stores that are trained together by this process: a set that grows, of embeddings held weakly."""
+
+    def __init__(self) -> None:
+        self.embeddings: WeakSet[Any] = WeakSet()
+        self.ids: dict[str, str] = {}  # by the real path of a store
+        self.gate = BetweenSteps()  # of all their tables
+
+    def stores(self) -> dict[str, tuple[str, Path]]:
+        """The name and the folder of each, by its real path."""
+        folders = ((one.name, Path(one.store_options.persistent_path).absolute()) for one in self.embeddings)
+        return {os.path.realpath(path / name): (name, path / name) for name, path in folders}
+
+
+def train_together(modules: Iterable[Any]) -> None:
+    """Let the embeddings among modules, and those that each is trained with already, be one group.
+
+    Those without a folder are left out.
+    """
+    options = ((one, getattr(one, "store_options", None)) for one in modules if isinstance(one, Embedding))
+    stored = [one for one, given in options if given is not None and given.persistent_path is not None]
+    if len(stored) < 2:
+        return
+    groups = {id(one.group): one.group for one in stored if one.group is not None}
+    together = next(iter(groups.values()), TrainingGroup())
+    if len(groups) == 1 and all(one.group is together for one in stored):
+        return
+    for group in groups.values():
+        together.embeddings |= group.embeddings
+        together.ids |= group.ids
+    together.embeddings |= WeakSet(stored)
+    for one in list(together.embeddings):
+        one.group = together
+    for one in list(together.embeddings):
+        one.join()
+
+
+class Membership:
+    """What an open store knows of the stores that it is trained together with. `folder` notes it in its MARK.
+
+    `versions`: of its rows. `record`: as MARK has it, None for a store that trains alone, which notes nothing.
+    """
+
+    def __init__(self, folder: StoreFolder, group: TrainingGroup | None) -> None:
+        self.folder, self.group = folder, group
+        self.path = os.path.realpath(folder.path)
+        self.record: GroupRecord | None = folder.group
+        self.versions = Versions(Rows(EMPTY))
+        self.holder: Callable[[], Any] = lambda: None  # gives what has the table
+        self._formed: Instant | None = None  # of the last open or load of one of them, for the first write of each
+        self._is_at = False  # whether MARK says that the rows are at a version
+
+    @property
+    def table(self) -> OpenTable | None:
+        """The open table, once it is there."""
+        holder = self.holder()
+        return None if holder is None else holder.own_open
+
+    def opened(self, rows: Rows) -> None:
+        """The rows are open: live rows, those of a snapshot, or none. StoreError."""
+        self.versions = Versions(rows, self._epochs())
+        self._is_at = self.folder.at is not None
+        _open[self.path] = self
+        self.enlist()
+
+    def rest(self) -> None:
+        """Rows that were loaded and not written since are of an instant with the others when they are closed."""
+        if self.record is not None and self.folder.at is not None:
+            self.folder.note_group(self.record, **{AT: None})
+
+    def closed(self) -> None:
+        """The rows are no longer open."""
+        if _open.get(self.path) is self:
+            del _open[self.path]
+
+    def live(self) -> dict[str, Any]:
+        """The field of a clean marker with the version of the rows."""
+        return {} if self.record is None else {LIVE: self.versions.rows.plain()}
+
+    def enlist(self) -> None:
+        """Note the group as it is now, where this is not noted yet. StoreError."""
+        group = self.group
+        others = {} if group is None else {path: store for path, store in group.stores().items() if path != self.path}
+        if not others and self.record is None:
+            return
+        record = self.record or GroupRecord(self._own_id(), {}, self.versions.rows.now)
+        if group is not None and others:
+            group.ids[self.path] = record.id
+            peers = {
+                _id_of(group, path): Peer.of(name, self.folder.path, place) for path, (name, place) in others.items()
+            }
+            record = replace(record, peers=peers)
+        self.record, noted = record, self.folder.group
+        self._form()
+        for other in self.open_peers():
+            if other.record is not None and record.id not in other.record.peers:
+                other.enlist()
+            other._form()
+        if noted is not None and (noted.id, noted.peers, noted.joined) == (record.id, record.peers, record.joined):
+            return
+        rows = self.versions.rows
+        if self.versions.writes > 0:
+            self.record = replace(record, instant=self._formed)
+            self.folder.note_group(self.record)
+            return
+        mark = self.folder.read_mark()
+        if mark is not None and LIVE not in mark:
+            self.folder.set_mark({**mark, LIVE: rows.plain()})
+        self.folder.note_group(record, **{AT: At(rows.now, "recovery").plain()})
+        self._is_at = True
+
+    def begin_fresh(self) -> None:
+        """The rows begin empty by the user's will: to the others this is another store from here on."""
+        if self.record is not None:
+            self.record = replace(self.record, id=secrets.token_hex(8), joined=EMPTY, instant=None)
+
+    def _own_id(self) -> str:
+        known = None if self.group is None else self.group.ids.get(self.path)
+        return known or secrets.token_hex(8)
+
+    def _epochs(self) -> list[str]:
+        return [rows_of(snapshot).now[0] for snapshot in list_snapshots(self.folder.snapshots).snapshots]
+
+    def open_peers(self) -> list[Membership]:
+        """Those of the others that this process has open."""
+        if self.record is None:
+            return []
+        places = (place for peer in self.record.peers.values() for place in peer.places(self.folder.path))
+        found = (_open.get(os.path.realpath(place)) for place in places)
+        return list({one.path: one for one in found if one is not None and one.table is not None}.values())
+
+    def instant(self) -> Instant:
+        """That of now, with a new number. The caller holds the locks of all open stores (`between_steps`)."""
+        assert self.record is not None
+        versions: dict[str, Version | None] = {self.record.id: self.versions.rows.now}
+        number = self.record.number
+        steady = not self.is_amid_step
+        for id, peer in self.record.peers.items():
+            places = peer.places(self.folder.path)
+            other = next((_open[path] for place in places if (path := os.path.realpath(place)) in _open), None)
+            if other is not None and other.table is not None and other.record is not None:
+                known, version = other.record.number, other.versions.rows.now
+            else:
+                there = Member(next((place for place in places if place.is_dir()), places[1]), {})
+                known, version = 0 if there.record is None else there.record.number, there.present
+            versions[id] = version if steady else None
+            number = max(number, known)
+        self.record = replace(self.record, number=number + 1)
+        return Instant(number + 1, versions)
+
+    @property
+    def is_amid_step(self) -> bool:
+        """Whether one of the stores is in a step, so that their versions are of no instant."""
+        in_pass = self.group is not None and self.group.gate.closed
+        return in_pass or any(one.table is not None and one.table.in_step for one in [self, *self.open_peers()])
+
+    def _form(self) -> None:
+        if self._formed is None or None in self._formed.versions.values():
+            self._formed = self.instant()
+
+    def first_write(self) -> GroupRecord | None:
+        """The record to note with the first write of a run; None for a store that trains alone."""
+        self._is_at = False
+        if self.record is None:
+            return None
+        self.record = replace(self.record, instant=self._formed or self.record.instant)
+        return self.record
+
+    @property
+    def is_at(self) -> bool:
+        """Whether MARK says that the rows are at a version, and so has to hear of the first write."""
+        return self._is_at
+
+    def loaded(self, snapshot_rows: Rows, by: str, all_: Instant | None = None) -> tuple[Any, ...]:
+        """What MARK has to note with the snapshot that rows go back to from here on; nothing for a store by itself."""
+        self.versions = Versions(snapshot_rows, self._epochs())
+        if self.record is None:
+            return ()
+        if by == "load":
+            number = self.instant().number if all_ is None else all_.number
+            self.record = replace(self.record, number=number)
+        self._is_at = True
+        return At(snapshot_rows.now, by, all_), self.record
+
+    def reformed(self) -> None:
+        """After a load: what is open now is of one instant, by the user's will."""
+        if self.record is not None:
+            formed = self.instant()
+            for one in [self, *self.open_peers()]:
+                one._formed = formed
+
+    def saved(self, of_all: OfAll | None = None) -> Together:
+        """What a snapshot of the rows as they are now has beside them. of_all: of a save of several stores."""
+        assert self.record is not None
+        first, commit, identity = None, None, secrets.token_hex(16)
+        if of_all is not None:
+            commit, is_first = of_all.commit, of_all.first.path == self.path
+            identity = of_all.id if is_first else identity
+            peer = Peer.of(of_all.first.folder.path.name, self.folder.path, of_all.first.folder.path)
+            first = None if is_first else (peer, of_all.name, of_all.id)
+        said = Saved(self.record.id, self.versions.rows, self.instant(), self.record.peers, first)
+        return Together(identity, said, commit)
+
+    def saved_as(self, id: str) -> None:
+        """A snapshot has the rows as they are now: those of a store by itself have its version from here on."""
+        if self.record is None:
+            self.versions = Versions(Rows((id, 0)))
+
+
+class OfAll(NamedTuple):
+    """A save of several stores as snapshots `name`, of which `first` gets its name first: with it, all are there."""
+
+    name: str
+    first: Membership
+    id: str
+    commit: Commit
+
+
+def _id_of(group: TrainingGroup, path: str) -> str:
+    """The id of another store of the group: as it notes it, or as it will."""
+    if path not in group.ids:
+        record = Member(Path(path), {}).record
+        group.ids[path] = secrets.token_hex(8) if record is None else record.id
+    return group.ids[path]
+
+
+def open_rows() -> dict[str, Rows]:
+    """The versions of the rows of all stores that this process has open, by their real paths."""
+    return {path: one.versions.rows for path, one in _open.items() if one.table is not None}
+
+
+@contextmanager
+def between_steps(members: Iterable[Membership]) -> Iterator[None]:
+    """A block in which no other thread writes to these stores, nor to those that they are trained together with."""
+    everyone = {one.path: one for member in members for one in [member, *member.open_peers()]}
+    with ExitStack() as stack:
+        for table in sorted((one.table for one in everyone.values() if one.table is not None), key=id):
+            stack.enter_context(table.lock)
+        yield

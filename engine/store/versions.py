@@ -1,0 +1,208 @@
+"""Versions of a store's rows, and the instants at which stores that train together had them.
+
+A *version* is (epoch, writes): a random name for each time that rows were opened, and how many updates, puts and
+erasures came since. Rows that were opened or loaded whole keep the version of their source until their first write.
+Equal versions are equal rows.
+
+An *instant* is a moment when no store of a group was in a step: a number larger than all before, and the versions of
+all stores at it, by their ids. docs/snapshots.md says how recovery chooses among them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Version = tuple[str, int]
+
+EMPTY: Version = ("", 0)  # of rows never written
+LIVE = "version"  # the field of a clean marker with the version of the live rows
+GROUP, AT = "group", "at"  # fields of MARK: the group of a store, and the version of rows not written since
+_MAX_PAST = 1000
+
+
+class Rows(NamedTuple):
+    """The version of a store's rows, and its past: the last versions of the epochs before, from the newest on."""
+
+    now: Version
+    past: tuple[Version, ...] = ()
+
+    def went_through(self, version: Version) -> bool:
+        """Whether the rows were of this version once, or are."""
+        return any(version[0] == epoch and version[1] <= writes for epoch, writes in (self.now, *self.past))
+
+    def began(self, epochs: Iterable[str]) -> tuple[Version, ...]:
+        """The past of rows that are written from here on. epochs: those of which there are snapshots."""
+        known = {*epochs, "", self.now[0]}
+        return tuple(version for version in (self.now, *self.past) if version[0] in known)[:_MAX_PAST]
+
+    def plain(self) -> list[Any]:
+        return [list(self.now), [list(version) for version in self.past]]
+
+    @classmethod
+    def parse(cls, value: Any) -> Rows | None:
+        """From `plain`; None for anything else."""
+        match value:
+            case [now, list(past)] if (version := parse_version(now)) is not None:
+                known = [parse_version(other) for other in past]
+                return cls(version, tuple(other for other in known if other is not None))
+        return None
+
+
+def parse_version(value: Any) -> Version | None:
+    match value:
+        case [str(epoch), int(writes)]:
+            return epoch, writes
+    return None
+
+
+class Instant(NamedTuple):
+    """The versions of all stores of a group at one moment, by their ids; None for one that was not known."""
+
+    number: int
+    versions: dict[str, Version | None]
+
+    def plain(self) -> dict[str, Any]:
+        return {"number": self.number, "versions": {id: v and list(v) for id, v in self.versions.items()}}
+
+    @classmethod
+    def parse(cls, value: Any) -> Instant | None:
+        """From `plain`; None for anything else."""
+        match value:
+            case {"number": int(number), "versions": dict(versions)}:
+                return cls(number, {str(id): parse_version(version) for id, version in versions.items()})
+        return None
+
+
+class Peer(NamedTuple):
+    """Another store of a group: its embedding, and its folder from this store's folder, and from the root."""
+
+    name: str
+    relative: str
+    absolute: str
+
+    @classmethod
+    def of(cls, name: str, store: Path, other: Path) -> Peer:
+        return cls(name, os.path.relpath(other, store), str(other))
+
+    def places(self, store: Path) -> list[Path]:
+        """Where the folder may be, for that of the store which names it."""
+        return [Path(os.path.normpath(store / self.relative)), Path(self.absolute)]
+
+
+@dataclass
+class GroupRecord:
+    """What a store notes of the embeddings that it is trained together with.
+
+    `id`: of this store, drawn when its rows began or joined. `joined`: the version with which it came to the others: an
+    instant that lacks it had that. `instant`: that of the last join, load or recovery before the store was written.
+    `number`: the largest that the store knows of. `cut`: the numbers of the last recovery's instant and of the latest
+    before it: snapshots in between were left behind.
+    """
+
+    id: str
+    peers: dict[str, Peer]
+    joined: Version = EMPTY
+    instant: Instant | None = None
+    number: int = 0
+    cut: tuple[int, int] = (0, 0)
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "peers": {id: list(peer) for id, peer in self.peers.items()},
+            "joined": list(self.joined),
+            "instant": self.instant and self.instant.plain(),
+            "number": self.number,
+            "cut": list(self.cut),
+        }
+
+    @classmethod
+    def parse(cls, value: Any) -> GroupRecord | None:
+        """From `plain`; None for anything else."""
+        match value:
+            case {"id": str(id), "peers": dict(peers), "number": int(number), "cut": [int(low), int(high)], **more}:
+                joined, instant = parse_version(more.get("joined")) or EMPTY, Instant.parse(more.get("instant"))
+                return cls(id, parse_peers(peers), joined, instant, number, (low, high))
+        return None
+
+
+def parse_peers(value: Mapping[Any, Any]) -> dict[str, Peer]:
+    peers = {}
+    for id, peer in value.items():
+        match peer:
+            case [str(name), str(relative), str(absolute)]:
+                peers[str(id)] = Peer(name, relative, absolute)
+    return peers
+
+
+class At(NamedTuple):
+    """Rows that are of `version` until their first write, `by` "recovery" or "load".
+
+    all: of a load of several stores, the instant to which it moves them all.
+    """
+
+    version: Version
+    by: str
+    all: Instant | None = None
+
+    def plain(self) -> dict[str, Any]:
+        return {"version": list(self.version), "by": self.by, "all": self.all and self.all.plain()}
+
+    @classmethod
+    def parse(cls, value: Any) -> At | None:
+        """From `plain`; None for anything else."""
+        match value:
+            case {"version": version, "by": "recovery" | "load" as by, "all": all_} if parse_version(version):
+                return cls(parse_version(version) or EMPTY, by, Instant.parse(all_))
+        return None
+
+
+class Saved(NamedTuple):
+    """What a snapshot of a store in a group says of it: the field `instant` of its manifest.
+
+    id: of the store. rows: the version of these rows, and their past. peers: as of GroupRecord. first: of a save of
+    several stores, the snapshot whose rename commits it: the place of its store, its name and its id.
+    """
+
+    id: str
+    rows: Rows
+    instant: Instant
+    peers: dict[str, Peer]
+    first: tuple[Peer, str, str] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        first = None if self.first is None else [list(self.first[0]), *self.first[1:]]
+        peers = {id: list(peer) for id, peer in self.peers.items()}
+        return {"id": self.id, "rows": self.rows.plain(), **self.instant.plain(), "peers": peers, "first": first}
+
+    @classmethod
+    def parse(cls, value: Any) -> Saved | None:
+        """From `plain`; None for anything else."""
+        match value:
+            case {"id": str(id), "rows": plain, "peers": dict(peers), "first": begin} if (
+                rows := Rows.parse(plain)
+            ) and (instant := Instant.parse(value)):
+                first = None
+                match begin:
+                    case [[str(name), str(relative), str(absolute)], str(snapshot), str(identity)]:
+                        first = Peer(name, relative, absolute), snapshot, identity
+                return cls(id, rows, instant, parse_peers(peers), first)
+        return None
+
+
+class Versions:
+    """The versions that the rows of an open store go through."""
+
+    def __init__(self, opened: Rows, epochs: Iterable[str] = ()) -> None:
+        """opened: of the rows as they are. epochs: those of which the store has snapshots."""
+        self._opened, self._began = opened, opened.began(epochs)
+        self._epoch, self.writes = secrets.token_hex(8), 0
+
+    @property
+    def rows(self) -> Rows:
+        return self._opened if self.writes == 0 else Rows((self._epoch, self.writes), self._began)

@@ -1,0 +1,362 @@
+"""Stores that are trained together: which of their snapshots and live rows are of one instant, and the way back to it.
+
+Each snapshot and each MARK of such a store has an instant: the versions of all of them at one moment (`versions.py`).
+After an unclean end, recovery takes the latest instant that lies in the past of every store, and of which every store
+has the rows: clean live rows, a snapshot, or none for rows never written. It moves marks alone, each by one atomic
+write, and what it chooses follows from the folders: killed anywhere, the next one comes to the same end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from ...engine.errors import SnapshotError, StoreError
+from ...engine.store.folder import StoreFolder
+from ...engine.store.folder_state import FolderState
+from ...engine.store.versions import AT, EMPTY, LIVE, At, GroupRecord, Instant, Rows, Version
+from ..files.reader import Listing, Snapshot, list_snapshots
+
+log = logging.getLogger("tierbed")
+
+Live = Mapping[str, Rows]  # of stores that are open in this process, by their real paths
+
+_UNKNOWN: Version = ("?", 0)  # of clean live rows that an older version of tierbed wrote
+
+
+class Member:
+    """A store of a group, as its folder tells. `live`: of its rows where it is open in this process."""
+
+    def __init__(self, path: Path, live: Live) -> None:
+        self.state = FolderState(path)
+        self.path = path
+        self.live = live.get(os.path.realpath(path))
+
+    @cached_property
+    def name(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def listing(self) -> Listing:
+        return list_snapshots(self.state.snapshots)
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """From the oldest to the latest."""
+        return self.listing.snapshots
+
+    @cached_property
+    def record(self) -> GroupRecord | None:
+        """What the store notes of its group, or, where MARK is lost or new, what its latest snapshot says."""
+        noting = self.state.noting
+        if noting.group is not None or noting.was_open or not self.snapshots:
+            return noting.group
+        saved = self.snapshots[-1].manifest.instant
+        return None if saved is None else GroupRecord(saved.id, saved.peers, number=saved.instant.number)
+
+    @cached_property
+    def clean(self) -> Rows | None:
+        """The version of its live rows, where they carry a mark."""
+        mark = self.state.read_mark()
+        return None if mark is None else Rows.parse(mark.get(LIVE)) or Rows(_UNKNOWN)
+
+    @cached_property
+    def at(self) -> At | None:
+        return self.state.noting.at
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the rows that it would open with are those that it closed with, or those of a recovery."""
+        if self.at is not None and self.at.by == "load":
+            return False
+        return self.clean is not None or self.at is not None or not self.state.begun
+
+    @property
+    def present(self) -> Version | None:
+        """The version of its rows now; None where that is not known."""
+        if self.live is not None:
+            return self.live.now
+        if self.clean is not None:
+            return None if self.clean.now == _UNKNOWN else self.clean.now
+        if self.at is not None:
+            return self.at.version
+        return None if self.state.begun else EMPTY
+
+    @cached_property
+    def base(self) -> Snapshot | None:
+        """The snapshot that was saved or loaded last."""
+        base = self.state.noting.base
+        if base is None:
+            return self.snapshots[-1] if self.snapshots else None
+        return next((snapshot for snapshot in self.snapshots if snapshot.name == base), None)
+
+    def rows(self, killed: bool) -> Rows:
+        """The version and the past of its rows. killed: of those that the next run finds if all are killed now."""
+        if not killed and (known := self.live or self.clean) is not None:
+            return known
+        return Rows(EMPTY) if self.base is None else rows_of(self.base)
+
+    def has(self, killed: bool) -> set[Version]:
+        """The versions of which the next run can have the rows."""
+        if self.live is not None and not killed:
+            return {self.live.now}
+        rows = self.rows(killed)
+        saved = {rows_of(s).now for s in self.snapshots if rows.went_through(rows_of(s).now)}
+        if not saved and rows.went_through(EMPTY):
+            saved.add(EMPTY)
+        return saved if killed or self.clean is None else saved | {self.clean.now}
+
+    def instants(self, killed: bool) -> Iterator[Instant]:
+        """Those that no later load or recovery of this store cut off."""
+        rows = self.rows(killed)
+        for snapshot in self.snapshots:
+            saved = snapshot.manifest.instant
+            if saved is not None and rows.went_through(saved.rows.now):
+                yield saved.instant
+        if self.record is not None and self.record.instant is not None:
+            yield self.record.instant
+
+    def snapshot_of(self, version: Version) -> Snapshot | None:
+        """The latest one of these rows."""
+        return next((snapshot for snapshot in reversed(self.snapshots) if rows_of(snapshot).now == version), None)
+
+
+def rows_of(snapshot: Snapshot) -> Rows:
+    """The version and the past of a snapshot's rows."""
+    saved = snapshot.manifest.instant
+    return Rows((snapshot.manifest.id, 0)) if saved is None else saved.rows
+
+
+class Group:
+    """The stores that are trained together with the one in `path`, itself included, by their ids.
+
+    `missing`: those whose folders are not found, by id. `first`: the id of the one in `path`, "" if it trains alone.
+    """
+
+    def __init__(self, path: Path, live: Live) -> None:
+        self.members: dict[str, Member] = {}
+        self.missing: dict[str, str] = {}
+        first = Member(Path(os.path.abspath(path)), live)
+        self.first = "" if first.record is None else first.record.id
+        waiting = [first] if first.record is not None else []
+        while waiting:
+            member = waiting.pop()
+            assert member.record is not None
+            self.members[member.record.id] = member
+            for id, peer in member.record.peers.items():
+                if id in self.members or any(one.record and one.record.id == id for one in waiting):
+                    continue
+                there = [Member(place, live) for place in peer.places(member.path) if place.is_dir()]
+                found = next((one for one in there if _is_mutual(member, one, id)), None)
+                if found is not None:
+                    waiting.append(found)
+                elif not there:
+                    self.missing[id] = peer.name
+        self.missing = {id: name for id, name in self.missing.items() if id not in self.members}
+
+    @property
+    def number(self) -> int:
+        """The largest that a store knows of."""
+        return max((m.record.number for m in self.members.values() if m.record is not None), default=0)
+
+    @property
+    def is_at_rest(self) -> bool:
+        return all(member.live is not None or member.is_at_rest for member in self.members.values())
+
+    def target(self, killed: bool = False) -> Instant | None:
+        """The instant that recovery goes to; None where there is none. killed: if all processes were killed now."""
+        has = {id: member.has(killed) for id, member in self.members.items()} | {id: {EMPTY} for id in self.missing}
+        loads = [member.at for member in self.members.values() if member.at is not None and member.at.all is not None]
+        begun = max((load.all for load in loads if load.all is not None), key=lambda all_: all_.number, default=None)
+        if begun is not None and any(m.record is None or m.record.number < begun.number for m in self.members.values()):
+            there = {
+                id: has[id] if m.live is not None else has[id] | {EMPTY} | {rows_of(s).now for s in m.snapshots}
+                for id, m in self.members.items()
+            }
+            if all(version in there.get(id, {EMPTY}) for id, version in begun.versions.items()):
+                return begun  # the load of several stores that a kill interrupted is finished
+        known = [instant for member in self.members.values() for instant in member.instants(killed)]
+        fit = [instant for instant in known if all(self._at(instant, id) in has[id] for id in has)]
+        if fit:
+            latest = max(fit, key=lambda instant: instant.number)
+            return Instant(latest.number, {id: self._at(latest, id) for id in self.members})
+        if not any(has[id] - {EMPTY} for id in has):
+            return Instant(0, dict.fromkeys(self.members, EMPTY))
+        return None
+
+    def _at(self, instant: Instant, id: str) -> Version | None:
+        """The version of a store at an instant, which may be of before it joined."""
+        if id in instant.versions:
+            return instant.versions[id]
+        member = self.members.get(id)
+        return EMPTY if member is None or member.record is None else member.record.joined
+
+    def needed(self, id: str) -> set[str]:
+        """The names of the snapshots of a store that recovery may go back to."""
+        member, target = self.members[id], self.target(killed=True)
+        wanted = {target.versions.get(id)} if target is not None else set()
+        wanted |= {one.at.all.versions.get(id) for one in self.members.values() if one.at is not None and one.at.all}
+        names = {snapshot.name for snapshot in member.snapshots if rows_of(snapshot).now in wanted}
+        if self.missing:  # what they have is not known
+            saved = ((snapshot.name, snapshot.manifest.instant) for snapshot in member.snapshots)
+            names |= {name for name, said in saved if said is not None and self.missing.keys() & said.peers.keys()}
+        return names
+
+
+def _is_mutual(member: Member, other: Member, id: str) -> bool:
+    """Whether `other` is the store that `member` names `id`, and names it in turn."""
+    if other.record is None or other.record.id != id or member.record is None:
+        return False
+    back = other.record.peers.get(member.record.id)
+    mine = os.path.realpath(member.path)
+    return back is not None and any(os.path.realpath(place) == mine for place in back.places(other.path))
+
+
+def needed_snapshots(path: Path) -> set[str]:
+    """The names of the snapshots of a store that its group needs after a kill; none for a store that trains alone."""
+    group = Group(path, {})
+    if len(group.members) + len(group.missing) < 2:
+        return set()
+    return group.needed(group.first)
+
+
+def is_left_behind(path: Path, name: str) -> bool:
+    """Whether a recovery went back behind the snapshot `name` of a store, which the run may then make once more."""
+    member = Member(Path(os.path.abspath(path)), {})
+    left = next((one for one in member.snapshots if one.name == name), None)
+    saved = None if left is None else left.manifest.instant
+    if member.record is None or saved is None:
+        return False
+    low, high = member.record.cut
+    return low < saved.instant.number <= high and not member.rows(killed=False).went_through(saved.rows.now)
+
+
+def settle(first: StoreFolder, mode: str, live: Live, for_load: bool = False) -> Instant | None:
+    """Bring the stores that are trained together with `first` to one instant, where a run ended uncleanly.
+
+    first: held, about to be opened. mode: its option `open`. live: of the stores that this process has open.
+    for_load: whether its rows are about to be replaced: then it goes back by itself where there is no such instant.
+    Returns the instant that they were moved to; None where they are of one already. Raises StoreError where there is
+    none, where a store is held by another process, and as `open="error"` asks.
+    """
+    group = Group(first.path, live)
+    if mode == "fresh" or len(group.members) + len(group.missing) < 2 or group.is_at_rest:
+        return None
+    if mode == "error":
+        unclean = [repr(str(m.path)) for m in group.members.values() if m.live is None and not m.is_at_rest]
+        raise StoreError(
+            f"{', '.join(unclean)} of the store folders that are trained together were not closed by their last run, "
+            'so their live rows cannot be used; open="resume" goes back to the last instant of which all have the rows'
+        )
+    with ExitStack() as holding:
+        folders: dict[str, StoreFolder] = {}
+        for id, member in sorted(group.members.items()):
+            if member.live is None:
+                own = os.path.realpath(member.path) == os.path.realpath(first.path)
+                folders[id] = first if own else holding.enter_context(_held(member, first))
+        group = Group(first.path, live)  # anew: now nobody changes them
+        for member in group.members.values():
+            for error in member.listing.damaged.values():
+                raise SnapshotError(f"it is unknown which instant is the latest: {error}") from error
+        target = group.target()
+        if target is None and mode == "mixed":
+            target = _accepted(group)
+        if target is None:
+            if for_load:
+                return None
+            raise StoreError(_no_instant(group))
+        _move(group, folders, target)
+    return target
+
+
+def _held(member: Member, first: StoreFolder) -> StoreFolder:
+    try:
+        return StoreFolder(member.path, f"the recovery of {first.user}")
+    except StoreError as error:
+        raise StoreError(
+            f"{first.user} was trained together with embedding {member.name!r}, a run of theirs was not closed, and "
+            f"recovery has to bring both to one instant: {error}"
+        ) from error
+
+
+def _accepted(group: Group) -> Instant:
+    """What each store would go back to by itself."""
+    versions: dict[str, Version | None] = {}
+    for id, member in group.members.items():
+        versions[id] = member.live.now if member.live is not None else member.rows(killed=False).now
+    return Instant(group.number, versions)
+
+
+def _move(group: Group, folders: Mapping[str, StoreFolder], target: Instant) -> None:
+    """Let every store that is not open go back to its rows of the instant, one atomic write after the other."""
+    number, said = max(group.number, target.number), []
+    moving, staying = [], []
+    for id in folders:
+        member, version = group.members[id], target.versions.get(id)
+        stays = (member.clean is not None and member.clean.now == version) or (
+            member.at is not None and member.at.by == "recovery" and member.at.version == version
+        )
+        (staying if stays else moving).append(id)
+        said.append(_said(member, version, stays))
+    for id in moving:  # all, before the first of them arrives: no half of a recovery passes for a group at rest
+        member, folder = group.members[id], folders[id]
+        if member.clean is not None or (member.at is not None and member.at.by == "recovery"):
+            folder.drop_marks()
+    loaded = [id for id in staying if (at := group.members[id].at) is not None and (at.all or at.by == "load")]
+    for id in sorted(
+        [*moving, *loaded], key=lambda id: (at := group.members[id].at) is not None and at.all is not None
+    ):
+        member, version = group.members[id], target.versions.get(id)
+        assert member.record is not None
+        assert version is not None
+        record = replace(member.record, number=number)
+        at = At(version, "recovery")
+        if id in moving:
+            snapshot = member.snapshot_of(version)
+            record = replace(record, instant=target, cut=(target.number, number))
+            folders[id].set_base("" if snapshot is None else snapshot.name, at, record)
+        else:
+            folders[id].note_group(record, **{AT: at.plain()})
+    log.warning("embeddings that are trained together were not closed by their last run: %s", "; ".join(said))
+
+
+def _said(member: Member, version: Version | None, stays: bool) -> str:
+    assert version is not None
+    reached = member.state.noted_step
+    if stays and member.clean is not None:
+        mark = member.state.read_mark() or {}
+        return f"{member.name!r} stays at step {mark.get('step')}"
+    snapshot = member.snapshot_of(version)
+    step = 0 if snapshot is None else int(snapshot.description["step"])
+    to = "starts empty" if snapshot is None else f"goes back to snapshot {snapshot.name!r}, of step {step}"
+    mark = member.state.read_mark()
+    reached = mark["step"] if mark is not None else reached
+    if reached is None or reached < step:
+        return f"{member.name!r} {to}, what was written since is lost"
+    return f"{member.name!r} {to}" + (f", steps {step + 1} to {reached} are lost" if reached > step else "")
+
+
+def _no_instant(group: Group) -> str:
+    """The error where there is no instant of which all stores have the rows."""
+    has = []
+    for member in group.members.values():
+        mark = member.state.read_mark()
+        if member.live is not None:
+            has.append(f"{member.name!r} is open")
+        elif mark is not None:
+            has.append(f"{member.name!r} was closed at step {mark['step']}")
+        elif member.base is None:
+            has.append(f"{member.name!r} has no snapshot")
+        else:
+            has.append(f"{member.name!r} has snapshot {member.base.name!r}, of step {member.base.description['step']}")
+    has += [f"the folder of {name!r} is not there" for name in group.missing.values()]
+    return (
+        f"embeddings that are trained together were not closed by their last run, and there is no step of which all "
+        f"have the rows: {', '.join(has)}. Load a snapshot into each by load_snapshot, or `tierbed snapshot load`; or "
+        'start over with open="fresh" in each; or accept these rows as they are with open="mixed"'
+    )
