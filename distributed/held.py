@@ -44,6 +44,8 @@ class ShardedHeld:
     a folder closes the first.
     """
 
+    is_shared = True
+
     def __init__(
         self,
         world: Group,
@@ -127,6 +129,9 @@ class ShardedHeld:
     @property
     def base(self) -> str | None:
         return self.saves.base
+
+    def join(self, group: Any) -> None:
+        """As `HeldTable.join`."""
 
     def check_save(self, name: str, kind: str, overwrite: bool) -> None:
         self.saves.check(name, kind, overwrite)

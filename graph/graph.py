@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
+from ..engine.modules.model_snapshots import ModelSnapshots
 from ..engine.modules.ranks import refuse_around
 from ..engine.numeric import whole
 from ..engine.signals import uninterrupted
@@ -48,7 +49,7 @@ from .trace.trace import trace
 STEPS = 64
 
 
-class Graph(Built):
+class Graph(ModelSnapshots, Built):
     """A training or evaluation step, traced once an input signature and then run without autograd.
 
     A subclass sets its modules in `__init__`, calls `add_optimizer` there, and defines `build`. `build` computes a

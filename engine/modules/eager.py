@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -17,9 +18,11 @@ from ..optim.optimizers import RowOptimizer, check_is_optimizer
 from ..persist.held_contract import Ranks
 from ..persist.training_group import train_together
 from ..signals import uninterrupted
+from .model_snapshots import ModelSnapshots
 from .one_trainer import training_step
 from .ranks import refuse_eager_ranks
 from .row_gradients import RowGradients
+from .saved_rows import SavedRows
 from .shadow_grad import ShadowGrad, holders
 
 MOST_SHARED = 62  # embeddings over ranks, a bit of a note each
@@ -27,7 +30,7 @@ STEP = "step() of an EagerOptimizer"
 Reached = tuple[Rows, RowOptimizer, RowGradients | None]
 
 
-class EagerOptimizer(torch.optim.Optimizer):
+class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     """An ordinary torch optimizer, whose `step()` updates the rows of embeddings as well, outside a `Graph`.
 
         optimizer = EagerOptimizer(torch.optim.Adam(model.parameters()), model)
@@ -77,8 +80,13 @@ class EagerOptimizer(torch.optim.Optimizer):
                     f"another EagerOptimizer has embedding {embedding.name!r}; drop that one first, by del"
                 )
         train_together(module.modules())
+        self._module = ref(module)
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
         holders.update((embedding.handle, self) for embedding in embeddings)
+
+    def _snapshot_embeddings(self) -> list[SavedRows]:
+        module = self._module()
+        return [] if module is None else [one for one in module.modules() if isinstance(one, SavedRows)]
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the wrapped optimizer, such as param groups and hooks, where this object lacks it."""

@@ -48,6 +48,7 @@ class Held(Protocol):
     """An embedding's hold on its rows. The methods are those of `HeldTable`."""
 
     device: torch.device
+    is_shared: bool
 
     @property
     def table(self) -> TableOfAll: ...

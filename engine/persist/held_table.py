@@ -24,6 +24,7 @@ from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
 from ..spec.options import StoreOptions
 from ..spec.table_spec import TableSpec
+from ..store.versions import Instant
 from ..table.background_save import BackgroundSave
 from ..table.table import OpenTable
 from .open_and_close import TablePersistence
@@ -57,7 +58,7 @@ class HeldTable:
         group: TrainingGroup | None = None,
         for_load: bool = False,
     ) -> None:
-        self._name = spec.name
+        self.name = spec.name
         self.device = device
         self._process = os.getpid()
         self._table: OpenTable | None = None
@@ -73,7 +74,7 @@ class HeldTable:
         self._persistence = TablePersistence(spec, options, device, share, group)
         if self._persistence.membership is not None:
             self._persistence.membership.holder = weakref.ref(self)
-        self._snapshots = TableSnapshots(self._persistence)
+        self.snapshots = TableSnapshots(self._persistence)
         try:
             self._table = self._persistence.open(optimizer, decide, for_load)
         except BaseException:
@@ -89,14 +90,16 @@ class HeldTable:
         """The open table. ClosedError after `close`, StoreError in a forked process, whose parent has the folder."""
         if self._table is None:
             raise ClosedError(
-                f"embedding {self._name!r} was closed, or another embedding opened its folder; create it again"
+                f"embedding {self.name!r} was closed, or another embedding opened its folder; create it again"
             )
         if self._process != os.getpid() and (self._persistence.folder is not None or self._table.has_thread):
             raise StoreError(
-                f"embedding {self._name!r} was opened by process {self._process}, which holds its folder or its "
+                f"embedding {self.name!r} was opened by process {self._process}, which holds its folder or its "
                 "threads; use it there"
             )
         return self._table
+
+    is_shared = False  # between ranks
 
     @property
     def own_open(self) -> OpenTable | None:
@@ -111,6 +114,10 @@ class HeldTable:
             self._share_gate()
             if self._table is not None:
                 membership.enlist()
+
+    def note_torn(self) -> None:
+        """The rows are of another step than those of embeddings that are trained together with them."""
+        self._persistence.refuse_writes()
 
     def _share_gate(self) -> None:
         membership = self._persistence.membership
@@ -148,7 +155,7 @@ class HeldTable:
         stateless = held.rule is None and not held.names  # rows that were put
         if table.counts.rows and not stateless and not (known and as_before):
             raise OptimizerError(
-                f"embedding {self._name!r} has rows of optimizer {held.rule} with state {list(held.names)} that "
+                f"embedding {self.name!r} has rows of optimizer {held.rule} with state {list(held.names)} that "
                 f"begins as {list(held.initial)}, not of {wanted.rule} with {list(wanted.names)} from "
                 f"{list(wanted.initial)}; keep to one optimizer, or take another name"
             )
@@ -204,22 +211,29 @@ class HeldTable:
             self._table.release()
 
     def check_save(self, name: str, kind: str, overwrite: bool) -> None:
-        self._snapshots.check_save(self.table, name, kind, overwrite)
+        self.snapshots.check_save(self.table, name, kind, overwrite)
 
     def save_snapshot(self, name: str, kind: str, overwrite: bool) -> Manifest:
-        return self._snapshots.save(self.table, name, kind, overwrite=overwrite)
+        return self.snapshots.save(self.table, name, kind, overwrite=overwrite)
 
     def save_in_background(self, name: str, kind: str, overwrite: bool) -> BackgroundSave:
-        return self._snapshots.save_in_background(self.table, name, kind, overwrite)
+        return self.snapshots.save_in_background(self.table, name, kind, overwrite)
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
-        return self._loaded(lambda before: self._snapshots.load(before, name, selection, strict))
+        return self._loaded(lambda before: self.snapshots.load(before, name, selection, strict))
 
     def load_from(
-        self, snapshot: Snapshot, selection: Selection, strict: bool, verified: Callable[[], None]
+        self,
+        snapshot: Snapshot,
+        selection: Selection,
+        strict: bool,
+        verified: Callable[[], None] | None = None,
+        together: Instant | None = None,
     ) -> LoadReport:
         """Load a snapshot from anywhere. verified: called before anything changes, as of `TablePersistence.load`."""
-        return self._loaded(lambda before: self._snapshots.load_from(before, snapshot, selection, strict, verified))
+        return self._loaded(
+            lambda before: self.snapshots.load_from(before, snapshot, selection, strict, verified, together)
+        )
 
     def _loaded(self, load: Callable[[OpenTable], tuple[OpenTable, LoadReport]]) -> LoadReport:
         before = self.table
@@ -231,34 +245,36 @@ class HeldTable:
             return table
 
         self._replace(before, build)
+        if self.snapshots.membership is not None:
+            self.snapshots.membership.reformed()
         return reports[0]
 
     def check_fit(self, snapshot: Snapshot, state: bool) -> None:
         """Raises SnapshotError, OptimizerError where rows of a snapshot cannot be those of this table."""
-        self._snapshots.check_fit(self.table, snapshot, state)
+        self.snapshots.check_fit(self.table, snapshot, state)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
-        return self._snapshots.prune(self.table, keep_last, keep_every)
+        return self.snapshots.prune(self.table, keep_last, keep_every)
 
     def save_rows(self, place: Path) -> None:
-        self._snapshots.save_rows(self.table, place)
+        self.snapshots.save_rows(self.table, place)
 
     def check_rows(self, place: Path, state: bool = True) -> None:
-        self._snapshots.check_rows(self.table, place, state)
+        self.snapshots.check_rows(self.table, place, state)
 
     def discard_rows(self, name: str) -> None:
-        self._snapshots.discard_rows(name)
+        self.snapshots.discard_rows(name)
 
     def load_rows(self, place: Path, state: bool = True) -> None:
         before = self.table
-        self._replace(before, lambda: self._snapshots.load_rows(before, place, state))
+        self._replace(before, lambda: self.snapshots.load_rows(before, place, state))
 
     def drop_rows(self, saved: Snapshot) -> None:
-        self._snapshots.drop_rows(self.table, saved)
+        self.snapshots.drop_rows(self.table, saved)
 
     @property
     def base(self) -> str | None:
-        return self._snapshots.base
+        return self.snapshots.base
 
     def named(self) -> SavedAs:
         """The step of the rows, now or when they were closed, and the last snapshot, if it is of that step.
@@ -266,14 +282,14 @@ class HeldTable:
         Raises what an earlier step did wrong and the device found late.
         """
         if self._table is None:
-            return self._snapshots.of_step(self._closed_at)
+            return self.snapshots.of_step(self._closed_at)
         with self._table.lock:
             self._table.check()
-            return self._snapshots.of_step(self._table.step)
+            return self.snapshots.of_step(self._table.step)
 
     def compare(self, awaited: SavedAs) -> None:
         """Log a warning where the rows are not those that a state_dict names."""
-        compare(self._name, self.named(), awaited, self._snapshots.read)
+        compare(self.name, self.named(), awaited, self.snapshots.read)
 
     def save_between_steps(
         self,
@@ -291,7 +307,7 @@ class HeldTable:
                     return None
                 if table.stack is not None:
                     progress(0)
-                    return self._snapshots.save(table, name, kind, progress, overwrite)
+                    return self.snapshots.save(table, name, kind, progress, overwrite)
             sleep(0.05)  # the table was closed, and another is about to take its place
 
     def _visited(self) -> list[OpenTable]:
@@ -302,7 +318,7 @@ class HeldTable:
     def status(self) -> dict[str, Any]:
         """The name, step and rows for another process, as `Served.status` says."""
         table = self.table
-        return {"name": self._name, "step": table.step, "rows": table.counts.rows}
+        return {"name": self.name, "step": table.step, "rows": table.counts.rows}
 
     def close(self) -> None:
         """Bring the rows down and let the folder go. May be called again; does nothing in a forked process.
@@ -318,7 +334,7 @@ class HeldTable:
                 raise
             remedy = remedy_for(error, "mend what is wrong")
             raise StoreError(
-                f"embedding {self._name!r} could not be closed: {error}: {remedy}, then close it again"
+                f"embedding {self.name!r} could not be closed: {error}: {remedy}, then close it again"
             ) from error
 
     def _close(self) -> None:
@@ -345,11 +361,11 @@ class HeldTable:
             self.close()
         except Exception as error:
             if self._table is None:  # closed: the error is of an earlier call
-                log.error("embedding %r: %s", self._name, error)
+                log.error("embedding %r: %s", self.name, error)
                 return
             self._service.stop()
             kept = self._persistence.after_failed_close(self._table)
-            log.error("embedding %r could not be closed: %s; %s", self._name, error, kept)
+            log.error("embedding %r could not be closed: %s; %s", self.name, error, kept)
 
     def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
         before.watch.finish_saving()  # its error was logged

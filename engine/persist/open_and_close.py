@@ -147,7 +147,8 @@ class TablePersistence:
         """
         with table.lock:
             table.rest()  # first: a later call may fail, and no thread may be left when the process ends
-            if self.folder is not None and self._scratch and not table.is_lost:
+            is_torn = self.membership is not None and self.membership.torn != ""
+            if self.folder is not None and self._scratch and not table.is_lost and not is_torn:
                 try:
                     self.folder.check()
                 except StoreError:
@@ -159,12 +160,16 @@ class TablePersistence:
                     if table.is_lost:
                         table.close()
                     raise
-                self._scratch = False
-            elif self.membership is not None and not table.is_lost:
+                self._scratch = self._is_written = False
+            elif self.membership is not None and not table.is_lost and not is_torn:
                 self.membership.rest()
             if self.membership is not None:
                 self.membership.closed()
             table.close()
+
+    def refuse_writes(self) -> None:
+        """Let the next write find out why rows are not to be written: `Membership.check_whole`."""
+        self._is_written = False
 
     def _keep(self, table: OpenTable, folder: StoreFolder) -> None:
         """Make the table's rows the live rows, durably, and mark them."""
@@ -362,7 +367,7 @@ class TablePersistence:
             mark = self._mark_of(table)
             table.close()
             folder.replace_live(place, mark)
-            self._scratch = False
+            self._scratch = self._is_written = False
             return self._build(optimizer, mark, folder.live)
 
     def _set_base(self, folder: StoreFolder, snapshot: Snapshot, by: str, together: Instant | None) -> None:
@@ -428,7 +433,7 @@ class TablePersistence:
         """
         if self.folder is None:
             return
-        notes = written and self.membership is not None and self.membership.is_at
+        notes = written and self.membership is not None and (self.membership.is_at or self.membership.torn)
         if self._scratch and self._unmarked and not notes:
             self._is_written = written
             return

@@ -17,6 +17,7 @@ from ...snapshots.store.selection import LoadReport, Selection
 from ..errors import OptionError, SnapshotError
 from ..row_format import Chunks
 from ..store.folder import StoreFolder
+from ..store.image import KEPT_BYTES
 from ..store.rocksdb import RocksDB
 from ..store.versions import Instant
 from ..table.background_save import BackgroundSave
@@ -120,7 +121,8 @@ class TableSnapshots:
                 made = write_snapshot(place, held.description, chunks, overwrite=replaces, together=together)
                 table.watch.changes_saved(made.id)
 
-            return table.watch.save_in_background(f"snapshot {name!r}", write)
+            kept = KEPT_BYTES if of_all is None else of_all.kept_bytes
+            return table.watch.save_in_background(f"snapshot {name!r}", write, kept)
 
     def load(self, table: OpenTable, name: str, selection: Selection, strict: bool) -> tuple[OpenTable, LoadReport]:
         """A table with the rows of a snapshot. Until the rows are verified, `table` and its rows stay as they were."""
@@ -150,7 +152,7 @@ class TableSnapshots:
 
     def prune(self, table: OpenTable, keep_last: int, keep_every: int | None) -> list[str]:
         """Remove snapshots as `prune` says. Returns the names of those that are gone. OptionError, SnapshotError."""
-        folder = self._folder()
+        folder = self.folder()
         with table.lock:  # a snapshot that is being saved is not listed yet, and goes over no other
             if table.watch.saving is None or table.watch.saving.done:
                 clear_leftovers(folder)
@@ -218,11 +220,12 @@ class TableSnapshots:
         return Held(table.describe(), table.counts.rows, table.scan, rocksdb, table.watch.changed, together, record)
 
     def _folder_of(self, name: str) -> StoreFolder:
-        folder = self._folder()
+        folder = self.folder()
         check_name(name)
         return folder
 
-    def _folder(self) -> StoreFolder:
+    def folder(self) -> StoreFolder:
+        """The store folder. Raises SnapshotError where there is none."""
         folder = self._persistence.folder
         if folder is None:
             raise SnapshotError(

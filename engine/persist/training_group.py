@@ -15,8 +15,10 @@ from ...snapshots.files.reader import list_snapshots
 from ...snapshots.files.writer import Together
 from ...snapshots.store.instants import Member, rows_of
 from ..durable import Commit
+from ..errors import StoreError
 from ..ops.rows_contract import Rows as Embedding
 from ..store.folder import StoreFolder
+from ..store.image import KEPT_BYTES
 from ..store.versions import AT, EMPTY, LIVE, At, GroupRecord, Instant, Peer, Rows, Saved, Version, Versions
 from ..table.between_steps import BetweenSteps
 
@@ -78,6 +80,12 @@ class Membership:
         self.holder: Callable[[], Any] = lambda: None  # gives what has the table
         self._formed: Instant | None = None  # of the last open or load of one of them, for the first write of each
         self._is_at = False  # whether MARK says that the rows are at a version
+        self.torn = ""  # why its rows and those of the others are of different steps
+
+    @property
+    def id(self) -> str:
+        """The store's, among those that it is trained together with."""
+        return "" if self.record is None else self.record.id
 
     @property
     def table(self) -> OpenTable | None:
@@ -189,6 +197,7 @@ class Membership:
 
     def first_write(self) -> GroupRecord | None:
         """The record to note with the first write of a run; None for a store that trains alone."""
+        self.check_whole()
         self._is_at = False
         if self.record is None:
             return None
@@ -203,6 +212,7 @@ class Membership:
     def loaded(self, snapshot_rows: Rows, by: str, all_: Instant | None = None) -> tuple[Any, ...]:
         """What MARK has to note with the snapshot that rows go back to from here on; nothing for a store by itself."""
         self.versions = Versions(snapshot_rows, self._epochs())
+        self.torn = ""
         if self.record is None:
             return ()
         if by == "load":
@@ -210,6 +220,24 @@ class Membership:
             self.record = replace(self.record, number=number)
         self._is_at = True
         return At(snapshot_rows.now, by, all_), self.record
+
+    def tear(self, why: str) -> None:
+        """Let none of the stores that are trained together be written or saved, or be marked clean, until it is loaded.
+
+        why: what left their rows at different steps.
+        """
+        for one in [self, *self.open_peers()]:
+            one.torn = why
+            if (holder := one.holder()) is not None:
+                holder.note_torn()
+
+    def check_whole(self) -> None:
+        """Raises StoreError where rows of the stores that are trained together are of different steps."""
+        if self.torn:
+            raise StoreError(
+                f"embeddings that are trained together have rows of different steps: {self.torn}. Load a snapshot in "
+                "each, or make them again: with a persistent_path they go back to the last step of which all have rows"
+            )
 
     def reformed(self) -> None:
         """After a load: what is open now is of one instant, by the user's will."""
@@ -221,6 +249,7 @@ class Membership:
     def saved(self, of_all: OfAll | None = None) -> Together:
         """What a snapshot of the rows as they are now has beside them. of_all: of a save of several stores."""
         assert self.record is not None
+        self.check_whole()
         first, commit, identity = None, None, secrets.token_hex(16)
         if of_all is not None:
             commit, is_first = of_all.commit, of_all.first.path == self.path
@@ -243,6 +272,7 @@ class OfAll(NamedTuple):
     first: Membership
     id: str
     commit: Commit
+    kept_bytes: int = KEPT_BYTES  # of before-images, where it is saved in the background
 
 
 def _id_of(group: TrainingGroup, path: str) -> str:

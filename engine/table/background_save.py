@@ -82,6 +82,10 @@ class BackgroundSave:
             raise self._error
         return done
 
+    def hurry(self) -> None:
+        """Let the save end as soon as it can."""
+        self._hurry.set()
+
     def finish(self) -> BaseException | None:
         """Wait until the save ends, unless its own thread calls. Returns its error once, if `wait` did not raise it."""
         if not self.done and self._process == os.getpid() and current_thread() is not self._thread:

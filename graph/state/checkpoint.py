@@ -41,6 +41,7 @@ from ...engine.durable import (
     unseal,
 )
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
+from ...engine.modules.model_snapshots import load_rows, save_rows
 from ...engine.modules.saved_rows import EXTRA, SavedRows
 from ...engine.spec.names import is_folder_name
 from ...snapshots.files.reader import Snapshot
@@ -123,8 +124,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     try:
         with saving.made_aside(folder, overwrite, lambda: _told(folder)) as place:
             saving.first("parameters", lambda: _write(place, record, tensors, folder))
-            for number, embedding in enumerate(embeddings.values()):
-                embedding.opened().save_rows(place / ROWS / str(number) / name)
+            save_rows([*embeddings.values()], [place / ROWS / str(number) / name for number in range(len(embeddings))])
         there = True
     finally:
         if not there and _record_of(folder).get("snapshot") != name:  # Ctrl-C may come when the checkpoint is in place
@@ -178,12 +178,11 @@ def load(
     try:
         saving.each("state", lambda: check(state))
         for embedding, place in zip(embeddings.values(), rows, strict=True):
-            embedding.opened().check_rows(place, optimizers)
+            embedding.opened(for_load=True).check_rows(place, optimizers)
     except (GraphError, OptimizerError) as error:
         remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) else ""
         raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this graph: {error}{remedy}") from error
-    for embedding, place in zip(embeddings.values(), rows, strict=True):
-        embedding.opened().load_rows(place, optimizers)
+    load_rows([*embeddings.values()], rows, optimizers)
     if EXTRA in state:
         state[EXTRA]["random"] = saving.own_random(state[EXTRA]["random"], record["ranks"])
     return state

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.errors import InputError, OptionError
+from ...engine.modules.model_snapshots import ModelSnapshots
 from ...engine.modules.multi_table import MultiTableEmbedding
+from ...engine.modules.saved_rows import SavedRows
 from ...engine.persist.held_contract import Ranks
 from ...engine.persist.training_group import train_together
 from ...engine.spec.options import StoreOptions
@@ -20,7 +22,7 @@ from .configs import EmbeddingConfig, config_of, suffix_of
 from .division import Need, stores_of, stores_text
 
 
-class Tables(nn.Module):
+class Tables(ModelSnapshots, nn.Module):
     """Tables in embeddings, one for each dim and group: `<name>-d<dim>`, and `-<group>` after it where there is one.
 
     tables, store_options, name, key_type, seed, output_dtype, share, world: as of a collection.
@@ -86,6 +88,9 @@ class Tables(nn.Module):
             )
             self._at |= {config.name: (part, number) for number, config in enumerate(configs)}
         train_together(self.embeddings[part] for part in parts)
+
+    def _snapshot_embeddings(self) -> list[SavedRows]:
+        return [embedding for name, embedding in self.embeddings.items() if name not in self._shared]  # type: ignore[misc]
 
     def told(self) -> AbstractContextManager[None]:
         """A block of a call of all ranks: what it raises on one of them is raised on all."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.errors import InputError, StoreError
+from ...engine.modules.model_snapshots import ModelSnapshots
 from ...engine.modules.multi_table import MultiTableEmbedding
 from ...engine.persist.held_contract import Ranks
 from ...engine.persist.training_group import train_together
@@ -34,7 +35,7 @@ from .specs import Part, Table
 T = TypeVar("T")
 
 
-class TablesInEmbeddings(nn.Module):
+class TablesInEmbeddings(ModelSnapshots, nn.Module):
     """Tables, and the embeddings that hold them.
 
     parts, stores: what each embedding has, and by its name where it lives. rows: the optimizer of all of them. dtype:

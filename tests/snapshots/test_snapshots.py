@@ -27,9 +27,9 @@ from support.small_snapshots import (
 )
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import RowForm, row_dtype
+from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, check_name, latest_snapshot, list_snapshots, write_snapshot
 from tierbed.snapshots.files.row_files import npy_header
-from tierbed.snapshots.files.writer import clear_leftovers
 from tierbed.snapshots.store.converted import Types
 
 MANIFEST = "manifest.msgpack"
@@ -263,14 +263,15 @@ def test_order_is_that_of_saving_and_survives_deletion_and_clock(tmp_path: Path)
 
 
 def test_leftovers_of_killed_processes_are_not_listed_and_removed_by_who_holds_the_folder(tmp_path: Path) -> None:
-    save(tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / ".tmp-b")
-    shutil.copytree(tmp_path / "a", tmp_path / ".tmp-c")
-    assert [s.name for s in list_snapshots(tmp_path).snapshots] == ["a"]
-    save(tmp_path / "b")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".tmp-c", "a", "b"], "it may be of another writer"
-    clear_leftovers(tmp_path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b"]
+    folder = tmp_path / "snapshots"
+    save(folder / "a")
+    shutil.copytree(folder / "a", folder / ".tmp-b")
+    shutil.copytree(folder / "a", folder / ".tmp-c")
+    assert [s.name for s in list_snapshots(folder).snapshots] == ["a"]
+    save(folder / "b")
+    assert sorted(entry.name for entry in folder.iterdir()) == [".tmp-c", "a", "b"], "it may be of another writer"
+    with StoreFolder(tmp_path):
+        assert sorted(entry.name for entry in folder.iterdir()) == ["a", "b"]
 
 
 def test_damaged_latest_is_never_replaced_by_an_older_one(tmp_path: Path) -> None:

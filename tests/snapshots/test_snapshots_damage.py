@@ -343,7 +343,7 @@ def test_a_snapshot_of_format_0_is_refused_for_its_format_and_not_as_damaged(tmp
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / MANIFEST).write_bytes(seal(_manifest(format=0, description=older)))
     with pytest.raises(
-        SnapshotError, match="its format is 0, and this tierbed reads 2 and 3: use the version that wrote it"
+        SnapshotError, match="its format is 0, and this tierbed reads 2 to 4: use the version that wrote it"
     ):
         Snapshot.open(tmp_path / "s")
 
@@ -382,5 +382,5 @@ def test_manifests_of_the_other_kinds_are_read(tmp_path: Path) -> None:
 def test_unknown_format_names_both_numbers(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / MANIFEST).write_bytes(seal({"format": 7, "of": "the future"}))
-    with pytest.raises(SnapshotError, match="format is 7, and this tierbed reads 2 and 3"):
+    with pytest.raises(SnapshotError, match="format is 7, and this tierbed reads 2 to 4"):
         Snapshot.open(tmp_path / "s")

@@ -1,0 +1,92 @@
+"""Snapshots of all embeddings of a model: one name in every store folder, all of one instant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ...snapshots.store.selection import LoadReport
+from ..errors import OptionError, SnapshotError
+from ..persist.together import (
+    load_rows_together,
+    load_together,
+    save_rows_together,
+    save_together,
+    save_together_in_background,
+)
+from ..table.background_save import Saving
+from .saved_rows import SavedRows
+
+if TYPE_CHECKING:
+    from ..persist.held_contract import Held
+
+
+class ModelSnapshots:
+    """What has embeddings, and saves and loads the rows of all of them together."""
+
+    def _snapshot_embeddings(self) -> list[SavedRows]:
+        """The embeddings whose rows these are."""
+        assert isinstance(self, nn.Module)
+        return [module for module in self.modules() if isinstance(module, SavedRows)]
+
+    def save_snapshot(
+        self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
+    ) -> Saving | None:
+        """Save the rows of all embeddings under one name, each in its store folder, between two steps: all or none.
+
+        The arguments are those of `MultiTableEmbedding.save_snapshot`. An embedding that has no snapshot for an
+        incremental one to go over is saved full. SnapshotError, where an embedding has no persistent_path as well;
+        StoreError, OptionError.
+        """
+        for argument, value in (("background", background), ("overwrite", overwrite)):
+            if not isinstance(value, bool):
+                raise OptionError(f"{argument}={value!r}: give True or False")
+        tables = self._held()
+        if background:
+            return save_together_in_background(tables, snapshot_name, kind, overwrite)
+        save_together(tables, snapshot_name, kind, overwrite)
+        return None
+
+    def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
+        """Replace the rows of all embeddings by those of their snapshots of that name, which were saved together.
+
+        All are verified before a row is replaced. Returns a report for each embedding. SnapshotError, StoreError,
+        OptimizerError.
+        """
+        return load_together(self._held(for_load=True), snapshot_name)
+
+    def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> dict[str, list[str]]:
+        """Remove snapshots of all embeddings, as `MultiTableEmbedding.prune_snapshots`. Returns names by embedding."""
+        return {one.name: one.prune_snapshots(keep_last, keep_every) for one in self._stored()}
+
+    def _stored(self) -> list[SavedRows]:
+        found = self._snapshot_embeddings()
+        if not found:
+            raise SnapshotError("there is no embedding whose rows could be saved or loaded")
+        return found
+
+    def _held(self, for_load: bool = False) -> list[Held]:
+        return [embedding.opened(for_load) for embedding in self._stored()]
+
+
+def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
+    """Save the rows of embeddings as the snapshots `places`, at one instant."""
+    held = [embedding.opened() for embedding in embeddings]
+    if held and held[0].is_shared:
+        for one, place in zip(held, places, strict=True):
+            one.save_rows(place)
+    else:
+        save_rows_together(held, places)
+
+
+def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], state: bool = True) -> None:
+    """Load the rows of embeddings, with or without their optimizer state, from the snapshots `places`."""
+    held = [embedding.opened(for_load=True) for embedding in embeddings]
+    if held and held[0].is_shared:
+        for one, place in zip(held, places, strict=True):
+            one.load_rows(place, state)
+    else:
+        load_rows_together(held, places, state)

@@ -1,0 +1,235 @@
+"""Saving and loading the rows of several stores that are trained together: all of them, or none."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from threading import Event
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from ...snapshots.files.reader import Snapshot
+from ...snapshots.store.instants import rows_of
+from ...snapshots.store.linked import link_snapshot, linked
+from ...snapshots.store.selection import LoadReport, Selection
+from ..durable import Commit
+from ..errors import OptionError, SnapshotError, StoreError
+from ..store.folder import StoreFolder
+from ..store.folder_state import snapshot_id
+from ..store.image import KEPT_BYTES
+from ..store.versions import Instant
+from ..table.background_save import BackgroundSave
+from ..threads import LOOK
+from .training_group import Membership, OfAll, between_steps
+
+if TYPE_CHECKING:
+    from .held_table import HeldTable
+
+log = logging.getLogger("tierbed")
+
+
+class _Decided(Commit):
+    """A snapshot among those of a save of all, which is decided by the rename of the first. before: the wait for it."""
+
+    def __init__(self, first: Path, id: str, before: Callable[[], object]) -> None:
+        self._first, self._id, self._before = first, id, before
+
+    def wait(self) -> None:
+        self._before()
+
+    @property
+    def is_made(self) -> bool:
+        return snapshot_id(self._first) == self._id
+
+
+def save_together(tables: Sequence[HeldTable], name: str, kind: str = "full", overwrite: bool = False) -> None:
+    """Save the rows of all as snapshot `name`, in each store folder, between two steps.
+
+    An incremental one is full in a store that has no snapshot to go over. Raises SnapshotError, StoreError,
+    OptionError, and then there is none of them.
+    """
+    members = _members(tables)
+    if len(tables) == 1:
+        tables[0].snapshots.save(tables[0].table, name, _kind(tables[0], kind), overwrite=overwrite)
+        return
+    with between_steps(members):
+        _check(tables, name, kind, overwrite)
+        first, id = members[0].folder.snapshots / name, secrets.token_hex(16)
+
+        def save(number: int) -> None:
+            """Write that of a table, and let those before it have their names first."""
+            table = tables[number]
+            commit = _Decided(first, id, lambda: save(number - 1) if number else None)
+            of_all = OfAll(name, members[0], id, commit)
+            table.snapshots.save(table.table, name, _kind(table, kind), overwrite=overwrite, of_all=of_all)
+
+        save(len(tables) - 1)
+
+
+def save_together_in_background(
+    tables: Sequence[HeldTable], name: str, kind: str = "full", overwrite: bool = False
+) -> SavingAll:
+    """As `save_together`, of full snapshots of the rows as they are now, by a thread for each store."""
+    members = _members(tables)
+    with between_steps(members):
+        _check(tables, name, kind, overwrite)
+        saving = SavingAll(f"snapshot {name!r} of {len(tables)} embeddings", members[0].folder.snapshots / name)
+        try:
+            for number, table in enumerate(tables):
+                commit = _Decided(saving.first, saving.id, saving.others if number == 0 else saving.until_made)
+                of_all = OfAll(name, members[0], saving.id, commit, KEPT_BYTES // len(tables))
+                saving.saves.append(
+                    table.snapshots.save_in_background(table.table, name, kind, overwrite, of_all=of_all)
+                )
+            saving.begun.set()
+        except BaseException:
+            saving.given_up = True
+            saving.begun.set()
+            raise
+    return saving
+
+
+class SavingAll:
+    """Snapshots of several stores that are being saved in the background: a `Saving` of all of them."""
+
+    def __init__(self, what: str, first: Path) -> None:
+        self.what, self.first, self.id = what, first, secrets.token_hex(16)
+        self.saves: list[BackgroundSave] = []
+        self.begun, self.given_up = Event(), False
+        self._written = 0
+
+    @property
+    def done(self) -> bool:
+        return all(save.done for save in self.saves)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As `BackgroundSave.wait`: until all have ended, for `timeout` seconds at most. Raises what went wrong."""
+        end = None if timeout is None else monotonic() + timeout
+        for save in self.saves:
+            save.hurry()
+        return all(save.wait(None if end is None else max(end - monotonic(), 0)) for save in self.saves)
+
+    def others(self) -> None:
+        """Called in the thread of the first: return when all others are durable."""
+        self.begun.wait()
+        while self._written < len(self.saves) - 1:
+            self._look(self.saves[1:])
+
+    def until_made(self) -> None:
+        """Called in the threads of the others: return when the first has its name."""
+        self.begun.wait()
+        self._written += 1
+        while snapshot_id(self.first) != self.id:
+            self._look(self.saves[:1])
+
+    def _look(self, saves: Sequence[BackgroundSave]) -> None:
+        if self.given_up or any(save.done for save in saves):  # none ends well before the first has its name
+            if snapshot_id(self.first) == self.id:
+                return
+            raise StoreError(f"{self.what}: that of another embedding was not saved")
+        Event().wait(LOOK)
+
+
+def load_together(tables: Sequence[HeldTable], name: str) -> list[LoadReport]:
+    """Replace all rows of each by those of its snapshot `name`. All are verified before a row is replaced.
+
+    Raises SnapshotError, also where they were saved at different instants, StoreError, OptimizerError. Where it raises
+    amid the loads, the stores can neither be written nor saved until each is loaded.
+    """
+    snapshots = [table.snapshots.snapshot(name) for table in tables]
+    _check_one_instant(tables, snapshots)
+    for table, snapshot in zip(tables, snapshots, strict=True):
+        table.check_fit(snapshot, True)
+        snapshot.verify()
+    return _load(tables, snapshots)
+
+
+def save_rows_together(tables: Sequence[HeldTable], places: Sequence[Path]) -> None:
+    """Save rows as the snapshots `places`, all of one name, and by that name in the store folders there are."""
+    stored = [table for table in tables if table.snapshots.membership is not None]
+    if stored:
+        save_together(stored, places[0].name)
+    for table, place in zip(tables, places, strict=True):
+        if table in stored:
+            link_snapshot(table.snapshots.snapshot(place.name), place)
+        else:
+            table.save_rows(place)
+
+
+def load_rows_together(tables: Sequence[HeldTable], places: Sequence[Path], state: bool = True) -> None:
+    """Load the snapshots `places`, which `check_rows` has checked. With `state`, store folders get them too."""
+    stored = [(t, p) for t, p in zip(tables, places, strict=True) if state and t.snapshots.membership is not None]
+    for table, place in zip(tables, places, strict=True):
+        if (table, place) not in stored:
+            table.load_rows(place, state)
+    with ExitStack() as linking:
+        own = []
+        for table, place in stored:
+            own.append(linking.enter_context(_linked(table.snapshots.folder(), place)))
+        if stored:
+            _load([table for table, _ in stored], own)
+
+
+def _linked(folder: StoreFolder, place: Path) -> AbstractContextManager[Snapshot]:
+    """A snapshot in a store folder too. It stays where a load fails late, as the live rows may go back to it."""
+    return linked(Snapshot.open(place), folder.snapshots / place.name, lambda: folder.base == place.name)
+
+
+def _load(tables: Sequence[HeldTable], snapshots: Sequence[Snapshot]) -> list[LoadReport]:
+    """Load verified snapshots. A kill between two of them is finished by the next run: `Group.target`."""
+    members = _members(tables)
+    together: Instant | None = None
+    if members[0].record is not None:
+        now = members[0].instant()
+        versions = {
+            m.record.id: rows_of(s).now for m, s in zip(members, snapshots, strict=True) if m.record is not None
+        }
+        together = Instant(now.number, now.versions | versions)
+    reports = []
+    try:
+        for table, snapshot in zip(tables, snapshots, strict=True):
+            reports.append(table.load_from(snapshot, Selection(), True, together=together))
+    except BaseException as error:
+        if reports:
+            members[0].tear(f"a load of {len(tables)} embeddings raised amid its changes ({error!r})")
+        raise
+    return reports
+
+
+def _members(tables: Sequence[HeldTable]) -> list[Membership]:
+    """What the stores know of each other. SnapshotError where one has no folder."""
+    for table in tables:
+        table.snapshots.folder()
+    return [table.snapshots.membership for table in tables if table.snapshots.membership is not None]
+
+
+def _kind(table: HeldTable, kind: str) -> str:
+    if kind == "incremental" and not table.base:
+        log.info("embedding %r has no snapshot to go over, and is saved full", table.name)
+        return "full"
+    return kind
+
+
+def _check(tables: Sequence[HeldTable], name: str, kind: str, overwrite: bool) -> None:
+    for table in tables:
+        try:
+            table.check_save(name, kind, overwrite)
+        except (OptionError, SnapshotError) as error:
+            raise type(error)(f"embedding {table.name!r}: {error}") from error
+
+
+def _check_one_instant(tables: Sequence[HeldTable], snapshots: Sequence[Snapshot]) -> None:
+    """Raises SnapshotError where the snapshots are known to be of different instants."""
+    versions = {s.manifest.instant.id: rows_of(s).now for s in snapshots if s.manifest.instant is not None}
+    for snapshot in snapshots:
+        saved = snapshot.manifest.instant
+        if saved is not None and any(saved.instant.versions.get(id, now) != now for id, now in versions.items()):
+            both = zip(tables, snapshots, strict=True)
+            steps = ", ".join(f"{table.name!r} of step {one.description['step']}" for table, one in both)
+            raise SnapshotError(
+                f"the snapshots {snapshot.name!r} were not saved together, and have rows of different steps: {steps}. "
+                "Load each by itself, or one name that a save of all has given"
+            )
