@@ -6,15 +6,20 @@ import os
 import weakref
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from ..engine.persist.held_table import HeldTable
 from ..engine.persist.share import Share
-from ..engine.store.shares import remove_other_shares
+from ..engine.store.shares import Live, remove_other_shares
+from ..engine.store.versions import EMPTY, Rows
 from ..engine.version import __version__
 from ..snapshots.asking.serving import Service
+from ..snapshots.files.reader import Snapshot
+from ..snapshots.store.instants import rows_of, rows_of_ranks
 from .agreement import agree, attempt, everywhere
 from .home import Home
 from .live_rows import LiveRows
+from .membership import RankMembership, settle_ranks
 from .requests import Requests
 from .saves import RankSnapshots
 from .table import ShardedTable
@@ -26,10 +31,10 @@ if TYPE_CHECKING:
 
     from ..engine.optim.optimizers import RowOptimizer
     from ..engine.persist.saved_as import SavedAs
+    from ..engine.persist.training_group import TrainingGroup
     from ..engine.spec.options import StoreOptions
     from ..engine.spec.table_spec import TableSpec
     from ..engine.table.table import OpenTable
-    from ..snapshots.files.reader import Snapshot
     from ..snapshots.store.selection import LoadReport, Selection
     from .group import Group
     from .part_save import BackgroundPartSave
@@ -44,8 +49,6 @@ class ShardedHeld:
     a folder closes the first.
     """
 
-    is_shared = True
-
     def __init__(
         self,
         world: Group,
@@ -53,10 +56,13 @@ class ShardedHeld:
         options: StoreOptions,
         optimizer: RowOptimizer | None,
         device: torch.device,
+        group: TrainingGroup | None = None,
+        for_load: bool = False,
     ) -> None:
         """Open the rows on all ranks. Raises what `HeldTable` raises, on every rank, and GroupError."""
-        self._world, self._name = world, spec.name
+        self._world, self.name = world, spec.name
         self.home: Home | None = None
+        self.membership: RankMembership | None = None  # on rank 0
         op = f"opening embedding {spec.name!r}"
         described, error = attempt(lambda: _described(world, spec, options, optimizer))
         agree(world, op, error, described)
@@ -65,7 +71,10 @@ class ShardedHeld:
             folder = os.path.realpath(os.path.join(options.persistent_path, spec.name))
             self.home = everywhere(world, f"{op}: folder", lambda: self._take(str(folder), options))
         try:
-            self.own = self._open(op, spec, options, optimizer, device)
+            if self.home is not None and options.open != "fresh":
+                settle_ranks(world, op, self.home, options.open, for_load)
+            self.own, rows = self._open(op, spec, options, optimizer, device)
+            self._enlist(op, group, rows, options.open == "fresh")
         except BaseException:
             if self.home is not None:
                 self.home.release()
@@ -73,7 +82,7 @@ class ShardedHeld:
         if folder is not None:
             _by_folder[folder] = self
         self.table = ShardedTable(world, self.own, options.capacity if options.eviction == "none" else None)
-        self.saves = RankSnapshots(world, spec.name, self.own, self.home, self.close)
+        self.saves = RankSnapshots(world, spec.name, self.own, self.home, self.membership, self.close)
         self.table.between_steps = self.saves.at_step
         self.table.requests = Requests(world, self.own, self.home, self.saves, spec.name)
         self._service = Service()
@@ -86,7 +95,7 @@ class ShardedHeld:
         options: StoreOptions,
         optimizer: RowOptimizer | None,
         device: torch.device,
-    ) -> HeldTable:
+    ) -> tuple[HeldTable, LiveRows | None]:
         world = self._world
         share = Share(world.rank, world.size, world.on_host)
         rows = None if self.home is None else LiveRows(world, op, self.home, options.open)
@@ -104,13 +113,39 @@ class ShardedHeld:
             if own is not None:
                 own.close()
             raise
-        return own
+        return own, rows
+
+    def _enlist(self, op: str, group: TrainingGroup | None, rows: LiveRows | None, fresh: bool) -> None:
+        """Note on rank 0 what the rows are trained together with. Where that fails, closes them on all ranks."""
+        home = self.home
+
+        def enlist() -> None:
+            if rows is None or home is None or home.folder is None:
+                return
+            self.membership = RankMembership(home, group, self.own)
+            self.membership.holder = ref(self)
+            self.own.before_first_write(self.membership.first_write_noted)
+            if rows.is_live:
+                opened = rows_of_ranks(Live(self.own.run, self.own.writes, 0), self.membership.record)
+            else:
+                base = rows.base
+                opened = Rows(EMPTY) if base is None else rows_of(Snapshot.open(home.snapshots / base.name))
+                if fresh:
+                    self.membership.begin_fresh()
+            self.membership.opened_with(opened, rows.is_live)
+
+        if rows is not None:
+            try:
+                everywhere(self._world, f"{op}: group", enlist)
+            except BaseException:
+                self.own.close()
+                raise
 
     def _take(self, folder: str, options: StoreOptions) -> Home:
         older = _by_folder.get(folder)
         if older is not None:
             older.close()
-        return Home(self._world.rank, self._name, options)
+        return Home(self._world.rank, self.name, options)
 
     def _begin(self, rows: LiveRows) -> None:
         """Note on rank 0 whose the live rows are, once every rank has those that it opens with."""
@@ -130,8 +165,24 @@ class ShardedHeld:
     def base(self) -> str | None:
         return self.saves.base
 
-    def join(self, group: Any) -> None:
-        """As `HeldTable.join`."""
+    @property
+    def own_open(self) -> OpenTable | None:
+        """As `HeldTable.own_open`, of this rank's rows."""
+        return self.own.own_open
+
+    def join(self, group: TrainingGroup) -> None:
+        """As `HeldTable.join`. Every rank calls it."""
+        if self.own.is_open:
+            everywhere(self._world, f"group of embedding {self.name!r}", lambda: self._join(group))
+
+    def _join(self, group: TrainingGroup) -> None:
+        if self.membership is not None:
+            self.membership.group = group
+            self.membership.enlist()
+
+    def note_torn(self) -> None:
+        """As `HeldTable.note_torn`."""
+        self.own.note_torn()
 
     def check_save(self, name: str, kind: str, overwrite: bool) -> None:
         self.saves.check(name, kind, overwrite)
@@ -179,7 +230,7 @@ class ShardedHeld:
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """As `HeldTable.use_optimizer`. Every rank calls it. Where it costs one of them its rows, all are closed."""
-        op = f"optimizer of embedding {self._name!r}"
+        op = f"optimizer of embedding {self.name!r}"
         everywhere(self._world, op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows takes any
         with self._world.whole(op):
             _, error = attempt(lambda: self.own.use_optimizer(optimizer))
@@ -206,6 +257,8 @@ class ShardedHeld:
         self._service.stop()
         try:
             self.own.close()
+            if self.membership is not None:
+                self.membership.rest()
         except BaseException:
             if self.own.is_open:
                 self._serve()
@@ -227,6 +280,8 @@ class ShardedHeld:
             self._service.start(self.home.path, self.table.requests)
 
     def _let_go(self) -> None:
+        if self.membership is not None:
+            self.membership.closed()
         if self.home is not None:
             self.home.release()
 

@@ -70,7 +70,8 @@ class LiveRows:
             return Opening(found.mark, run=live.run, writes=live.writes)
         said = None if self._fresh else self._go_back(reports)
         self._agreed = True
-        said = said if self._world.rank == 0 else None
+        if self._home.folder is None or self._home.keeper.at is not None:  # it was said of all that train together
+            said = None
         if self.base is None:
             return Opening(run=self.run, said=said)
         part = Part(self._world.rank, self._world.size)

@@ -16,7 +16,7 @@ from ..snapshots.files.parts import Files, commit, place_of, write_changed_part,
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part, RowFile
 from ..snapshots.files.row_writer import Progress
-from ..snapshots.files.writer import new_snapshot
+from ..snapshots.files.writer import Together, new_snapshot
 from .agreement import agree, attempt, everywhere, told
 
 if TYPE_CHECKING:
@@ -46,18 +46,20 @@ class PartSave:
         rows: int,
         overwrite: bool = False,
         parent: Snapshot | None = None,
+        together: Together | None = None,
     ) -> None:
-        """rows: of this rank."""
+        """rows: of this rank. together: on rank 0, of a store that is trained together with others."""
         self._world, self._op, self._folder = world, op, folder
         self._description, self._rows, self._parent = description, rows, parent
-        self.part = Part(world.rank, world.size)
+        self.part, self._together = Part(world.rank, world.size), together
         self.files: Files = {}
+        self._id = ""
         self._open = ExitStack()  # on rank 0, the folder that is made aside
         everywhere(world, f"{op}: begun", lambda: self._begin(overwrite))
 
     def _begin(self, overwrite: bool) -> None:
         if self._world.rank == 0:
-            self._open.enter_context(new_snapshot(self._folder, self._description, overwrite))
+            self._open.enter_context(new_snapshot(self._folder, self._description, overwrite, self._together))
 
     def write(self, chunks: Chunks, progress: Progress | None = None) -> None:
         """Write the rows of this rank."""
@@ -73,14 +75,22 @@ class PartSave:
         error: what kept this rank from writing, which is raised on all ranks, and nothing is left. then: called on rank
         0 when it is there.
         """
+        self.complete(error)
+        return self.put_in_place(then)
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """Let the snapshot be durable beside its place, once every rank has written, or raise `error` on all ranks."""
         try:
             parts = told(self._world, self._op, lambda: self._written(error))
-            ids = told(self._world, f"{self._op}: in place", lambda: self._finish(parts, then))
+            self._id = told(self._world, f"{self._op}: manifest", lambda: self._finish(parts))[0]
         except BaseException:
             self._open.__exit__(*sys.exc_info())
             raise
-        made: str = ids[0]
-        return made
+
+    def put_in_place(self, then: Callable[[], None] | None = None) -> str:
+        """Let a complete snapshot be there. Returns its id. then: as of `commit`."""
+        everywhere(self._world, f"{self._op}: in place", lambda: self._close(then))
+        return self._id
 
     def drop(self) -> None:
         """Give the snapshot up on this rank. Rank 0 removes what was written. Waits for no other rank."""
@@ -94,14 +104,16 @@ class PartSave:
         files = {name: [file.rows, file.bytes, file.crc32] for name, file in self.files.items()}
         return [self._rows, files]
 
-    def _finish(self, parts: list[Any], then: Callable[[], None] | None) -> str | None:
+    def _finish(self, parts: list[Any]) -> str | None:
         if self._world.rank != 0:
             return None
         files = [{name: RowFile(*entry) for name, entry in part.items()} for _, part in parts]
         rows = sum(rows for rows, _ in parts)
-        manifest = commit(place_of(self._folder), self._description, rows, files, self._parent)
+        return commit(place_of(self._folder), self._description, rows, files, self._parent, self._together).id
+
+    def _close(self, then: Callable[[], None] | None) -> None:
         self._open.close()
-        if then is not None:
+        if then is not None and self._world.rank == 0:
             try:
                 then()
             except StoreError as error:
@@ -109,7 +121,6 @@ class PartSave:
                     f"{self._op}: the snapshot is there, and its folder could not note which rows it has: {error}; "
                     "make room, and save once more before another number of ranks opens the rows"
                 ) from error
-        return manifest.id
 
 
 class BackgroundPartSave:

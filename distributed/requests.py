@@ -35,7 +35,9 @@ class Requests:
     @property
     def wanted(self) -> bool:
         """Whether rank 0 was asked for a snapshot, and its rows are of a whole number of steps."""
-        return self._request is not None and not self._own.table.in_step
+        if self._request is None or self._own.table.in_step:
+            return False
+        return self._saves.membership is None or not self._saves.membership.is_amid_step
 
     def serve(self) -> None:
         """Save what rank 0 was asked for. Called by all ranks, where `wanted` was true on one. GroupError."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +20,7 @@ from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
 from ..snapshots.files.row_writer import Progress
 from ..snapshots.files.writer import check_over, clear_leftovers
+from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import check_linked, link_snapshot, linked, remove_snapshot
 from ..snapshots.store.retention import drop_unneeded, prune
 from ..snapshots.store.saving import Held, begin_save, check_kind, check_save, parent_for
@@ -27,8 +31,12 @@ from .part_save import BackgroundPartSave, PartSave
 
 if TYPE_CHECKING:
     from ..engine.persist.held_table import HeldTable
+    from ..engine.persist.training_group import OfAll
+    from ..engine.store.versions import Instant
+    from ..snapshots.files.writer import Together
     from .group import Group
     from .home import Home
+    from .membership import RankMembership
 
 log = logging.getLogger("tierbed")
 
@@ -36,11 +44,21 @@ log = logging.getLogger("tierbed")
 class RankSnapshots:
     """The snapshots of an embedding, in the folder that all ranks see, of which each writes and reads its part.
 
-    own: the rows of this rank. home: the store folder of all, None where there is none. close: closes both.
+    own: the rows of this rank. home: the store folder of all, None where there is none. membership: of rank 0. close:
+    closes both.
     """
 
-    def __init__(self, world: Group, name: str, own: HeldTable, home: Home | None, close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        world: Group,
+        name: str,
+        own: HeldTable,
+        home: Home | None,
+        membership: RankMembership | None,
+        close: Callable[[], None],
+    ) -> None:
         self._world, self._name, self._own, self._home, self._close = world, name, own, home, close
+        self.membership = membership  # on rank 0
         self._part = Part(world.rank, world.size)
         self._saving: BackgroundPartSave | None = None
 
@@ -51,11 +69,11 @@ class RankSnapshots:
 
     def named(self, step: int) -> SavedAs:
         """The name of the rows of a step. Local."""
-        return of_step(step, self._place, self.base)
+        return of_step(step, self.place, self.base)
 
     def compare(self, mine: SavedAs, awaited: SavedAs) -> None:
         """As `HeldTable.compare`. Local."""
-        compare(self._name, mine, awaited, lambda name: saved_as(self._place, name))
+        compare(self._name, mine, awaited, lambda name: saved_as(self.place, name))
 
     def check(self, name: str, kind: str, overwrite: bool) -> None:
         """Raise what `save` would raise for these arguments."""
@@ -71,13 +89,10 @@ class RankSnapshots:
         table = self._own.table
         with table.lock:  # rows of one step
             everywhere(self._world, op, self._check_not_saving)
-            parent = self._begin(op, name, kind, overwrite)
-            place = self._folder / name
-            save = PartSave(self._world, op, place, table.describe(), table.counts.rows, overwrite, parent)
-            _, error = attempt(lambda: self._write(save, parent, progress))
-            made = save.commit(error, self._noted())
-            if kind == "incremental" or table.watch.changes is not None:
-                table.watch.track_changes(made)
+            save, parent = self.begin(op, name, kind, overwrite)
+            _, error = attempt(lambda: self.write(save, parent, progress))
+            made = save.commit(error, self.noted())
+            self.saved(kind, made)
 
     def save_in_background(self, name: str, kind: str, overwrite: bool) -> BackgroundPartSave:
         """As `HeldTable.save_in_background`. The result's `wait` is called by all ranks."""
@@ -87,9 +102,8 @@ class RankSnapshots:
         table = self._own.table
         with table.lock:
             everywhere(self._world, op, self._check_not_saving)
-            self._begin(op, name, kind, overwrite)
-            save = PartSave(self._world, op, self._folder / name, table.describe(), table.counts.rows, overwrite)
-            self._saving = BackgroundPartSave(self._world, op, self._own, save, self._noted(), f"snapshot {name!r}")
+            save, _ = self.begin(op, name, kind, overwrite)
+            self._saving = BackgroundPartSave(self._world, op, self._own, save, self.noted(), f"snapshot {name!r}")
         return self._saving
 
     def at_step(self) -> None:
@@ -108,14 +122,14 @@ class RankSnapshots:
         """As `HeldTable.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
         op = f"loading snapshot {name!r} of embedding {self._name!r}"  # also where a rank is of another step
         self._finish_saving()
-        snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(self._folder / name))
+        snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(self.folder / name))
         keeps_bits = selection.is_whole and not selection.convert  # rows go back to no snapshot of other numbers
         return self._load(op, snapshot, selection, strict, name if keeps_bits else None)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """As `HeldTable.prune_snapshots`."""
         op = f"pruning snapshots of embedding {self._name!r}"  # also where a rank is of another step
-        _, error = attempt(lambda: (self._own.table, self._folder))
+        _, error = attempt(lambda: (self._own.table, self.folder))
         agree(self._world, op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(
             told(self._world, op, lambda: self._at_home(lambda home: self._prune(home, keep_last, keep_every)))[0]
@@ -125,9 +139,7 @@ class RankSnapshots:
         """As `HeldTable.save_rows`, into a folder that all ranks see."""
         if self._home is not None:
             self.save(place.name, "full", False)
-            link = self._folder / place.name
-            op = self._op(f"linking snapshot {place.name!r}")
-            everywhere(self._world, op, lambda: self._at_home(lambda _: link_snapshot(Snapshot.open(link), place)))
+            self.link(place)
             return
         op = self._op(f"saving rows as {place.name!r}")
         table = self._own.table
@@ -135,6 +147,12 @@ class RankSnapshots:
             save = PartSave(self._world, op, place, table.describe(), table.counts.rows)
             _, error = attempt(lambda: save.write(table.scan()))
             save.commit(error)
+
+    def link(self, place: Path) -> None:
+        """Let the snapshot of that name in the store folder be `place` as well, on rank 0."""
+        there = self.folder / place.name
+        op = self._op(f"linking snapshot {place.name!r}")
+        everywhere(self._world, op, lambda: self._at_home(lambda _: link_snapshot(Snapshot.open(there), place)))
 
     def check_rows(self, place: Path, state: bool) -> None:
         """As `HeldTable.check_rows`. Each rank reads its part."""
@@ -148,19 +166,29 @@ class RankSnapshots:
 
         check_all_rows(self._world, op, snapshot, check)
         if self._home is not None and state:
-            whole, there = Snapshot(place, snapshot.manifest), self._folder / place.name
+            whole, there = Snapshot(place, snapshot.manifest), self.folder / place.name
             everywhere(self._world, op, lambda: self._at_home(lambda _: check_linked(whole, there)))
 
     def load_rows(self, place: Path, state: bool) -> None:
         """As `HeldTable.load_rows`."""
         op = f"loading snapshot {place.name!r} of embedding {self._name!r}"  # also where a rank is of another step
-        self._finish_saving()
         with ExitStack() as linking:
-            if self._home is not None and state:
-                everywhere(self._world, op, lambda: self._at_home(lambda home: self._link(home, place, linking)))
-            read = place if self._home is None or not state else self._folder / place.name
-            snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(read))
-            self._load(op, snapshot, Selection(state=state), True, place.name if state else None)
+            read = self.link_in(place, linking) if self._home is not None and state else place
+            self.load_from(op, read, Selection(state=state), place.name if state else None)
+
+    def link_in(self, place: Path, linking: ExitStack) -> Path:
+        """The snapshot `place` in the store folder, where rank 0 links it."""
+        op = f"linking snapshot {place.name!r} of embedding {self._name!r}"
+        everywhere(self._world, op, lambda: self._at_home(lambda home: self._link(home, place, linking)))
+        return self.folder / place.name
+
+    def load_from(
+        self, op: str, place: Path, selection: Selection, base: str | None, together: Instant | None = None
+    ) -> LoadReport:
+        """Load this rank's part of the snapshot `place`, as `_load`."""
+        self._finish_saving()
+        snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(place))
+        return self._load(op, snapshot, selection, True, base, together)
 
     def drop_rows(self, saved: Snapshot) -> None:
         """As `HeldTable.drop_rows`. Local: rank 0 does it."""
@@ -178,11 +206,11 @@ class RankSnapshots:
         return f"{what} of embedding {self._name!r} at step {self._own.table.step}"
 
     @property
-    def _place(self) -> Path | None:
+    def place(self) -> Path | None:
         return None if self._home is None else self._home.snapshots
 
     @property
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
         """Where snapshots are. Raises SnapshotError where there is no such place, on all ranks alike."""
         if self._home is None:
             self._lacks_place()
@@ -229,30 +257,49 @@ class RankSnapshots:
 
     def _held(self) -> Held:
         table = self._own.table
-        return Held(table.describe(), table.counts.rows, table.scan)
+        record = None if self.membership is None else self.membership.record
+        return Held(table.describe(), table.counts.rows, table.scan, record=record)
 
     def _check(self, home: Home, name: str, kind: str, overwrite: bool) -> None:
         home.keeper.check()
         check_save(home.keeper, name, kind, self._held(), overwrite)
 
-    def _begin(self, op: str, name: str, kind: str, overwrite: bool) -> Snapshot | None:
-        """What rank 0 does before a save. Returns the snapshot that the new one goes over, of this rank's part."""
+    def begin(
+        self, op: str, name: str, kind: str, overwrite: bool, of_all: OfAll | None = None
+    ) -> tuple[PartSave, Snapshot | None]:
+        """The save that all ranks write, once rank 0 has begun it, and the snapshot that it goes over, of this part."""
+        together: Together | None = None
+        replaces = overwrite
 
-        def begin(home: Home) -> list[str] | None:
+        def prepare(home: Home) -> list[str] | None:
+            nonlocal together, replaces
             home.keeper.check()
             parent = parent_for(home.keeper, name) if kind == "incremental" else None
             if parent is not None:
                 check_over(home.snapshots / name, parent, self._own.table.describe())
-            begin_save(home.keeper, name, kind, self._held(), overwrite)
+            if self.membership is not None and self.membership.record is not None:
+                together = self.membership.saved(of_all)
+            place = begin_save(home.keeper, name, kind, self._held(), overwrite)
+            replaces = os.path.lexists(place)
             return None if parent is None else [parent.name, parent.manifest.id]
 
-        over = told(self._world, f"{op}: what it goes over", lambda: self._at_home(begin))[0]
-        if over is None:
-            return None
-        parent: Snapshot = everywhere(self._world, op, lambda: self._open(self._folder / over[0]))
-        return parent
+        over = told(self._world, f"{op}: what it goes over", lambda: self._at_home(prepare))[0]
+        parent: Snapshot | None = None
+        if over is not None:
+            parent = everywhere(self._world, op, lambda: self._open(self.folder / over[0]))
+        table = self._own.table
+        rows, place = table.counts.rows, self.folder / name
+        return PartSave(self._world, op, place, table.describe(), rows, replaces, parent, together), parent
 
-    def _write(self, save: PartSave, parent: Snapshot | None, progress: Progress | None) -> None:
+    def saved(self, kind: str, made: str) -> None:
+        """After a save: note what changes from here on, where that is asked for."""
+        table = self._own.table
+        if kind == "incremental" or table.watch.changes is not None:
+            table.watch.track_changes(made)
+        if self.membership is not None:
+            self.membership.saved_as(made)
+
+    def write(self, save: PartSave, parent: Snapshot | None, progress: Progress | None) -> None:
         table = self._own.table
         if parent is None:
             save.write(table.scan(), progress)
@@ -260,7 +307,7 @@ class RankSnapshots:
         changed = table.watch.changed(parent.manifest.id)
         save.write_changes(changes_between(parent.chunks(), table.scan()) if changed is None else changed, progress)
 
-    def _noted(self) -> Callable[[], None]:
+    def noted(self) -> Callable[[], None]:
         """What rank 0 does when the snapshot is there: note which rows it has, those of now."""
         writes = self._own.writes
         return lambda: self._at_home(lambda home: home.keeper.note_saved(writes))
@@ -290,8 +337,19 @@ class RankSnapshots:
         needed = linked(Snapshot.open(place), home.snapshots / place.name, lambda: keeper.base == place.name)
         linking.enter_context(needed)
 
-    def _load(self, op: str, snapshot: Snapshot, selection: Selection, strict: bool, base: str | None) -> LoadReport:
-        """Load this rank's part. base: the snapshot that rows go back to from here on, None to leave it as it is."""
+    def _load(
+        self,
+        op: str,
+        snapshot: Snapshot,
+        selection: Selection,
+        strict: bool,
+        base: str | None,
+        together: Instant | None = None,
+    ) -> LoadReport:
+        """Load this rank's part. base: the snapshot that rows go back to from here on, None to leave it as it is.
+
+        together: on rank 0, where embeddings that are trained together are loaded, the instant to which all go.
+        """
         world, voted = self._world, False
         given = selection.tables  # whatever the user gave: what is wrong with it is told below
         same = {
@@ -308,9 +366,12 @@ class RankSnapshots:
             nonlocal voted
             voted = True
             check_all_rows(world, op, snapshot, lambda: snapshot.found)
-            writes = told(world, f"{op}: marks", self._begin_write)
-            self._own.count_write(max(writes))  # a rank that failed in a step may have missed some
-            everywhere(world, f"{op}: noted", lambda: self._at_home(lambda home: self._note_base(home, base)))
+            marks = told(world, f"{op}: marks", lambda: [self._begin_write(), secrets.token_hex(8)])
+            self._own.count_write(max(writes for writes, _ in marks))  # a rank that failed may have missed some
+            run = marks[0][1] if base is not None else self._own.run
+            self._own.begin_run(run)
+            note = partial(self._note_base, base=base, snapshot=snapshot, run=run, together=together)
+            everywhere(world, f"{op}: noted", lambda: self._at_home(note))
 
         report, error = attempt(lambda: self._own.load_from(snapshot, selection, strict, verified))
         if error is not None and voted and not world.untold(error):
@@ -332,6 +393,8 @@ class RankSnapshots:
             if world.failure is None:  # else each rank closes when it likes
                 self._give_up(said)
             raise
+        if self.membership is not None:
+            self.membership.reformed()
         assert report is not None
         report.rows, report.left_out = (sum(column) for column in zip(*counts, strict=True))
         return report
@@ -356,7 +419,10 @@ class RankSnapshots:
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self._name, error)
 
-    def _note_base(self, home: Home, base: str | None) -> None:
-        if base is not None:
-            home.keeper.set_base(base)
-            home.keeper.note_saved(self._own.writes)
+    def _note_base(self, home: Home, base: str | None, snapshot: Snapshot, run: str, together: Instant | None) -> None:
+        if base is None:
+            return
+        noted = () if self.membership is None else self.membership.loaded(rows_of(snapshot), "load", together)
+        home.keeper.set_base(base, *noted)
+        home.keeper.note_run(run)
+        home.keeper.note_saved(self._own.writes)

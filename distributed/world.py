@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from ..engine.errors import InputError, OptionError
 from ..engine.optim.optimizers import RowOptimizer
+from ..engine.persist.training_group import TrainingGroup
 from ..engine.spec.options import StoreOptions
 from ..engine.spec.table_spec import TableSpec
+from ..snapshots.store.selection import LoadReport
+from . import together
 from .agreement import agree, raw_bytes
 from .group import Group
 from .held import ShardedHeld
@@ -87,10 +91,34 @@ class World(Group):
         return agree(self, op, error, note=note).notes
 
     def hold(
-        self, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None, device: torch.device
+        self,
+        spec: TableSpec,
+        options: StoreOptions,
+        optimizer: RowOptimizer | None,
+        device: torch.device,
+        group: TrainingGroup | None = None,
+        for_load: bool = False,
     ) -> ShardedHeld:
         """Open the rows of an embedding over all ranks, as `ShardedHeld`."""
-        return ShardedHeld(self, spec, options, optimizer, device)
+        return ShardedHeld(self, spec, options, optimizer, device, group, for_load)
+
+    def save_together(self, tables: Sequence[Any], name: str, kind: str, overwrite: bool, background: bool) -> None:
+        """Save the rows of several embeddings as snapshot `name`, all or none: `tierbed.Graph.save_snapshot`."""
+        if background:
+            raise OptionError("background=True: ranks save several embeddings while steps wait; leave it out")
+        together.save_together(self, tables, name, kind, overwrite)
+
+    def load_together(self, tables: Sequence[Any], name: str) -> list[LoadReport]:
+        """Load the snapshots `name` of several embeddings, as `tierbed.Graph.load_snapshot`."""
+        return together.load_together(self, tables, name)
+
+    def save_rows(self, tables: Sequence[Any], places: Sequence[Path]) -> None:
+        """Save the rows of several embeddings as the snapshots `places` of a checkpoint."""
+        together.save_rows(self, tables, places)
+
+    def load_rows(self, tables: Sequence[Any], places: Sequence[Path], state: bool) -> None:
+        """Load the rows of several embeddings from the snapshots `places` of a checkpoint."""
+        together.load_rows(tables, places, state)
 
     def _all_tensors(self, op: str, x: Tensor, free: int) -> list[Tensor]:
         """The tensors of all ranks. free: how many of the first dimensions may differ. InputError for no tensor."""

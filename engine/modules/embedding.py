@@ -309,4 +309,4 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Held:
         if self.world is None:
             return HeldTable(self.spec, self.store_options, optimizer, device, group=self.group, for_load=for_load)
-        return self.world.hold(self.spec, self.store_options, optimizer, device)
+        return self.world.hold(self.spec, self.store_options, optimizer, device, self.group, for_load)

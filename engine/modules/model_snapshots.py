@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from ..table.background_save import Saving
 from .saved_rows import SavedRows
 
 if TYPE_CHECKING:
-    from ..persist.held_contract import Held
+    from ..persist.held_contract import Ranks
 
 
 class ModelSnapshots:
@@ -44,10 +44,13 @@ class ModelSnapshots:
         for argument, value in (("background", background), ("overwrite", overwrite)):
             if not isinstance(value, bool):
                 raise OptionError(f"{argument}={value!r}: give True or False")
-        tables = self._held()
-        if background:
+        tables, world = self._held(), self._world_of()
+        if world is not None:
+            world.save_together(tables, snapshot_name, kind, overwrite, background)
+        elif background:
             return save_together_in_background(tables, snapshot_name, kind, overwrite)
-        save_together(tables, snapshot_name, kind, overwrite)
+        else:
+            save_together(tables, snapshot_name, kind, overwrite)
         return None
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
@@ -56,7 +59,8 @@ class ModelSnapshots:
         All are verified before a row is replaced. Returns a report for each embedding. SnapshotError, StoreError,
         OptimizerError.
         """
-        return load_together(self._held(for_load=True), snapshot_name)
+        tables, world = self._held(for_load=True), self._world_of()
+        return load_together(tables, snapshot_name) if world is None else world.load_together(tables, snapshot_name)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> dict[str, list[str]]:
         """Remove snapshots of all embeddings, as `MultiTableEmbedding.prune_snapshots`. Returns names by embedding."""
@@ -68,25 +72,38 @@ class ModelSnapshots:
             raise SnapshotError("there is no embedding whose rows could be saved or loaded")
         return found
 
-    def _held(self, for_load: bool = False) -> list[Held]:
+    def _held(self, for_load: bool = False) -> list[Any]:
         return [embedding.opened(for_load) for embedding in self._stored()]
+
+    def _world_of(self) -> Ranks | None:
+        return _world_of(self._stored())
 
 
 def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
     """Save the rows of embeddings as the snapshots `places`, at one instant."""
-    held = [embedding.opened() for embedding in embeddings]
-    if held and held[0].is_shared:
-        for one, place in zip(held, places, strict=True):
-            one.save_rows(place)
+    world = _world_of(embeddings)
+    tables: list[Any] = [embedding.opened() for embedding in embeddings]
+    if world is None:
+        save_rows_together(tables, places)
     else:
-        save_rows_together(held, places)
+        world.save_rows(tables, places)
 
 
 def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], state: bool = True) -> None:
     """Load the rows of embeddings, with or without their optimizer state, from the snapshots `places`."""
-    held = [embedding.opened(for_load=True) for embedding in embeddings]
-    if held and held[0].is_shared:
-        for one, place in zip(held, places, strict=True):
-            one.load_rows(place, state)
+    world = _world_of(embeddings)
+    tables: list[Any] = [embedding.opened(for_load=True) for embedding in embeddings]
+    if world is None:
+        load_rows_together(tables, places, state)
     else:
-        load_rows_together(held, places, state)
+        world.load_rows(tables, places, state)
+
+
+def _world_of(embeddings: Sequence[SavedRows]) -> Ranks | None:
+    """The ranks that share the rows of all of them. OptionError where some are shared otherwise than others."""
+    worlds = {id(embedding.world): embedding.world for embedding in embeddings}
+    if len(worlds) > 1:
+        raise OptionError(
+            "some of these embeddings have another world than the others; save and load those of one world together"
+        )
+    return next(iter(worlds.values()), None)

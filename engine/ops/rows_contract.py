@@ -69,6 +69,11 @@ class Rows(nn.Module):
     shadow: nn.Parameter  # [1] float32, by which optimizers and autograd know the module
     row_optimizer: RowOptimizer | None  # the optimizer of the next update
     world: Any = None  # the ranks that share the rows
+    group: Any = None  # of the embeddings that are trained together with this one
+
+    def join(self) -> None:
+        """Note that `group` has changed."""
+        raise NotImplementedError
 
     @property
     def name(self) -> str:

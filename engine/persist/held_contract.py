@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,7 +49,6 @@ class Held(Protocol):
     """An embedding's hold on its rows. The methods are those of `HeldTable`."""
 
     device: torch.device
-    is_shared: bool
 
     @property
     def table(self) -> TableOfAll: ...
@@ -117,7 +117,25 @@ class Ranks(Protocol):
     def meet(self, op: str, error: BaseException | None = None, note: int = 0) -> list[int]:
         """The notes of all ranks, in their order. Where a rank gives an error, raises on every rank."""
 
+    def save_together(self, tables: Sequence[Held], name: str, kind: str, overwrite: bool, background: bool) -> None:
+        """Save the rows of several embeddings, all or none."""
+
+    def load_together(self, tables: Sequence[Held], name: str) -> list[LoadReport]:
+        """Load the rows of several embeddings."""
+
+    def save_rows(self, tables: Sequence[Held], places: Sequence[Path]) -> None:
+        """Save the rows of several embeddings for a checkpoint."""
+
+    def load_rows(self, tables: Sequence[Held], places: Sequence[Path], state: bool) -> None:
+        """Load the rows of several embeddings from a checkpoint."""
+
     def hold(
-        self, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None, device: torch.device
+        self,
+        spec: TableSpec,
+        options: StoreOptions,
+        optimizer: RowOptimizer | None,
+        device: torch.device,
+        group: TrainingGroup | None = None,
+        for_load: bool = False,
     ) -> Held:
         """Open the rows over all ranks."""

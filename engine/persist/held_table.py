@@ -99,8 +99,6 @@ class HeldTable:
             )
         return self._table
 
-    is_shared = False  # between ranks
-
     @property
     def own_open(self) -> OpenTable | None:
         """The table, if it is open in this process."""
@@ -117,7 +115,7 @@ class HeldTable:
 
     def note_torn(self) -> None:
         """The rows are of another step than those of embeddings that are trained together with them."""
-        self._persistence.refuse_writes()
+        self._persistence.expect_first_write()
 
     def _share_gate(self) -> None:
         membership = self._persistence.membership
@@ -193,6 +191,23 @@ class HeldTable:
         """
         assert self._persistence.life is not None
         self._persistence.life.writes = 1 + (self.writes if before is None else before)
+
+    @property
+    def run(self) -> str:
+        """The run that the rows of all ranks are of."""
+        assert self._persistence.life is not None
+        return self._persistence.life.run
+
+    def begin_run(self, run: str) -> None:
+        """The rows of all ranks are those of a snapshot from here on."""
+        assert self._persistence.life is not None
+        self._persistence.life.run = run
+        self._persistence.expect_first_write()
+
+    def before_first_write(self, call: Callable[[], None]) -> None:
+        """Let `call` be called before the first write after an open or a load."""
+        self._persistence.before_first_write = call
+        self._persistence.expect_first_write()
 
     @property
     def writes(self) -> int:

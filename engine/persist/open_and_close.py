@@ -87,6 +87,7 @@ class TablePersistence:
         self._scratch = False  # whether the live rows in the folder differ from the table's
         self._unmarked = False  # whether it is known that the live rows carry no mark
         self._is_written = False  # whether MARK says that this run writes rows
+        self.before_first_write: Callable[[], None] = lambda: None
 
     def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None, for_load: bool = False) -> OpenTable:
         """Open the table with the rows that `decide` chooses, by default the folder's last consistent ones.
@@ -167,8 +168,8 @@ class TablePersistence:
                 self.membership.closed()
             table.close()
 
-    def refuse_writes(self) -> None:
-        """Let the next write find out why rows are not to be written: `Membership.check_whole`."""
+    def expect_first_write(self) -> None:
+        """Let the next write be a first one, which finds out whether rows may be written: `Membership.check_whole`."""
         self._is_written = False
 
     def _keep(self, table: OpenTable, folder: StoreFolder) -> None:
@@ -421,6 +422,7 @@ class TablePersistence:
             bottom.make_writable()  # first: where it fails, the live rows keep their mark
         if self.folder is not None:
             if not self._is_written:
+                self.before_first_write()
                 self._begin_writing(written=True)
             if self.membership is not None:
                 self.membership.versions.writes += 1

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tierbed")
 
 
-class _Decided(Commit):
+class Decided(Commit):
     """A snapshot among those of a save of all, which is decided by the rename of the first. before: the wait for it."""
 
     def __init__(self, first: Path, id: str, before: Callable[[], object]) -> None:
@@ -52,8 +52,9 @@ def save_together(tables: Sequence[HeldTable], name: str, kind: str = "full", ov
     OptionError, and then there is none of them.
     """
     members = _members(tables)
-    if len(tables) == 1:
-        tables[0].snapshots.save(tables[0].table, name, _kind(tables[0], kind), overwrite=overwrite)
+    if len(tables) == 1 or any(member.record is None for member in members):  # they are not trained together
+        for table in tables:
+            table.snapshots.save(table.table, name, _kind(table, kind), overwrite=overwrite)
         return
     with between_steps(members):
         _check(tables, name, kind, overwrite)
@@ -62,7 +63,7 @@ def save_together(tables: Sequence[HeldTable], name: str, kind: str = "full", ov
         def save(number: int) -> None:
             """Write that of a table, and let those before it have their names first."""
             table = tables[number]
-            commit = _Decided(first, id, lambda: save(number - 1) if number else None)
+            commit = Decided(first, id, lambda: save(number - 1) if number else None)
             of_all = OfAll(name, members[0], id, commit)
             table.snapshots.save(table.table, name, _kind(table, kind), overwrite=overwrite, of_all=of_all)
 
@@ -79,7 +80,7 @@ def save_together_in_background(
         saving = SavingAll(f"snapshot {name!r} of {len(tables)} embeddings", members[0].folder.snapshots / name)
         try:
             for number, table in enumerate(tables):
-                commit = _Decided(saving.first, saving.id, saving.others if number == 0 else saving.until_made)
+                commit = Decided(saving.first, saving.id, saving.others if number == 0 else saving.until_made)
                 of_all = OfAll(name, members[0], saving.id, commit, KEPT_BYTES // len(tables))
                 saving.saves.append(
                     table.snapshots.save_in_background(table.table, name, kind, overwrite, of_all=of_all)
@@ -140,7 +141,7 @@ def load_together(tables: Sequence[HeldTable], name: str) -> list[LoadReport]:
     amid the loads, the stores can neither be written nor saved until each is loaded.
     """
     snapshots = [table.snapshots.snapshot(name) for table in tables]
-    _check_one_instant(tables, snapshots)
+    check_one_instant([table.name for table in tables], snapshots)
     for table, snapshot in zip(tables, snapshots, strict=True):
         table.check_fit(snapshot, True)
         snapshot.verify()
@@ -181,13 +182,7 @@ def _linked(folder: StoreFolder, place: Path) -> AbstractContextManager[Snapshot
 def _load(tables: Sequence[HeldTable], snapshots: Sequence[Snapshot]) -> list[LoadReport]:
     """Load verified snapshots. A kill between two of them is finished by the next run: `Group.target`."""
     members = _members(tables)
-    together: Instant | None = None
-    if members[0].record is not None:
-        now = members[0].instant()
-        versions = {
-            m.record.id: rows_of(s).now for m, s in zip(members, snapshots, strict=True) if m.record is not None
-        }
-        together = Instant(now.number, now.versions | versions)
+    together = instant_of(members, snapshots)
     reports = []
     try:
         for table, snapshot in zip(tables, snapshots, strict=True):
@@ -197,6 +192,15 @@ def _load(tables: Sequence[HeldTable], snapshots: Sequence[Snapshot]) -> list[Lo
             members[0].tear(f"a load of {len(tables)} embeddings raised amid its changes ({error!r})")
         raise
     return reports
+
+
+def instant_of(members: Sequence[Membership], snapshots: Sequence[Snapshot]) -> Instant | None:
+    """The instant to which a load of these snapshots moves the stores; None where they are trained apart."""
+    if not members or members[0].record is None:
+        return None
+    now = members[0].instant()
+    loaded = zip((member.id for member in members), (rows_of(snapshot).now for snapshot in snapshots), strict=True)
+    return Instant(now.number, {**now.versions, **dict(loaded)})
 
 
 def _members(tables: Sequence[HeldTable]) -> list[Membership]:
@@ -221,14 +225,14 @@ def _check(tables: Sequence[HeldTable], name: str, kind: str, overwrite: bool) -
             raise type(error)(f"embedding {table.name!r}: {error}") from error
 
 
-def _check_one_instant(tables: Sequence[HeldTable], snapshots: Sequence[Snapshot]) -> None:
-    """Raises SnapshotError where the snapshots are known to be of different instants."""
+def check_one_instant(names: Sequence[str], snapshots: Sequence[Snapshot]) -> None:
+    """Raises SnapshotError where the snapshots of embeddings of these names are known to be of different instants."""
     versions = {s.manifest.instant.id: rows_of(s).now for s in snapshots if s.manifest.instant is not None}
     for snapshot in snapshots:
         saved = snapshot.manifest.instant
         if saved is not None and any(saved.instant.versions.get(id, now) != now for id, now in versions.items()):
-            both = zip(tables, snapshots, strict=True)
-            steps = ", ".join(f"{table.name!r} of step {one.description['step']}" for table, one in both)
+            both = zip(names, snapshots, strict=True)
+            steps = ", ".join(f"{name!r} of step {one.description['step']}" for name, one in both)
             raise SnapshotError(
                 f"the snapshots {snapshot.name!r} were not saved together, and have rows of different steps: {steps}. "
                 "Load each by itself, or one name that a save of all has given"

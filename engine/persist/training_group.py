@@ -62,7 +62,7 @@ def train_together(modules: Iterable[Any]) -> None:
     together.embeddings |= WeakSet(stored)
     for one in list(together.embeddings):
         one.group = together
-    for one in list(together.embeddings):
+    for one in sorted(together.embeddings, key=lambda one: one.name):  # in one order on all ranks
         one.join()
 
 
@@ -72,9 +72,11 @@ class Membership:
     `versions`: of its rows. `record`: as MARK has it, None for a store that trains alone, which notes nothing.
     """
 
-    def __init__(self, folder: StoreFolder, group: TrainingGroup | None) -> None:
+    def __init__(self, folder: StoreFolder, group: TrainingGroup | None, store: Path | None = None) -> None:
+        """folder: held; its MARK notes the group. store: the store folder, where that is another."""
         self.folder, self.group = folder, group
-        self.path = os.path.realpath(folder.path)
+        self.store = folder.path if store is None else store
+        self.path = os.path.realpath(self.store)
         self.record: GroupRecord | None = folder.group
         self.versions = Versions(Rows(EMPTY))
         self.holder: Callable[[], Any] = lambda: None  # gives what has the table
@@ -95,14 +97,17 @@ class Membership:
 
     def opened(self, rows: Rows) -> None:
         """The rows are open: live rows, those of a snapshot, or none. StoreError."""
-        self.versions = Versions(rows, self._epochs())
+        self.versions = self._begin(rows)
         self._is_at = self.folder.at is not None
         _open[self.path] = self
         self.enlist()
 
+    def _begin(self, rows: Rows) -> Versions:
+        return Versions(rows, self._epochs())
+
     def rest(self) -> None:
         """Rows that were loaded and not written since are of an instant with the others when they are closed."""
-        if self.record is not None and self.folder.at is not None:
+        if self.record is not None and (at := self.folder.at) is not None and at.by == "load":
             self.folder.note_group(self.record, **{AT: None})
 
     def closed(self) -> None:
@@ -123,9 +128,7 @@ class Membership:
         record = self.record or GroupRecord(self._own_id(), {}, self.versions.rows.now)
         if group is not None and others:
             group.ids[self.path] = record.id
-            peers = {
-                _id_of(group, path): Peer.of(name, self.folder.path, place) for path, (name, place) in others.items()
-            }
+            peers = {_id_of(group, path): Peer.of(name, self.store, place) for path, (name, place) in others.items()}
             record = replace(record, peers=peers)
         self.record, noted = record, self.folder.group
         self._form()
@@ -143,7 +146,10 @@ class Membership:
         mark = self.folder.read_mark()
         if mark is not None and LIVE not in mark:
             self.folder.set_mark({**mark, LIVE: rows.plain()})
-        self.folder.note_group(record, **{AT: At(rows.now, "recovery").plain()})
+        self._note_unwritten(rows)
+
+    def _note_unwritten(self, rows: Rows) -> None:
+        self.folder.note_group(self.record, **{AT: At(rows.now, "recovery").plain()})
         self._is_at = True
 
     def begin_fresh(self) -> None:
@@ -162,7 +168,7 @@ class Membership:
         """Those of the others that this process has open."""
         if self.record is None:
             return []
-        places = (place for peer in self.record.peers.values() for place in peer.places(self.folder.path))
+        places = (place for peer in self.record.peers.values() for place in peer.places(self.store))
         found = (_open.get(os.path.realpath(place)) for place in places)
         return list({one.path: one for one in found if one is not None and one.table is not None}.values())
 
@@ -170,10 +176,11 @@ class Membership:
         """That of now, with a new number. The caller holds the locks of all open stores (`between_steps`)."""
         assert self.record is not None
         versions: dict[str, Version | None] = {self.record.id: self.versions.rows.now}
+        version: Version | None
         number = self.record.number
         steady = not self.is_amid_step
         for id, peer in self.record.peers.items():
-            places = peer.places(self.folder.path)
+            places = peer.places(self.store)
             other = next((_open[path] for place in places if (path := os.path.realpath(place)) in _open), None)
             if other is not None and other.table is not None and other.record is not None:
                 known, version = other.record.number, other.versions.rows.now
@@ -211,7 +218,7 @@ class Membership:
 
     def loaded(self, snapshot_rows: Rows, by: str, all_: Instant | None = None) -> tuple[Any, ...]:
         """What MARK has to note with the snapshot that rows go back to from here on; nothing for a store by itself."""
-        self.versions = Versions(snapshot_rows, self._epochs())
+        self.versions = self._begin(snapshot_rows)
         self.torn = ""
         if self.record is None:
             return ()
@@ -254,7 +261,7 @@ class Membership:
         if of_all is not None:
             commit, is_first = of_all.commit, of_all.first.path == self.path
             identity = of_all.id if is_first else identity
-            peer = Peer.of(of_all.first.folder.path.name, self.folder.path, of_all.first.folder.path)
+            peer = Peer.of(of_all.first.store.name, self.store, of_all.first.store)
             first = None if is_first else (peer, of_all.name, of_all.id)
         said = Saved(self.record.id, self.versions.rows, self.instant(), self.record.peers, first)
         return Together(identity, said, commit)
@@ -262,7 +269,7 @@ class Membership:
     def saved_as(self, id: str) -> None:
         """A snapshot has the rows as they are now: those of a store by itself have its version from here on."""
         if self.record is None:
-            self.versions = Versions(Rows((id, 0)))
+            self.versions = self._begin(Rows((id, 0)))
 
 
 class OfAll(NamedTuple):

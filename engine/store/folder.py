@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -225,7 +226,10 @@ class StoreFolder(FolderState):
 
     def drop_marks(self) -> None:
         """Declare the live rows scratch, and let them be no more `at` the version of a recovery. Raises StoreError."""
-        self._write(self._own(closed=self.at is not None and self.at.by == "recovery"))
+        own = self._own(closed=self.at is not None and self.at.by == "recovery")
+        if (ranks := self.of_ranks) is not None:
+            own["ranks"] = ranks._replace(run=secrets.token_hex(8))  # no share is of this run
+        self._write(own)
 
     def set_base(self, name: str, at: At | None = None, record: GroupRecord | None = None) -> None:
         """Let the live rows go back to snapshot `name` from here on, or to nothing for "". Raises StoreError.
@@ -260,6 +264,12 @@ class StoreFolder(FolderState):
     def begin_empty(self) -> None:
         """Let the live rows be those of one process, with no snapshot to go back to. Raises StoreError."""
         self._write({**self._own(), "base": [""]})
+
+    def note_run(self, run: str) -> None:
+        """The rows of ranks are of another run from here on. Raises StoreError."""
+        content = self._read()
+        if (record := self.of_ranks) is not None:
+            self._write({**content, "ranks": record._replace(run=run)})
 
     def end_ranks(self) -> None:
         """Let the live rows be those of one process from here on. Raises StoreError."""

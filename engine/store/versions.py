@@ -101,7 +101,7 @@ class GroupRecord:
     `id`: of this store, drawn when its rows began or joined. `joined`: the version with which it came to the others: an
     instant that lacks it had that. `instant`: that of the last join, load or recovery before the store was written.
     `number`: the largest that the store knows of. `cut`: the numbers of the last recovery's instant and of the latest
-    before it: snapshots in between were left behind.
+    before it: snapshots in between were left behind. `began`: the rows that a run of ranks began with.
     """
 
     id: str
@@ -110,6 +110,7 @@ class GroupRecord:
     instant: Instant | None = None
     number: int = 0
     cut: tuple[int, int] = (0, 0)
+    began: Rows | None = None
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -119,6 +120,7 @@ class GroupRecord:
             "instant": self.instant and self.instant.plain(),
             "number": self.number,
             "cut": list(self.cut),
+            "began": self.began and self.began.plain(),
         }
 
     @classmethod
@@ -127,7 +129,8 @@ class GroupRecord:
         match value:
             case {"id": str(id), "peers": dict(peers), "number": int(number), "cut": [int(low), int(high)], **more}:
                 joined, instant = parse_version(more.get("joined")) or EMPTY, Instant.parse(more.get("instant"))
-                return cls(id, parse_peers(peers), joined, instant, number, (low, high))
+                began = Rows.parse(more.get("began"))
+                return cls(id, parse_peers(peers), joined, instant, number, (low, high), began)
         return None
 
 
@@ -198,10 +201,10 @@ class Saved(NamedTuple):
 class Versions:
     """The versions that the rows of an open store go through."""
 
-    def __init__(self, opened: Rows, epochs: Iterable[str] = ()) -> None:
-        """opened: of the rows as they are. epochs: those of which the store has snapshots."""
+    def __init__(self, opened: Rows, epochs: Iterable[str] = (), run: str | None = None) -> None:
+        """opened: of the rows as they are. epochs: those of which the store has snapshots. run: of ranks' rows."""
         self._opened, self._began = opened, opened.began(epochs)
-        self._epoch, self.writes = secrets.token_hex(8), 0
+        self._epoch, self.writes = run or secrets.token_hex(8), 0
 
     @property
     def rows(self) -> Rows:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -19,12 +19,15 @@ from pathlib import Path
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.store.folder import StoreFolder
 from ...engine.store.folder_state import FolderState
+from ...engine.store.shares import Live as Share
+from ...engine.store.shares import live_of, live_together, marks_in, share_folder
 from ...engine.store.versions import AT, EMPTY, LIVE, At, GroupRecord, Instant, Rows, Version
 from ..files.reader import Listing, Snapshot, list_snapshots
 
 log = logging.getLogger("tierbed")
 
 Live = Mapping[str, Rows]  # of stores that are open in this process, by their real paths
+Shares = Mapping[str, Sequence[Share | None]]  # what ranks on all hosts have of stores, by the paths of these
 
 _UNKNOWN: Version = ("?", 0)  # of clean live rows that an older version of tierbed wrote
 
@@ -32,10 +35,11 @@ _UNKNOWN: Version = ("?", 0)  # of clean live rows that an older version of tier
 class Member:
     """A store of a group, as its folder tells. `live`: of its rows where it is open in this process."""
 
-    def __init__(self, path: Path, live: Live) -> None:
+    def __init__(self, path: Path, live: Live, shares: Shares | None = None) -> None:
         self.state = FolderState(path)
         self.path = path
         self.live = live.get(os.path.realpath(path))
+        self._shares = None if shares is None else shares.get(str(path))
 
     @cached_property
     def name(self) -> str:
@@ -62,8 +66,14 @@ class Member:
     @cached_property
     def clean(self) -> Rows | None:
         """The version of its live rows, where they carry a mark."""
-        mark = self.state.read_mark()
-        return None if mark is None else Rows.parse(mark.get(LIVE)) or Rows(_UNKNOWN)
+        mark, ranks = self.state.read_mark(), self.state.noting.of_ranks
+        if mark is not None:
+            return Rows.parse(mark.get(LIVE)) or Rows(_UNKNOWN)
+        if ranks is None:
+            return None
+        here = live_of(marks_in(self.path, ranks.ranks), ranks.ranks).values()
+        live = live_together(ranks, here if self._shares is None else self._shares)
+        return None if live is None else rows_of_ranks(live, self.record)
 
     @cached_property
     def at(self) -> At | None:
@@ -94,6 +104,18 @@ class Member:
         if base is None:
             return self.snapshots[-1] if self.snapshots else None
         return next((snapshot for snapshot in self.snapshots if snapshot.name == base), None)
+
+    @property
+    def reached(self) -> int | None:
+        """The step that its live rows came to, where that is known."""
+        mark, ranks = self.state.read_mark(), self.state.noting.of_ranks
+        if mark is not None:
+            return int(mark["step"])
+        if ranks is None:
+            return self.state.noted_step
+        shares = (FolderState(share_folder(self.path, rank, ranks.ranks)) for rank in range(ranks.ranks))
+        found = [(share.read_mark() or {}).get("step", share.noted_step) for share in shares]
+        return max((step for step in found if step is not None), default=None)
 
     def rows(self, killed: bool) -> Rows:
         """The version and the past of its rows. killed: of those that the next run finds if all are killed now."""
@@ -132,16 +154,24 @@ def rows_of(snapshot: Snapshot) -> Rows:
     return Rows((snapshot.manifest.id, 0)) if saved is None else saved.rows
 
 
+def rows_of_ranks(live: Share, record: GroupRecord | None) -> Rows:
+    """The version and the past of live rows that ranks share."""
+    began = None if record is None else record.began
+    if began is None or live.writes > 0:
+        return Rows((live.run, live.writes), () if began is None else (began.now, *began.past))
+    return began
+
+
 class Group:
     """The stores that are trained together with the one in `path`, itself included, by their ids.
 
     `missing`: those whose folders are not found, by id. `first`: the id of the one in `path`, "" if it trains alone.
     """
 
-    def __init__(self, path: Path, live: Live) -> None:
+    def __init__(self, path: Path, live: Live, shares: Shares | None = None) -> None:
         self.members: dict[str, Member] = {}
         self.missing: dict[str, str] = {}
-        first = Member(Path(os.path.abspath(path)), live)
+        first = Member(Path(os.path.abspath(path)), live, shares)
         self.first = "" if first.record is None else first.record.id
         waiting = [first] if first.record is not None else []
         while waiting:
@@ -151,7 +181,7 @@ class Group:
             for id, peer in member.record.peers.items():
                 if id in self.members or any(one.record and one.record.id == id for one in waiting):
                     continue
-                there = [Member(place, live) for place in peer.places(member.path) if place.is_dir()]
+                there = [Member(place, live, shares) for place in peer.places(member.path) if place.is_dir()]
                 found = next((one for one in there if _is_mutual(member, one, id)), None)
                 if found is not None:
                     waiting.append(found)
@@ -214,7 +244,12 @@ def _is_mutual(member: Member, other: Member, id: str) -> bool:
         return False
     back = other.record.peers.get(member.record.id)
     mine = os.path.realpath(member.path)
-    return back is not None and any(os.path.realpath(place) == mine for place in back.places(other.path))
+    theirs = [] if back is None else [state for place in back.places(other.path) for state in _both(FolderState(place))]
+    return any(os.path.realpath(state.path) == mine for state in theirs)
+
+
+def _both(state: FolderState) -> tuple[FolderState, FolderState]:
+    return state, state.keeper
 
 
 def needed_snapshots(path: Path) -> set[str]:
@@ -236,15 +271,18 @@ def is_left_behind(path: Path, name: str) -> bool:
     return low < saved.instant.number <= high and not member.rows(killed=False).went_through(saved.rows.now)
 
 
-def settle(first: StoreFolder, mode: str, live: Live, for_load: bool = False) -> Instant | None:
+def settle(
+    first: StoreFolder, mode: str, live: Live, for_load: bool = False, shares: Shares | None = None
+) -> Instant | None:
     """Bring the stores that are trained together with `first` to one instant, where a run ended uncleanly.
 
     first: held, about to be opened. mode: its option `open`. live: of the stores that this process has open.
     for_load: whether its rows are about to be replaced: then it goes back by itself where there is no such instant.
+    shares: of rows that ranks share, what each rank has.
     Returns the instant that they were moved to; None where they are of one already. Raises StoreError where there is
     none, where a store is held by another process, and as `open="error"` asks.
     """
-    group = Group(first.path, live)
+    group = Group(first.path, live, shares)
     if mode == "fresh" or len(group.members) + len(group.missing) < 2 or group.is_at_rest:
         return None
     if mode == "error":
@@ -259,7 +297,7 @@ def settle(first: StoreFolder, mode: str, live: Live, for_load: bool = False) ->
             if member.live is None:
                 own = os.path.realpath(member.path) == os.path.realpath(first.path)
                 folders[id] = first if own else holding.enter_context(_held(member, first))
-        group = Group(first.path, live)  # anew: now nobody changes them
+        group = Group(first.path, live, shares)  # anew: now nobody changes them
         for member in group.members.values():
             for error in member.listing.damaged.values():
                 raise SnapshotError(f"it is unknown which instant is the latest: {error}") from error
@@ -294,10 +332,13 @@ def _accepted(group: Group) -> Instant:
 
 def _move(group: Group, folders: Mapping[str, StoreFolder], target: Instant) -> None:
     """Let every store that is not open go back to its rows of the instant, one atomic write after the other."""
-    number, said = max(group.number, target.number), []
-    moving, staying = [], []
+    number = max(group.number, target.number)
+    moving: list[str] = []
+    staying: list[str] = []
+    said = []
     for id in folders:
-        member, version = group.members[id], target.versions.get(id)
+        member, version = group.members[id], target.versions[id]
+        assert version is not None
         stays = (member.clean is not None and member.clean.now == version) or (
             member.at is not None and member.at.by == "recovery" and member.at.version == version
         )
@@ -306,12 +347,12 @@ def _move(group: Group, folders: Mapping[str, StoreFolder], target: Instant) -> 
     for id in moving:  # all, before the first of them arrives: no half of a recovery passes for a group at rest
         member, folder = group.members[id], folders[id]
         if member.clean is not None or (member.at is not None and member.at.by == "recovery"):
-            folder.drop_marks()
+            _noting(folder).drop_marks()
     loaded = [id for id in staying if (at := group.members[id].at) is not None and (at.all or at.by == "load")]
     for id in sorted(
         [*moving, *loaded], key=lambda id: (at := group.members[id].at) is not None and at.all is not None
     ):
-        member, version = group.members[id], target.versions.get(id)
+        member, version = group.members[id], target.versions[id]
         assert member.record is not None
         assert version is not None
         record = replace(member.record, number=number)
@@ -319,26 +360,29 @@ def _move(group: Group, folders: Mapping[str, StoreFolder], target: Instant) -> 
         if id in moving:
             snapshot = member.snapshot_of(version)
             record = replace(record, instant=target, cut=(target.number, number))
-            folders[id].set_base("" if snapshot is None else snapshot.name, at, record)
+            _noting(folders[id]).set_base("" if snapshot is None else snapshot.name, at, record)
         else:
-            folders[id].note_group(record, **{AT: at.plain()})
-    log.warning("embeddings that are trained together were not closed by their last run: %s", "; ".join(said))
+            _noting(folders[id]).note_group(record, **{AT: at.plain()})
+    log.warning("embeddings that are trained together were not closed by their last run: %s", "; ".join(sorted(said)))
 
 
-def _said(member: Member, version: Version | None, stays: bool) -> str:
-    assert version is not None
-    reached = member.state.noted_step
+def _noting(folder: StoreFolder) -> StoreFolder:
+    """The folder, held as well, whose MARK notes the group."""
+    return folder.keeper if folder.read_mark() is None and folder.keeper.of_ranks is not None else folder
+
+
+def _said(member: Member, version: Version, stays: bool) -> str:
+    """Where a store goes, and what is lost, for the log."""
+    reached = member.reached
     if stays and member.clean is not None:
-        mark = member.state.read_mark() or {}
-        return f"{member.name!r} stays at step {mark.get('step')}"
+        return f"{member.name!r} stays at step {reached}"
     snapshot = member.snapshot_of(version)
     step = 0 if snapshot is None else int(snapshot.description["step"])
     to = "starts empty" if snapshot is None else f"goes back to snapshot {snapshot.name!r}, of step {step}"
-    mark = member.state.read_mark()
-    reached = mark["step"] if mark is not None else reached
     if reached is None or reached < step:
-        return f"{member.name!r} {to}, what was written since is lost"
-    return f"{member.name!r} {to}" + (f", steps {step + 1} to {reached} are lost" if reached > step else "")
+        return f"{member.name!r} {to}, and what was written since is lost"
+    lost = f"step {reached} is" if reached == step + 1 else f"steps {step + 1} to {reached} are"
+    return f"{member.name!r} {to}" + (f", and {lost} lost" if reached > step else "")
 
 
 def _no_instant(group: Group) -> str:

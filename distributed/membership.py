@@ -1,0 +1,102 @@
+"""What rank 0 notes of the stores whose rows ranks share, and that are trained together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..engine.persist.training_group import Membership, TrainingGroup, open_rows
+from ..engine.store.folder_state import FolderState
+from ..engine.store.shares import Live, live_in, share_folder
+from ..engine.store.versions import AT, Instant, Rows, Versions
+from ..snapshots.store.instants import Group, settle
+from .agreement import everywhere, told
+
+if TYPE_CHECKING:
+    from ..engine.persist.held_table import HeldTable
+    from .group import Group as Ranks
+    from .home import Home
+
+
+class SharedVersions(Versions):
+    """The versions of rows that ranks share: their run, and how many operations of all ranks wrote since it began."""
+
+    def __init__(self, opened: Rows, began: tuple[Any, ...], own: HeldTable) -> None:
+        self._opened, self._began, self._own, self._from = opened, began, own, own.writes
+
+    @property
+    def writes(self) -> int:  # type: ignore[override]
+        return self._own.writes - self._from
+
+    @property
+    def rows(self) -> Rows:
+        return self._opened if self.writes == 0 else Rows((self._own.run, self._own.writes), self._began)
+
+
+class RankMembership(Membership):
+    """The membership of a store whose rows ranks share, on rank 0. own: the rows of this rank."""
+
+    def __init__(self, home: Home, group: TrainingGroup | None, own: HeldTable) -> None:
+        assert home.folder is not None
+        super().__init__(home.keeper, group, home.path)
+        self._own = own
+
+    def opened_with(self, rows: Rows, is_live: bool) -> None:
+        """As `opened`, of live rows, or of those that a run begins with."""
+        self._is_live = is_live
+        if self.record is not None and not is_live:
+            self.record = replace(self.record, began=rows)
+            self.folder.note_group(self.record)
+        self.opened(rows)
+
+    def first_write_noted(self) -> None:
+        """Let MARK know of the first write of a run, or after a load, before ranks agree to it. StoreError."""
+        record = self.first_write()
+        if record is not None:
+            self.folder.note_group(record, **{AT: None})
+
+    def _begin(self, rows: Rows) -> Versions:
+        began = None if self.record is None else self.record.began
+        past = rows.began(self._epochs()) if began is None else (began.now, *began.past)
+        return SharedVersions(rows, past, self._own)
+
+    def _note_unwritten(self, rows: Rows) -> None:
+        if self._is_live:  # it is clean by the marks of the shares
+            self.folder.note_group(self.record)
+        else:
+            assert self.record is not None
+            self.record = replace(self.record, began=rows)
+            super()._note_unwritten(rows)
+
+    def loaded(self, snapshot_rows: Rows, by: str, all_: Instant | None = None) -> tuple[Any, ...]:
+        if self.record is not None:
+            self.record = replace(self.record, began=snapshot_rows)
+        return super().loaded(snapshot_rows, by, all_)
+
+
+def settle_ranks(world: Ranks, op: str, home: Home, mode: str, for_load: bool) -> None:
+    """Do `settle` on rank 0, with what the ranks on all hosts have. Raises on all ranks."""
+    op = f"{op}: those that are trained together"
+
+    def shared() -> list[str]:
+        if home.folder is None:
+            return []
+        group = Group(home.path, open_rows())
+        found = [member.path for member in group.members.values() if member.live is None]
+        ours = [
+            path for path in found if (r := FolderState(path).keeper.of_ranks) is not None and r.ranks == world.size
+        ]
+        return [str(path) for path in ours] if len(group.members) + len(group.missing) > 1 else []
+
+    paths: list[str] = told(world, op, shared)[0]
+    shares: dict[str, list[Live | None]] = {}
+    if paths:
+        every = told(world, op, lambda: [_share(Path(path), world.rank, world.size) for path in paths])
+        shares = {path: [one[at] and Live(*one[at]) for one in every] for at, path in enumerate(paths)}
+    everywhere(world, op, lambda: home.folder and settle(home.folder, mode, open_rows(), for_load, shares))
+
+
+def _share(path: Path, rank: int, ranks: int) -> Live | None:
+    place = share_folder(path, rank, ranks)
+    return live_in(FolderState(place).read_mark(), rank, ranks) if place.is_dir() else None
