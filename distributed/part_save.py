@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from ..engine.durable import fsync_dir
 from ..engine.errors import StoreError
 from ..engine.row_format import Change, Chunks
 from ..snapshots.files.parts import Files, commit, place_of, write_changed_part, write_part
@@ -53,6 +54,7 @@ class PartSave:
         self._description, self._rows, self._parent = description, rows, parent
         self.part, self._together = Part(world.rank, world.size), together
         self.files: Files = {}
+        self._parts: list[Any] = []  # of all ranks
         self._id = ""
         self._open = ExitStack()  # on rank 0, the folder that is made aside
         everywhere(world, f"{op}: begun", lambda: self._begin(overwrite))
@@ -75,22 +77,25 @@ class PartSave:
         error: what kept this rank from writing, which is raised on all ranks, and nothing is left. then: called on rank
         0 when it is there.
         """
-        self.complete(error)
+        self.gather(error)
         return self.put_in_place(then)
 
-    def complete(self, error: BaseException | None = None) -> None:
-        """Let the snapshot be durable beside its place, once every rank has written, or raise `error` on all ranks."""
+    def gather(self, error: BaseException | None = None) -> None:
+        """Wait until every rank has written. Raises `error` on all ranks, and nothing is left."""
         try:
-            parts = told(self._world, self._op, lambda: self._written(error))
-            self._id = told(self._world, f"{self._op}: manifest", lambda: self._finish(parts))[0]
+            self._parts = told(self._world, self._op, lambda: self._written(error))
         except BaseException:
             self._open.__exit__(*sys.exc_info())
             raise
 
     def put_in_place(self, then: Callable[[], None] | None = None) -> str:
-        """Let a complete snapshot be there. Returns its id. then: as of `commit`."""
-        everywhere(self._world, f"{self._op}: in place", lambda: self._close(then))
-        return self._id
+        """Let a snapshot that all ranks have written be there. Returns its id. then: as of `commit`."""
+        try:
+            made: str = told(self._world, f"{self._op}: in place", lambda: self._finish(then))[0]
+        except BaseException:
+            self._open.__exit__(*sys.exc_info())
+            raise
+        return made
 
     def drop(self) -> None:
         """Give the snapshot up on this rank. Rank 0 removes what was written. Waits for no other rank."""
@@ -104,16 +109,22 @@ class PartSave:
         files = {name: [file.rows, file.bytes, file.crc32] for name, file in self.files.items()}
         return [self._rows, files]
 
-    def _finish(self, parts: list[Any]) -> str | None:
+    def write_manifest(self) -> None:
+        """On rank 0, let the snapshot be complete but for its name."""
+        if self._world.rank == 0:
+            files = [{name: RowFile(*entry) for name, entry in part.items()} for _, part in self._parts]
+            rows = sum(rows for rows, _ in self._parts)
+            place = place_of(self._folder)
+            self._id = commit(place, self._description, rows, files, self._parent, self._together).id
+            fsync_dir(place)
+
+    def _finish(self, then: Callable[[], None] | None) -> str | None:
         if self._world.rank != 0:
             return None
-        files = [{name: RowFile(*entry) for name, entry in part.items()} for _, part in parts]
-        rows = sum(rows for rows, _ in parts)
-        return commit(place_of(self._folder), self._description, rows, files, self._parent, self._together).id
-
-    def _close(self, then: Callable[[], None] | None) -> None:
+        if not self._id:
+            self.write_manifest()
         self._open.close()
-        if then is not None and self._world.rank == 0:
+        if then is not None:
             try:
                 then()
             except StoreError as error:
@@ -121,6 +132,7 @@ class PartSave:
                     f"{self._op}: the snapshot is there, and its folder could not note which rows it has: {error}; "
                     "make room, and save once more before another number of ranks opens the rows"
                 ) from error
+        return self._id
 
 
 class BackgroundPartSave:

@@ -44,7 +44,8 @@ def save_together(
                 save, parent = table.saves.begin(op, name, _kind(table, kind), overwrite, of_all)
                 saves.append((table, save))
                 _, error = attempt(partial(table.saves.write, save, parent, None))
-                save.complete(error)
+                save.gather(error)
+            everywhere(world, f"{op}: manifests", lambda: [save.write_manifest() for _, save in saves])
         except BaseException:
             for _, save in saves:
                 save.drop()

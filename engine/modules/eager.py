@@ -16,7 +16,7 @@ from ..errors import GraphError, OptimizerError
 from ..ops.rows_contract import Rows
 from ..optim.optimizers import RowOptimizer, check_is_optimizer
 from ..persist.held_contract import Ranks
-from ..persist.training_group import train_together
+from ..persist.training_group import check_failed_step, train_together
 from ..signals import uninterrupted
 from .model_snapshots import ModelSnapshots
 from .one_trainer import training_step
@@ -185,7 +185,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                     exchange(self._world, pinned)
                     with self._amid_updates():
                         update_all(pinned)
-            except BaseException:
+            except BaseException as error:
+                check_failed_step([embedding for embedding, *_ in stepped], error)
                 for embedding, *_ in stepped:
                     embedding.release()
                 raise

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
+import torch
+
 from ...snapshots.files.reader import list_snapshots
 from ...snapshots.files.writer import Together
 from ...snapshots.store.instants import Member, rows_of
@@ -36,6 +38,24 @@ class TrainingGroup:
         self.embeddings: WeakSet[Any] = WeakSet()
         self.ids: dict[str, str] = {}  # by the real path of a store
         self.gate = BetweenSteps()  # of all their tables
+
+    def begin_pass(self) -> None:
+        """A backward pass has pinned the rows of one of them, which it updates before it comes to others."""
+        if not self.gate.closed:
+            self.gate.closed = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)  # type: ignore[attr-defined]
+
+    def end_pass(self) -> None:
+        """The backward pass has updated all that it reached."""
+        self.gate.closed = False
+
+    def check_passed(self) -> None:
+        """Called before a forward pass: where the last backward pass raised amid its updates, rows differ in step."""
+        if self.gate.closed:
+            self.end_pass()
+            member = next((one for path in self.stores() if (one := _open.get(path)) is not None), None)
+            if member is not None:
+                member.tear("a backward pass raised amid its updates")
 
     def stores(self) -> dict[str, tuple[str, Path]]:
         """The name and the folder of each, by its real path."""
@@ -64,6 +84,20 @@ def train_together(modules: Iterable[Any]) -> None:
         one.group = together
     for one in sorted(together.embeddings, key=lambda one: one.name):  # in one order on all ranks
         one.join()
+
+
+def check_failed_step(embeddings: Iterable[Any], error: BaseException) -> None:
+    """After a step that raised: where it updated some of the embeddings alone, their rows are of different steps."""
+    places = (
+        os.path.realpath(os.path.join(one.store_options.persistent_path, one.name))
+        for one in embeddings
+        if one.world is None and one.store_options.persistent_path is not None
+    )
+    found = [(one, one.table) for place in places if (one := _open.get(place)) is not None]
+    tables = [table for _, table in found if table is not None]
+    behind = [table for table in tables if table.in_step or table.failure is not None]
+    if 0 < len(behind) < len(tables) and any(table.refused or table.failure is not None for table in behind):
+        found[0][0].tear(f"a step raised amid its updates ({error!r})")
 
 
 class Membership:

@@ -24,6 +24,7 @@ class Steps(Protocol):
     processor: Processor[Any]
     spec: TableSpec
     watch: Watch
+    refused: bool
 
     @property
     def rule(self) -> str:
@@ -84,7 +85,11 @@ class PinnedBatch:
 
         A row's summed gradient is multiplied by `scale`, then each element clipped to [-clip_value, clip_value].
         """
-        self.table.update(self, self.gradients(grads, weights), scale, clip_value)
+        try:
+            self.table.update(self, self.gradients(grads, weights), scale, clip_value)
+        except BaseException:
+            self.table.refused = True
+            raise
 
     def release(self) -> None:
         """End the pin; the rows stay as they are."""

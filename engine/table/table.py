@@ -66,6 +66,7 @@ class OpenTable:
         self.lifecycle = lifecycle
         self.before_write = before_write or (lambda step: None)
         self._pinned: PinnedBatch | None = None
+        self.refused = False  # whether an update of the pinned rows raised
         self.prefetcher: Prefetcher | None = None  # from the first announcement on
         self._io_threads = io_threads
         self.visitors_error: TierbedError | None = None  # found by a visitor between steps, raised by the next call
@@ -294,7 +295,7 @@ class OpenTable:
             self._release()
 
     def _release(self) -> None:
-        pinned, self._pinned = self._pinned, None
+        pinned, self._pinned, self.refused = self._pinned, None, False
         if pinned is not None:
             self._unpin(pinned, dirty=False)
 

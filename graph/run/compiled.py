@@ -16,6 +16,7 @@ from ...engine.modules.one_trainer import training_step
 from ...engine.ops.lookup import embedding_of
 from ...engine.ops.rows_contract import Rows
 from ...engine.optim.optimizers import RowOptimizer
+from ...engine.persist.training_group import check_failed_step
 from ...engine.signals import uninterrupted
 from ..passes.common import (
     add_dense_steps,
@@ -110,7 +111,8 @@ class CompiledStep:
                 embedding.use_optimizer(rows)  # another graph trained the embedding since
         try:
             return self._forward(tensors, forward)
-        except BaseException:
+        except BaseException as error:
+            check_failed_step([embedding for embedding, _ in self.trained], error)
             for embedding, _ in self.trained:
                 embedding.release()
             raise

@@ -32,6 +32,8 @@ class Trainer:
         """The result of a checked lookup, whose backward updates rows where `anchor` requires grad."""
         if anchor.requires_grad and torch.is_grad_enabled():
             refuse_lookup(self.embedding.name)
+            if self.embedding.group is not None:
+                self.embedding.group.check_passed()
         output: Tensor = _Lookup.apply(anchor, weights, self, lookup)
         return output
 
@@ -43,6 +45,8 @@ class Trainer:
                 embedding.use_optimizer(self.optimizer)  # something else trained the embedding since
             try:
                 pinned = embedding.pin([lookup])
+                if embedding.group is not None:
+                    embedding.group.begin_pass()
                 weights_grad = self._weights_grad(pinned, grad) if of_weights else None
                 pinned.update([grad], [weights])
             except BaseException:

@@ -1,0 +1,85 @@
+"""Embeddings that ranks share and train together go back to one instant, whatever was saved of each alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from support.killed import step
+from support.ranks import run_ranks, started
+from support.together import Model
+from tierbed.distributed import World
+from tierbed.engine.errors import StoreError
+from tierbed.snapshots import list_snapshots
+
+
+def trained(world: World, path: Path, store: str) -> None:
+    model = Model(path, (store, "host"), world)
+    for number in range(1, 9):
+        for member in model.members:
+            step(member)
+        if number == 3:
+            model.save_snapshot("three")
+        if number == 5:
+            model.save_snapshot("five", "incremental")
+        if number in (6, 7):
+            model.members[number - 6].save_snapshot(f"s{number}")
+    world.sum(model.members[0].shadow.detach())  # all have come so far
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def opened(world: World, path: Path, store: str) -> list[list[int]]:
+    model = Model(path, (store, "host"), world)
+    found = [[int(member.metrics()["table"]["step"]) for member in model.members]]
+    model.load_snapshot("three")
+    found.append([int(member.metrics()["table"]["step"]) for member in model.members])
+    for member in model.members:
+        step(member)
+    model.save_snapshot("four")
+    if world.size == 2:
+        for member in model.members:
+            step(member)
+    model.close()
+    return found
+
+
+def killed(ranks: int, *arguments: object) -> None:
+    with started(ranks, *arguments) as group:  # type: ignore[arg-type]
+        assert [child.wait() for child, _ in group] == [-signal.SIGKILL] * ranks
+
+
+@pytest.mark.parametrize("store", ["host", "ssd"])
+def test_ranks_go_back_to_one_instant_of_all_embeddings(tmp_path: Path, store: str) -> None:
+    killed(2, trained, tmp_path, store)
+    assert run_ranks(2, opened, tmp_path, store) == [[[5, 5], [3, 3]]] * 2
+    names = [[one.name for one in list_snapshots(tmp_path / name / "snapshots").snapshots] for name in "ab"]
+    assert names == [["three", "five", "s6", "four"], ["three", "five", "s7", "four"]]
+
+
+def apart(world: World, path: Path) -> None:
+    model = Model(path, ("host", "host"), world)
+    for member in model.members:
+        for other in model.members:
+            step(other)
+        member.save_snapshot("alone")
+    world.sum(model.members[0].shadow.detach())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refused(world: World, path: Path, mode: str) -> list[int] | str:
+    model = Model(path, ("host", "host"), world, open=mode)
+    try:
+        return [int(member.metrics()["table"]["step"]) for member in model.members]
+    except StoreError as error:
+        return str(error)
+
+
+def test_ranks_without_a_common_step_are_told_so_and_may_accept_what_is_there(tmp_path: Path) -> None:
+    killed(2, apart, tmp_path)
+    for said in run_ranks(2, refused, tmp_path, "resume"):
+        assert "'a' has snapshot 'alone', of step 1, 'b' has snapshot 'alone', of step 2" in said
+    assert run_ranks(2, refused, tmp_path, "mixed") == [[1, 2]] * 2
+    assert run_ranks(1, refused, tmp_path, "resume") == [[1, 2]]

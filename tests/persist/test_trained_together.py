@@ -1,0 +1,328 @@
+"""Embeddings that are trained together go back to one instant, after kills anywhere, or say that there is none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.embeddings import make
+from support.forked import in_process
+from support.killed import remarks
+from support.stores import options
+from support.together import Model, killed, killed_at
+from tierbed.engine.errors import SnapshotError, StoreError
+from tierbed.snapshots import list_snapshots
+
+TWO = [("host", "host"), ("ssd", "host"), ("ssd", "ssd")]
+
+
+def names(path: Path, *members: str) -> list[list[str]]:
+    return [[one.name for one in list_snapshots(path / name / "snapshots").snapshots] for name in members or "ab"]
+
+
+def at(path: Path, stores: tuple[str, ...], mode: str = "resume") -> list[int]:
+    model = Model(path, stores, open=mode)
+    found = model.at()
+    model.steps(1)
+    return found
+
+
+def saved_apart(path: Path, stores: tuple[str, ...]) -> None:
+    model = Model(path, stores)
+    model.steps(10)
+    model.members[0].save_snapshot("ten")
+    model.steps(10)
+    model.members[1].save_snapshot("twenty")
+    model.steps(3)
+
+
+@pytest.mark.parametrize("stores", TWO)
+def test_snapshots_of_two_steps_are_no_recovery_until_it_is_asked_for(tmp_path: Path, stores: tuple[str, ...]) -> None:
+    killed(saved_apart, tmp_path, stores)
+    for _ in range(2):
+        said = killed(at, tmp_path, stores)
+        assert said.startswith("StoreError")
+        for part in ("'a' has snapshot 'ten', of step 10", "'b' has snapshot 'twenty', of step 20", 'open="mixed"'):
+            assert part in said
+    assert killed(at, tmp_path, stores, "error").startswith("StoreError")
+    assert killed(at, tmp_path, stores, "mixed") == [10, 20]
+    assert killed(at, tmp_path, stores) == [10, 20]  # it was accepted
+
+
+def load_each(path: Path, stores: tuple[str, ...]) -> list[int]:
+    model = Model(path, stores)
+    model.members[1].load_snapshot("twenty")
+    model.members[0].load_snapshot("ten")
+    model.steps(2)
+    return model.at()
+
+
+@pytest.mark.parametrize("stores", TWO)
+def test_a_snapshot_loaded_into_each_is_a_way_out(tmp_path: Path, stores: tuple[str, ...]) -> None:
+    killed(saved_apart, tmp_path, stores)
+    assert killed(load_each, tmp_path, stores) == [12, 22]
+    assert killed(at, tmp_path, stores) == [10, 20]
+
+
+def all_then_each(path: Path, stores: tuple[str, ...]) -> None:
+    model = Model(path, stores)
+    model.steps(4)
+    model.save_snapshot("all")
+    for step in (5, 6):
+        model.steps(1)
+        model.members[step - 5].save_snapshot(f"s{step}")
+    model.steps(2)
+    model.prune_snapshots(1)
+    for member in model.members:
+        member.save_snapshot("latest", overwrite=True)
+        model.steps(1)
+
+
+@pytest.mark.parametrize("stores", TWO)
+def test_later_saves_of_one_do_not_move_what_all_go_back_to(
+    tmp_path: Path, stores: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    killed(all_then_each, tmp_path, stores)
+    model = Model(tmp_path, stores)
+    assert model.at() == [4, 4]
+    said = remarks(caplog)
+    assert len(said) == 1
+    assert "'a' goes back to snapshot 'all', of step 4, and steps 5 to 10 are lost; 'b' goes back" in said[0]
+    model.steps(2)
+    for _ in range(3):  # over the name that the last run gave: at every instant both have rows of one step
+        for member in model.members:
+            member.save_snapshot("latest", overwrite=True)
+    model.close()
+
+
+def overwrite_each(path: Path, stores: tuple[str, ...], rounds: int) -> None:
+    model = Model(path, stores)
+    for _ in range(rounds):
+        model.steps(1)
+        for member in model.members:
+            member.save_snapshot("latest", overwrite=True)
+    model.steps(1)
+    model.members[0].save_snapshot("latest", overwrite=True)
+
+
+@pytest.mark.parametrize("stores", TWO)
+def test_one_name_for_each_save_never_loses_the_last_step_of_all(tmp_path: Path, stores: tuple[str, ...]) -> None:
+    killed(overwrite_each, tmp_path, stores, 2)
+    assert killed(at, tmp_path, stores) == [2, 2]
+    killed(overwrite_each, tmp_path, stores, 1)
+    assert killed(at, tmp_path, stores) == [3, 3]
+
+
+def frozen(path: Path, stores: tuple[str, ...], closes: bool) -> None:
+    model = Model(path, stores)
+    if closes:
+        model.steps(2)
+        model.close()
+        return
+    for step in (1, 2, 3):
+        model.steps(1, "b")
+        model.members[1].save_snapshot(f"s{step}")
+    model.steps(1, "b")
+
+
+@pytest.mark.parametrize("stores", TWO)
+def test_a_frozen_embedding_stays_as_it_is(tmp_path: Path, stores: tuple[str, ...]) -> None:
+    killed(frozen, tmp_path, stores, True)
+    killed(frozen, tmp_path, stores, False)
+    assert Model(tmp_path, stores).at() == [2, 5]
+
+
+def opened_first(path: Path, stores: tuple[str, ...], order: str) -> list[int]:
+    model = Model(path, stores)
+    for name in order:
+        next(member for member in model.members if member.name == name).size()
+    return model.at()
+
+
+def save_all(path: Path, stores: tuple[str, ...], kind: str, begin: Callable[[], None]) -> None:
+    model = Model(path, stores)
+    model.steps(1)
+    model.save_snapshot("first")
+    model.steps(2)
+    begin()
+    model.save_snapshot("final", kind, overwrite=True)
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize("kind", ["full", "incremental"])
+@pytest.mark.parametrize("stores", [("ssd", "host"), ("host", "host", "ssd")])
+def test_a_save_of_all_is_whole_or_not_there_wherever_it_is_killed(
+    tmp_path: Path, stores: tuple[str, ...], kind: str
+) -> None:
+    in_process(kills_of_a_save, tmp_path, stores, kind)
+
+
+def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str) -> None:
+    for call in ("rename", "sync"):
+        for number in range(1, 100):
+            path = folder / f"{call}{number}" / "store"
+            said = killed_at(path, call, number, save_all, path, stores, kind)
+            model = Model(path, stores)
+            found = model.at()
+            held = names(path, *"abc"[: len(stores)])
+            assert found in ([1] * len(stores), [3] * len(stores))
+            assert all(("final" in one) == (found[0] == 3) for one in held), held
+            model.close()
+            shutil.rmtree(path.parent)
+            if said == "done":
+                assert found[0] == 3
+                break
+        assert number > 2 * len(stores)
+
+
+def load_all(path: Path, stores: tuple[str, ...], begin: Callable[[], None]) -> None:
+    model = Model(path, stores)
+    model.size = [member.size() for member in model.members]
+    begin()
+    model.load_snapshot("first")
+    model.steps(1)
+
+
+@pytest.mark.parametrize("stores", TWO)
+def test_a_load_of_all_is_made_or_not_wherever_it_is_killed(tmp_path: Path, stores: tuple[str, ...]) -> None:
+    in_process(kills_of_a_load, tmp_path, stores)
+
+
+def kills_of_a_load(folder: Path, stores: tuple[str, ...]) -> None:
+    killed(save_all, folder / "made", stores, "full", nothing)
+    for number in range(1, 60):
+        path = folder / f"{number}" / "store"
+        shutil.copytree(folder / "made", path, ignore=shutil.ignore_patterns("SOCKET"))
+        said = killed_at(path, "rename", number, load_all, path, stores)
+        order = ("ab", "ba")[number % 2]
+        assert killed(opened_first, path, stores, order) in ([3, 3], [1, 1])
+        if said == "done":
+            assert killed(opened_first, path, stores, "ab") == [1, 1]
+            break
+    assert number > 3
+
+
+def recover(path: Path, stores: tuple[str, ...], begin: Callable[[], None]) -> None:
+    begin()
+    Model(path, stores).at()
+
+
+@pytest.mark.parametrize("stores", [("host", "ssd", "host")])
+def test_a_recovery_that_is_killed_is_finished_by_the_next(tmp_path: Path, stores: tuple[str, ...]) -> None:
+    in_process(kills_of_a_recovery, tmp_path, stores)
+
+
+def all_then_one(path: Path, stores: tuple[str, ...]) -> None:
+    model = Model(path, stores)
+    model.steps(2)
+    model.save_snapshot("all")
+    model.steps(1)
+    model.members[0].save_snapshot("later")
+    model.members[2].close()
+    model.steps(1, "a", "b")
+
+
+def kills_of_a_recovery(folder: Path, stores: tuple[str, ...]) -> None:
+    killed(all_then_one, folder / "made", stores)
+    for number in range(1, 60):
+        path = folder / f"{number}" / "store"
+        shutil.copytree(folder / "made", path, ignore=shutil.ignore_patterns("SOCKET"))
+        said = killed_at(path, "rename", number, recover, path, stores)
+        for order in ("cab", "bca")[number % 2 :]:
+            assert killed(opened_first, path, stores, order) == [2, 2, 2]
+        if said == "done":
+            break
+    assert number > 3
+
+
+def test_a_run_of_one_alone_rolls_nothing_back(tmp_path: Path) -> None:
+    stores = ("host", "host")
+    killed(all_then_each, tmp_path, stores)
+    with make(options("host", tmp_path), "adagrad", name="a", tables=1, seed=0) as alone:
+        assert alone.metrics()["table"]["step"] == 4
+        from support.killed import steps
+
+        steps(alone, 3)
+    assert Model(tmp_path, stores).at() == [7, 4]
+
+
+def test_names_saved_at_two_instants_are_not_loaded_as_one(tmp_path: Path) -> None:
+    model = Model(tmp_path, ("host", "host"))
+    for member in model.members:
+        model.steps(1)
+        member.save_snapshot("same name")
+    with pytest.raises(SnapshotError, match=r"not saved together.*'a' of step 1, 'b' of step 2"):
+        model.load_snapshot("same name")
+    with pytest.raises(SnapshotError, match="'absent'"):
+        model.load_snapshot("absent")
+    model.save_snapshot("both")
+    model.steps(2)
+    assert [report.rows for report in model.load_snapshot("both")] == [member.size() for member in model.members]
+    assert model.at() == [2, 2]
+    with pytest.raises(SnapshotError, match=r"embedding 'a'.*exists"):
+        model.save_snapshot("both")
+    model.close()
+
+
+def test_a_save_of_all_in_the_background_is_of_the_step_it_began_at(tmp_path: Path) -> None:
+    model = Model(tmp_path, ("host", "ssd", "device"))
+    model.steps(3)
+    saving = model.save_snapshot("behind", background=True)
+    model.steps(2)
+    assert saving is not None
+    assert saving.wait()
+    assert names(tmp_path, "a", "b", "c") == [["behind"]] * 3
+    model.load_snapshot("behind")
+    assert model.at() == [3, 3, 3]
+    model.close()
+
+
+def test_a_load_of_all_that_fails_half_way_lets_nobody_save_or_train(tmp_path: Path) -> None:
+    model = Model(tmp_path, ("host", "host"))
+    model.steps(1)
+    model.save_snapshot("one")
+    model.steps(1)
+    marks = model.members[1].opened().snapshots.folder().path / "MARK"
+    marks.rename(marks.with_name("kept"))
+    marks.mkdir()  # so that its mark cannot be written
+    with pytest.raises(StoreError):
+        model.load_snapshot("one")
+    marks.rmdir()
+    marks.with_name("kept").rename(marks)
+    for call in (
+        lambda: model.save_snapshot("two"),
+        lambda: model.steps(1),
+        lambda: model.members[1].save_snapshot("x"),
+    ):
+        with pytest.raises(StoreError, match="rows of different steps"):
+            call()
+    model.load_snapshot("one")
+    model.steps(1)
+    assert model.at() == [2, 2]
+    model.close()
+
+
+def test_an_embedding_that_begins_fresh_leaves_the_others_their_rows(tmp_path: Path) -> None:
+    stores = ("host", "host")
+    killed(all_then_each, tmp_path, stores)
+    with make(options("host", tmp_path, open="fresh"), "adagrad", name="a", tables=1, seed=0) as fresh:
+        assert fresh.size() == 0
+    found = Model(tmp_path, stores)
+    assert found.at()[0] == 0
+    assert found.at()[1] > 0
+
+
+def test_a_model_that_was_copied_goes_by_its_own_folders(tmp_path: Path) -> None:
+    stores = ("host", "ssd")
+    killed(all_then_each, tmp_path / "one", stores)
+    shutil.copytree(tmp_path / "one", tmp_path / "two", ignore=shutil.ignore_patterns("SOCKET"))
+    assert Model(tmp_path / "two", stores).at() == [4, 4]
+    shutil.rmtree(tmp_path / "one" / "b")
+    assert killed(at, tmp_path / "one", stores).startswith("StoreError")
+    assert killed(at, tmp_path / "one", stores, "mixed")[1] == 0

@@ -1,0 +1,107 @@
+"""Embeddings that are trained together, in processes that are killed, and the step that each of them is at."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from support.embeddings import make
+from support.forked import with_pipe
+from support.killed import holds, step
+from support.stores import options
+from support.warm import SHIMMED
+from tierbed.engine import MultiTableEmbedding
+from tierbed.engine.errors import TierbedError
+from tierbed.engine.modules.model_snapshots import ModelSnapshots
+from tierbed.engine.persist.training_group import train_together
+
+NAMES = "abc"
+_kept: list[Any] | None = None  # in a process that is killed: models, which would close when they are dropped
+
+
+class Model(ModelSnapshots, nn.Module):
+    """Embeddings a, b and so on, each of a store by its short name. world: the ranks that share their rows."""
+
+    def __init__(self, path: Path, stores: Sequence[str], world: Any = None, **more: Any) -> None:
+        super().__init__()
+        self.members: list[MultiTableEmbedding] = []
+        for name, store in zip(NAMES, stores, strict=False):
+            made = options(store, path, **more)
+            member = make(made, "adagrad", name=name, tables=1, seed=0, world=world)
+            self.members.append(member)
+            self.add_module(name, member)
+        train_together(self.members)
+        if _kept is not None:
+            _kept.append(self)
+
+    def steps(self, count: int, *members: str) -> None:
+        """So many steps of the members of these names, else of all."""
+        for _ in range(count):
+            for member in self.members:
+                if not members or member.name in members:
+                    step(member)
+
+    def at(self) -> list[int]:
+        """The steps of the members, whose rows are those of these steps."""
+        found = [int(member.metrics()["table"]["step"]) for member in self.members]
+        for member, count in zip(self.members, found, strict=True):
+            holds(member, count)
+        return found
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+
+def killed(task: Callable[..., Any], *arguments: Any) -> Any:
+    """What `task(*arguments)` returns in a process that is killed after it, with all it has open; errors as text."""
+    child, pipe = with_pipe(_then_killed, task, *arguments)
+    with child, pipe:
+        answer = pipe.recv()
+        assert child.wait() == -signal.SIGKILL
+    return answer
+
+
+def _then_killed(task: Callable[..., Any], *given: Any) -> None:
+    global _kept
+    _kept = []
+    *arguments, pipe = given
+    try:
+        pipe.send(task(*arguments))
+    except TierbedError as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_at(path: Path, call: str, number: int, task: Callable[..., Any], *arguments: Any) -> str:
+    """ "done", or "killed" where `task(*arguments)` came to the `number`th `call` that changes files below `path`."""
+    child, pipe = with_pipe(_killed_at, path, call, number, task, *arguments, server=SHIMMED)
+    with child, pipe:
+        try:
+            said = str(pipe.recv())
+        except EOFError:
+            said = "killed"
+        child.wait()
+    return said
+
+
+def _killed_at(path: Path, call: str, number: int, task: Callable[..., Any], *given: Any) -> None:
+    global _kept
+    _kept = []
+    *arguments, pipe = given
+    shim = ctypes.CDLL(None)
+    shim.watch_calls(os.fsencode(path), os.fsencode(path.with_name("aside")), -1)
+
+    def begin() -> None:
+        shim.die_at(call.encode(), ctypes.c_long(number), 0)
+
+    task(*arguments, begin)
+    shim.die_at(b"", ctypes.c_long(0), 0)
+    pipe.send("done")
+    os.kill(os.getpid(), signal.SIGKILL)
