@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .output import PROBLEM, age, complain, print_json, size, span, text, when
+from .output import PROBLEM, age, complain, print_json, print_table, size, span, text, when
 
 if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
@@ -52,6 +53,33 @@ def report(done: str, name: str, manifest: Manifest, begin: float, as_json: bool
     held = f"{kind}{manifest.rows:,} rows, {size(manifest.total_bytes)}, step {manifest.description['step']:,}"
     left = f", {more['left_out']:,} rows left out" if more.get("left_out") else ""
     print(f"{done} {text(name)}: {held}, in {span(seconds)}{left}")
+
+
+def report_all(done: str, name: str, made: Mapping[Path, Manifest], begin: float, as_json: bool) -> None:
+    """Print what a command did with all stores of a model."""
+    seconds = time.monotonic() - begin
+    if as_json:
+        stores = {store.name: entry(name, manifest) for store, manifest in made.items()}
+        print_json({"stores": stores, "seconds": round(seconds, 3)})
+        return
+    for store, manifest in made.items():
+        step = manifest.description["step"]
+        print(f"{done} {text(name)} of {text(store.name)}: {manifest.rows:,} rows, step {step:,}")
+
+
+def list_all(stores: Iterable[Path], as_json: bool) -> None:
+    """Print the snapshots of all stores of a model. Ends with `PROBLEM` where a manifest is damaged."""
+    from ..snapshots.files.reader import list_snapshots
+
+    listings = {store.name: list_snapshots(store / "snapshots") for store in stores}
+    damaged = {f"{store}/{name}": error for store, one in listings.items() for name, error in one.damaged.items()}
+    if as_json:
+        found = {store: [entry(s.name, s.manifest) for s in one.snapshots] for store, one in listings.items()}
+        print_json({"stores": found, "damaged": {name: str(error) for name, error in damaged.items()}})
+    else:
+        every = ([text(store), *line] for store, one in listings.items() for line in lines(one.snapshots))
+        print_table([["store", *HEADER], *every], {column + 1 for column in RIGHT})
+    complain_of(damaged)
 
 
 def complain_of(damaged: Mapping[str, Exception]) -> None:

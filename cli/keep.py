@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import typer
 
 from .arguments import Json, Name, NewName, Overwrite, Store, hold, open_snapshot
 from .entries import report
+from .model import stores_at
 from .output import print_json, progress, size, text
 
 
@@ -20,19 +22,22 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     from ..engine.errors import SnapshotError
     from ..snapshots.files.format import check_name
     from ..snapshots.files.writer import write_snapshot
+    from ..snapshots.store.instants import needed_snapshots, with_same_rows
 
     begin = time.monotonic()
     check_name(new)
     with hold(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
         place = folder.snapshots / new
-        if overwrite and new != name and any(noting.base == new for noting in folder.all_noting):
+        needed = {*needed_snapshots(folder.path), *(noting.base for noting in folder.all_noting)}
+        if overwrite and new != name and new in needed:
             raise SnapshotError(
                 f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: live rows go back to it after a "
                 "kill; choose another name"
             )
         with progress("merging", snapshot.manifest.rows) as told:
-            manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), told, overwrite)
+            same = with_same_rows(snapshot)
+            manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), told, overwrite, same)
     report("merged", new, manifest, begin, as_json)
 
 
@@ -49,24 +54,64 @@ def prune(
 
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
+    from ..snapshots.store.linked import REPLACED
+
+    stores = stores_at(store)
+    found = {one: _pruned(one, keep_last, keep_every, dry_run, as_json) for one in stores}
+    if as_json:
+        documents = {
+            one.name: {
+                "removed": done.removed,
+                "kept": done.kept,
+                "kept_for_live_rows": done.for_live_rows,
+                "removed_bytes": done.bytes,
+                "dry_run": dry_run,
+            }
+            for one, done in found.items()
+        }
+        print_json(documents[store.name] if stores == [store] else {"stores": documents})
+        return
+    for one, done in found.items():
+        prefix = "" if stores == [store] else f"{text(one.name)}/"
+        for name in done.removed:
+            print(f"{'would remove' if dry_run else 'removed'} {prefix}{text(name)}")
+        for name in done.for_live_rows:
+            why = "a save replaced it, and " if name.startswith(REPLACED) else ""
+            kept = "would keep" if dry_run else "kept"
+            print(f"{kept} {prefix}{text(name)}: {why}live rows go back to it after a kill")
+        count = len(done.removed) + len(done.kept)
+        print(f"{prefix and prefix + ' '}{len(done.removed)} of {count} snapshots, {size(done.bytes)}")
+
+
+class _Pruned(NamedTuple):
+    """Names of snapshots, and the bytes of those removed."""
+
+    removed: list[str]
+    kept: list[str]
+    for_live_rows: list[str]
+    bytes: int
+
+
+def _pruned(store: Path, keep_last: int, keep_every: int | None, dry_run: bool, as_json: bool) -> _Pruned:
+    """Prune one store: by this process, or by the one that has it open."""
     from ..engine.store.folder_state import FolderState
+    from ..snapshots.asking.asking import ask_prune
     from ..snapshots.store.retention import plan_for
     from ..snapshots.store.retention import prune as prune_store
-    from ..snapshots.store.status import existing_store
+    from ..snapshots.store.status import holder
 
-    if dry_run:
-        plan = plan_for(FolderState(existing_store(store)), keep_last, keep_every)
-    else:
+    if dry_run or holder(store) is not None:
+        plan = plan_for(FolderState(store), keep_last, keep_every)
+    if not dry_run and holder(store) is not None:
+        answer = ask_prune(store, keep_last, keep_every)
+        if answer is not None:
+            sizes = {s.name: s.manifest.total_bytes for s in plan.removed}
+            removed, kept = answer
+            for_live = [s.name for s in plan.for_live_rows if s.name in kept]
+            return _Pruned(removed, kept, for_live, sum(sizes.get(name, 0) for name in removed))
+    if not dry_run:
         with hold(store, as_json) as folder:
             plan = prune_store(folder, keep_last, keep_every)
-    freed = sum(s.manifest.total_bytes for s in plan.removed)
-    if as_json:
-        names = {"removed": [s.name for s in plan.removed], "kept": [s.name for s in plan.kept]}
-        names["kept_for_live_rows"] = [s.name for s in plan.for_live_rows]
-        print_json({**names, "removed_bytes": freed, "dry_run": dry_run})
-        return
-    for snapshot in plan.removed:
-        print(f"{'would remove' if dry_run else 'removed'} {text(snapshot.name)}")
-    for snapshot in plan.for_live_rows:
-        print(f"{'would keep' if dry_run else 'kept'} {text(snapshot.name)}: live rows go back to it after a kill")
-    print(f"{len(plan.removed)} of {len(plan.removed) + len(plan.kept)} snapshots, {size(freed)}")
+    removed_bytes = sum(s.manifest.total_bytes for s in plan.removed)
+    removed, kept, for_live = ([s.name for s in part] for part in (plan.removed, plan.kept, plan.for_live_rows))
+    return _Pruned(removed, kept, for_live, removed_bytes)

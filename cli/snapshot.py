@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Json, Name, NewName, Overwrite, Store, check_tables, hold, open_snapshot
-from .entries import HEADER, RIGHT, complain_of, entry, lines, report
+from .arguments import Json, Name, NewName, Overwrite, Store, check_tables, hold, open_snapshot, told_in_use
+from .entries import HEADER, RIGHT, complain_of, entry, lines, list_all, report, report_all
+from .model import held_together, load_together, save_together, stores_at
 from .output import Progress, print_fields, print_json, print_table, progress
 
 
@@ -35,18 +36,25 @@ def save(
 ) -> None:
     """Save the live rows: of a closed store by itself, of one that is in use by the process that has it.
 
-    That process saves between two steps, and trains on.
+    That process saves between two steps, and trains on. Of the folder of a model, all stores in it are saved at one
+    instant.
 
     Example: tierbed snapshot save store/users before-retraining
     """
     from ..snapshots.asking.asking import ask_save
     from ..snapshots.store.closed_ranks import save_closed
-    from ..snapshots.store.status import existing_store, holder
+    from ..snapshots.store.status import holder
 
     begin = time.monotonic()
+    stores = stores_at(store)
+    if stores != [store]:
+        with told_in_use(store, as_json), progress("saving") as told:
+            saved = save_together(stores, name, kind.value, overwrite, timeout, told)
+        report_all("saved", name, dict(zip(stores, saved, strict=True)), begin, as_json)
+        return
     manifest = None
     with progress("saving") as told:
-        if holder(existing_store(store)) is not None:
+        if holder(store) is not None:
             manifest = ask_save(store, name, kind.value, _since(told), timeout, overwrite)
     if manifest is None:
         with hold(store, as_json) as folder:
@@ -86,6 +94,14 @@ def load(
     from ..snapshots.store.selection import Selection
 
     begin = time.monotonic()
+    stores = stores_at(store)
+    if stores != [store]:
+        if table or weights_only or convert:
+            raise typer.BadParameter("--table, --weights-only and --convert are of one store: give its folder")
+        with told_in_use(store, as_json), held_together(stores) as folders, progress("loading") as told:
+            loaded = load_together(folders, name, told)
+        report_all("loaded", name, dict(zip(stores, loaded, strict=True)), begin, as_json)
+        return
     with hold(store, as_json) as folder:
         snapshot = open_snapshot(store, name)
         selection = Selection(tables=check_tables(table, snapshot), state=not weights_only, convert=convert)
@@ -100,9 +116,12 @@ def list_(store: Store, as_json: Json = False) -> None:
     Example: tierbed snapshot list store/users
     """
     from ..snapshots.files.reader import list_snapshots
-    from ..snapshots.store.status import existing_store
 
-    listing = list_snapshots(existing_store(store) / "snapshots")
+    stores = stores_at(store)
+    if stores != [store]:
+        list_all(stores, as_json)
+        return
+    listing = list_snapshots(store / "snapshots")
     if as_json:
         damaged = {name: str(error) for name, error in listing.damaged.items()}
         print_json({"snapshots": [entry(s.name, s.manifest) for s in listing.snapshots], "damaged": damaged})

@@ -88,25 +88,34 @@ def get(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print a row of a store that was closed cleanly, or of a snapshot. Exits with 4 where it was never written.
+    """Print a row of a store, or of a snapshot. Exits with 4 where it was never written.
+
+    Of a store that is in use, the process that has it tells the embedding, between two steps.
 
     Example: tierbed store get store/users 42 --table 1
     """
     from ..engine.errors import InputError
+    from ..snapshots.asking.asking import ask_row
     from ..snapshots.looking.row import live_row, plain_row, snapshot_row
+    from ..snapshots.store.status import existing_store, holder
+
+    found: dict[str, Any] = {}
 
     try:
         if snapshot is not None:
             opened = open_snapshot(store, snapshot)
             row, description = snapshot_row(opened, table_of(table), key), opened.description
+        elif holder(existing_store(store)) is not None and (asked := ask_row(store, table_of(table), key)) is not None:
+            found, row = asked, None
         else:
             with hold(store, as_json) as folder:
                 row, description = live_row(folder, table_of(table), key)
     except InputError as error:
         raise typer.BadParameter(str(error)) from error
-    if row is None:
+    if row is not None:
+        found = plain_row(row[0], description)
+    if not found:
         fail(f"there is no row of table {table}, key {key}: lookups see its initial value", NO_ROW, as_json)
-    found = plain_row(row[0], description)
     if as_json:
         print_json(found)
     else:

@@ -8,6 +8,7 @@ import typer
 
 from .arguments import Json, Store, complete_names, open_snapshot
 from .entries import complain_of
+from .model import stores_at
 from .output import print_json, progress, text
 
 if TYPE_CHECKING:
@@ -28,14 +29,19 @@ def verify(
     Example: tierbed snapshot verify store/users
     """
     from ..snapshots.files.reader import Listing, list_snapshots
-    from ..snapshots.store.status import existing_store
 
-    if names:
-        listing = Listing([open_snapshot(store, name) for name in dict.fromkeys(names)], {})
-    else:
-        listing = list_snapshots(existing_store(store) / "snapshots")
-    damaged = {**listing.damaged, **_damaged_of(listing.snapshots)}
-    sound = [s.name for s in listing.snapshots if s.name not in damaged]
+    stores = stores_at(store)
+    damaged: dict[str, SnapshotError] = {}
+    sound: list[str] = []
+    for one in stores:
+        if names:
+            listing = Listing([open_snapshot(one, name) for name in dict.fromkeys(names)], {})
+        else:
+            listing = list_snapshots(one / "snapshots")
+        wrong = {**listing.damaged, **_damaged_of(listing.snapshots)}
+        prefix = "" if stores == [store] else f"{one.name}/"
+        damaged |= {prefix + name: error for name, error in wrong.items()}
+        sound += [prefix + s.name for s in listing.snapshots if s.name not in wrong]
     if as_json:
         print_json({"sound": sound, "damaged": {name: str(error) for name, error in damaged.items()}})
     else:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
-from ..engine.errors import GroupError, TierbedError
-from ..snapshots.files.reader import Snapshot
+from ..engine.errors import GroupError, StoreError, TierbedError
+from ..snapshots.files.reader import Snapshot, list_snapshots
 from .agreement import told
 
 if TYPE_CHECKING:
@@ -66,8 +66,14 @@ class Requests:
         progress: Callable[[int], None],
         give_up: Callable[[], bool],
         overwrite: bool = False,
+        stores: Sequence[str] = (),
     ) -> Manifest | None:
         """Let the ranks save a snapshot at their next step, as `Served.save_between_steps` says."""
+        if len(stores) > 1:
+            raise StoreError(
+                "ranks save one embedding for another process at a time: ask for each, or let the training script call "
+                "save_snapshot of its graph"
+            )
         request = _Request(name, kind, overwrite, progress, give_up)
         self._request = request
         while not request.done.wait(_LOOK_AGAIN):
@@ -79,6 +85,20 @@ class Requests:
             raise request.error
         assert self._home is not None
         return Snapshot.open(self._home.snapshots / name).manifest
+
+    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
+        """Prune on rank 0, which has the folder of the snapshots, as `Served.prune_between_steps` says."""
+        assert self._home is not None
+        with self._own.table.lock:
+            removed = self._saves.prune_here(self._home, keep_last, keep_every)
+        return removed, [one.name for one in list_snapshots(self._home.snapshots).snapshots]
+
+    def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
+        """StoreError: rank 0 has not all rows."""
+        raise StoreError(
+            f"the rows of embedding {self._name!r} are spread over {self._world.size} ranks, which train: give "
+            "--snapshot, or get the row in the training script"
+        )
 
     def status(self) -> dict[str, Any]:
         """The name, the step and the rows of rank 0, for another process."""

@@ -132,7 +132,7 @@ class RankSnapshots:
         _, error = attempt(lambda: (self._own.table, self.folder))
         agree(self._world, op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(
-            told(self._world, op, lambda: self._at_home(lambda home: self._prune(home, keep_last, keep_every)))[0]
+            told(self._world, op, lambda: self._at_home(lambda home: self.prune_here(home, keep_last, keep_every)))[0]
         )
 
     def save_rows(self, place: Path) -> None:
@@ -312,7 +312,8 @@ class RankSnapshots:
         writes = self._own.writes
         return lambda: self._at_home(lambda home: home.keeper.note_saved(writes))
 
-    def _prune(self, home: Home, keep_last: int, keep_every: int | None) -> list[str]:
+    def prune_here(self, home: Home, keep_last: int, keep_every: int | None) -> list[str]:
+        """Prune on rank 0. Local."""
         home.keeper.check()
         if self._saving is None:
             clear_leftovers(home.keeper)

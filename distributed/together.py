@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..engine.persist.together import Decided, check_one_instant, instant_of
+from ..engine.persist.together import instant_of
 from ..engine.persist.training_group import OfAll
 from ..snapshots.files.reader import Snapshot
+from ..snapshots.store.all_or_none import Decided
+from ..snapshots.store.instants import check_one_instant
 from ..snapshots.store.selection import LoadReport, Selection
 from .agreement import attempt, everywhere
 
@@ -45,7 +47,8 @@ def save_together(
                 saves.append((table, save))
                 _, error = attempt(partial(table.saves.write, save, parent, None))
                 save.gather(error)
-            everywhere(world, f"{op}: manifests", lambda: [save.write_manifest() for _, save in saves])
+            for _, save in saves:
+                everywhere(world, f"{op}: manifests", save.write_manifest)
         except BaseException:
             for _, save in saves:
                 save.drop()

@@ -5,36 +5,42 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...snapshots.asking.serving import Service
 from ...snapshots.files.format import Manifest
-from ...snapshots.files.reader import Snapshot
+from ...snapshots.files.reader import Snapshot, list_snapshots
+from ...snapshots.looking.row import place_of, plain_floats
 from ...snapshots.store.selection import LoadReport, Selection
 from ..durable import remedy_for
 from ..errors import ClosedError, OptimizerError, StoreError
 from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
+from ..spec.inputs import Lookup
 from ..spec.options import StoreOptions
 from ..spec.table_spec import TableSpec
+from ..spec.tables import numbered
 from ..store.versions import Instant
 from ..table.background_save import BackgroundSave
+from ..table.report import where
 from ..table.table import OpenTable
 from .open_and_close import TablePersistence
 from .opening import Decide
 from .saved_as import SavedAs, compare
 from .saves import TableSnapshots
 from .share import Share
+from .together import save_together
 from .training_group import TrainingGroup
 
 log = logging.getLogger("tierbed")
+T = TypeVar("T")
 
 _by_folder: weakref.WeakValueDictionary[str, HeldTable] = weakref.WeakValueDictionary()
 
@@ -313,22 +319,64 @@ class HeldTable:
         progress: Callable[[int], None],
         give_up: Callable[[], bool],
         overwrite: bool = False,
+        stores: Sequence[str] = (),
     ) -> Manifest | None:
         """Save a snapshot for another process, as `Served.save_between_steps` says."""
+        others = [self._other(store) for store in stores]
+
+        def save() -> Manifest:
+            progress(0)
+            if len(others) < 2:
+                return self.snapshots.save(self.table, name, kind, progress, overwrite)
+            save_together(others, name, kind, overwrite)
+            return self.snapshots.snapshot(name).manifest
+
+        return self._visit(save, give_up, others)
+
+    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
+        """Prune for another process, as `Served.prune_between_steps` says."""
+        removed = self.prune_snapshots(keep_last, keep_every)
+        return removed, [one.name for one in list_snapshots(self.snapshots.folder().snapshots).snapshots]
+
+    def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
+        """A row for another process, as `Served.row_between_steps` says."""
+        return self._visit(lambda: self._row(table, key), give_up)
+
+    def _row(self, label: int | str, key: int) -> dict[str, Any]:
+        table = self.table
+        number, _ = place_of(table.describe(), label, key)
+        ids = torch.tensor([key], dtype=table.spec.key_type, device=self.device)
+        lookup = Lookup(ids, torch.tensor([number], device=self.device))
+        tiers, _ = where(table, lookup)
+        if not tiers or not tiers[0]["updates"]:
+            return {}
+        row = {"embedding": plain_floats(table.get(lookup)[0].cpu().numpy()), "states": {}}
+        named = numbered(number, table.spec.table_names)
+        return {**named, "key": key, **row, "updates": tiers[0]["updates"], "step": tiers[0]["last_step"]}
+
+    def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[HeldTable] = ()) -> T | None:
+        """The result of a call between two steps, of all tables that are trained together with this and `others`."""
         while True:
             table = self.table
-            with table.between_steps.visit(self._visited, give_up) as entered:
+            with table.between_steps.visit(lambda: self._visited(others), give_up) as entered:
                 if not entered:
                     return None
                 if table.stack is not None:
-                    progress(0)
-                    return self.snapshots.save(table, name, kind, progress, overwrite)
+                    return call()
             sleep(0.05)  # the table was closed, and another is about to take its place
 
-    def _visited(self) -> list[OpenTable]:
-        membership = self._persistence.membership
-        peers = [] if membership is None else membership.open_peers()
-        return [self.table, *(peer.table for peer in peers if peer.table is not None)]
+    def _other(self, store: str) -> HeldTable:
+        """The hold of this process on a store. Raises StoreError."""
+        held = _by_folder.get(store)
+        if held is None or held._table is None:
+            raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
+        return held
+
+    def _visited(self, others: Sequence[HeldTable]) -> list[OpenTable]:
+        members = [one.snapshots.membership for one in (self, *others)]
+        peers = [peer for member in members if member is not None for peer in member.open_peers()]
+        tables = [self.table, *(one.table for one in others), *(peer.table for peer in peers if peer.table is not None)]
+        return list({id(table): table for table in tables}.values())
 
     def status(self) -> dict[str, Any]:
         """The name, step and rows for another process, as `Served.status` says."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...snapshots.files.reader import Snapshot
-from ...snapshots.store.instants import rows_of
+from ...snapshots.store.all_or_none import Decided, all_or_none
+from ...snapshots.store.instants import check_one_instant, rows_of
 from ...snapshots.store.linked import link_snapshot, linked
 from ...snapshots.store.selection import LoadReport, Selection
-from ..durable import Commit
 from ..errors import OptionError, SnapshotError, StoreError
 from ..store.folder import StoreFolder
 from ..store.folder_state import snapshot_id
@@ -25,27 +26,12 @@ from ..table.background_save import BackgroundSave
 from ..threads import LOOK
 from .training_group import Membership, OfAll, between_steps
 
-if TYPE_CHECKING:
-    from .held_table import HeldTable
-
 log = logging.getLogger("tierbed")
 
-
-class Decided(Commit):
-    """A snapshot among those of a save of all, which is decided by the rename of the first. before: the wait for it."""
-
-    def __init__(self, first: Path, id: str, before: Callable[[], object]) -> None:
-        self._first, self._id, self._before = first, id, before
-
-    def wait(self) -> None:
-        self._before()
-
-    @property
-    def is_made(self) -> bool:
-        return snapshot_id(self._first) == self._id
+Tables = Sequence[Any]  # of HeldTable, whose file imports this one
 
 
-def save_together(tables: Sequence[HeldTable], name: str, kind: str = "full", overwrite: bool = False) -> None:
+def save_together(tables: Tables, name: str, kind: str = "full", overwrite: bool = False) -> None:
     """Save the rows of all as snapshot `name`, in each store folder, between two steps.
 
     An incremental one is full in a store that has no snapshot to go over. Raises SnapshotError, StoreError,
@@ -58,21 +44,15 @@ def save_together(tables: Sequence[HeldTable], name: str, kind: str = "full", ov
         return
     with between_steps(members):
         _check(tables, name, kind, overwrite)
-        first, id = members[0].folder.snapshots / name, secrets.token_hex(16)
 
-        def save(number: int) -> None:
-            """Write that of a table, and let those before it have their names first."""
-            table = tables[number]
-            commit = Decided(first, id, lambda: save(number - 1) if number else None)
-            of_all = OfAll(name, members[0], id, commit)
+        def saved(table: Any, commit: Decided) -> None:
+            of_all = OfAll(name, members[0], commit.id, commit)
             table.snapshots.save(table.table, name, _kind(table, kind), overwrite=overwrite, of_all=of_all)
 
-        save(len(tables) - 1)
+        all_or_none(members[0].folder.snapshots / name, [partial(saved, table) for table in tables])
 
 
-def save_together_in_background(
-    tables: Sequence[HeldTable], name: str, kind: str = "full", overwrite: bool = False
-) -> SavingAll:
+def save_together_in_background(tables: Tables, name: str, kind: str = "full", overwrite: bool = False) -> SavingAll:
     """As `save_together`, of full snapshots of the rows as they are now, by a thread for each store."""
     members = _members(tables)
     with between_steps(members):
@@ -134,7 +114,7 @@ class SavingAll:
         Event().wait(LOOK)
 
 
-def load_together(tables: Sequence[HeldTable], name: str) -> list[LoadReport]:
+def load_together(tables: Tables, name: str) -> list[LoadReport]:
     """Replace all rows of each by those of its snapshot `name`. All are verified before a row is replaced.
 
     Raises SnapshotError, also where they were saved at different instants, StoreError, OptimizerError. Where it raises
@@ -148,7 +128,7 @@ def load_together(tables: Sequence[HeldTable], name: str) -> list[LoadReport]:
     return _load(tables, snapshots)
 
 
-def save_rows_together(tables: Sequence[HeldTable], places: Sequence[Path]) -> None:
+def save_rows_together(tables: Tables, places: Sequence[Path]) -> None:
     """Save rows as the snapshots `places`, all of one name, and by that name in the store folders there are."""
     stored = [table for table in tables if table.snapshots.membership is not None]
     if stored:
@@ -160,7 +140,7 @@ def save_rows_together(tables: Sequence[HeldTable], places: Sequence[Path]) -> N
             table.save_rows(place)
 
 
-def load_rows_together(tables: Sequence[HeldTable], places: Sequence[Path], state: bool = True) -> None:
+def load_rows_together(tables: Tables, places: Sequence[Path], state: bool = True) -> None:
     """Load the snapshots `places`, which `check_rows` has checked. With `state`, store folders get them too."""
     stored = [(t, p) for t, p in zip(tables, places, strict=True) if state and t.snapshots.membership is not None]
     for table, place in zip(tables, places, strict=True):
@@ -179,7 +159,7 @@ def _linked(folder: StoreFolder, place: Path) -> AbstractContextManager[Snapshot
     return linked(Snapshot.open(place), folder.snapshots / place.name, lambda: folder.base == place.name)
 
 
-def _load(tables: Sequence[HeldTable], snapshots: Sequence[Snapshot]) -> list[LoadReport]:
+def _load(tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
     """Load verified snapshots. A kill between two of them is finished by the next run: `Group.target`."""
     members = _members(tables)
     together = instant_of(members, snapshots)
@@ -203,37 +183,23 @@ def instant_of(members: Sequence[Membership], snapshots: Sequence[Snapshot]) -> 
     return Instant(now.number, {**now.versions, **dict(loaded)})
 
 
-def _members(tables: Sequence[HeldTable]) -> list[Membership]:
+def _members(tables: Tables) -> list[Membership]:
     """What the stores know of each other. SnapshotError where one has no folder."""
     for table in tables:
         table.snapshots.folder()
     return [table.snapshots.membership for table in tables if table.snapshots.membership is not None]
 
 
-def _kind(table: HeldTable, kind: str) -> str:
+def _kind(table: Any, kind: str) -> str:
     if kind == "incremental" and not table.base:
         log.info("embedding %r has no snapshot to go over, and is saved full", table.name)
         return "full"
     return kind
 
 
-def _check(tables: Sequence[HeldTable], name: str, kind: str, overwrite: bool) -> None:
+def _check(tables: Tables, name: str, kind: str, overwrite: bool) -> None:
     for table in tables:
         try:
             table.check_save(name, kind, overwrite)
         except (OptionError, SnapshotError) as error:
             raise type(error)(f"embedding {table.name!r}: {error}") from error
-
-
-def check_one_instant(names: Sequence[str], snapshots: Sequence[Snapshot]) -> None:
-    """Raises SnapshotError where the snapshots of embeddings of these names are known to be of different instants."""
-    versions = {s.manifest.instant.id: rows_of(s).now for s in snapshots if s.manifest.instant is not None}
-    for snapshot in snapshots:
-        saved = snapshot.manifest.instant
-        if saved is not None and any(saved.instant.versions.get(id, now) != now for id, now in versions.items()):
-            both = zip(names, snapshots, strict=True)
-            steps = ", ".join(f"{name!r} of step {one.description['step']}" for name, one in both)
-            raise SnapshotError(
-                f"the snapshots {snapshot.name!r} were not saved together, and have rows of different steps: {steps}. "
-                "Load each by itself, or one name that a save of all has given"
-            )

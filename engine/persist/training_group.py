@@ -43,7 +43,7 @@ class TrainingGroup:
         """A backward pass has pinned the rows of one of them, which it updates before it comes to others."""
         if not self.gate.closed:
             self.gate.closed = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
 
     def end_pass(self) -> None:
         """The backward pass has updated all that it reached."""

@@ -303,12 +303,18 @@ class StoreFolder(FolderState):
             fsync_dir(self.path)
 
     def replace_live(
-        self, new: Path, description: dict[str, Any], base: str | None = None, closed: bool = False
+        self,
+        new: Path,
+        description: dict[str, Any],
+        base: str | None = None,
+        closed: bool = False,
+        of_group: dict[str, Any] | None = None,
     ) -> None:
         """Let a durable folder of the same filesystem be the live rows, and mark them as `set_mark` does.
 
         With `base`, the live rows go back to that snapshot from here on. A kill at any instant leaves the old rows with
-        the old mark, or the new rows with the new mark. Raises StoreError.
+        the old mark, or the new rows with the new mark. of_group: the fields of the group, where these change. Raises
+        StoreError.
         """
         self.check()
         old = self.live
@@ -318,6 +324,8 @@ class StoreFolder(FolderState):
             new.rename(self.path / place)
             fsync_dir(self.path)
         own = self._own(closed) if base is None else {"base": [base], **self._of_group()}
+        if of_group is not None:
+            own = {field: value for field, value in own.items() if field not in (GROUP, AT)} | of_group
         self._write({**description, **own, "place": place})
         self._forget_step()
         if place != old.name:

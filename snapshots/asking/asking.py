@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ...engine.errors import OptionError, SnapshotError, StoreError, TierbedError
+from ...engine.errors import InputError, OptionError, SnapshotError, StoreError, TierbedError
 from ...engine.store.folder_state import snapshot_id
 from ..files.format import Manifest, check_name
 from ..files.reader import Snapshot
@@ -17,7 +18,7 @@ from .channel import SOCKET, Message, connect, peer_of, receive, send
 
 TIMEOUT = 60.0  # seconds without an answer
 
-_RAISED: dict[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
+_RAISED: Mapping[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
 
 RowsWritten = Callable[[int, int | None], None]
 
@@ -45,8 +46,11 @@ def ask_save(
     progress: RowsWritten | None = None,
     timeout: float = TIMEOUT,
     overwrite: bool = False,
+    stores: Sequence[Path] = (),
 ) -> Manifest | None:
     """Let the process that has the store open save a snapshot at the end of its present step.
+
+    stores: those of which it is to save one each, all or none.
 
     Returns when the snapshot is durable; returns None where no process has the store open, or it does not serve the
     folder. `progress` is called with how many rows are written, and of how many, None where that is not known. Raises
@@ -59,7 +63,8 @@ def ask_save(
         return None
     place = store / "snapshots" / name
     before = snapshot_id(place)
-    request = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
+    paths = [os.path.realpath(path) for path in stores]
+    request = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite, "stores": paths}
     for answer in trainer.answers(request, f"save snapshot {name!r}"):
         if "done" in answer:
             return Snapshot.open(place).manifest
@@ -70,6 +75,39 @@ def ask_save(
     raise StoreError(f"process {trainer.pid} went away while it saved snapshot {name!r}: {left}")
 
 
+def ask_prune(
+    store: Path, keep_last: int, keep_every: int | None, timeout: float = TIMEOUT
+) -> tuple[list[str], list[str]] | None:
+    """Let the process that has the store open prune its snapshots. The names of those removed, and of those kept.
+
+    None where no process has the store open, or it does not serve the folder. Raises as `ask_save`.
+    """
+    done = _answer(store, {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}, "prune", timeout)
+    return None if done is None else (done["removed"], done["kept"])
+
+
+def ask_row(store: Path, table: int | str, key: int, timeout: float = TIMEOUT) -> dict[str, Any] | None:
+    """A row, as `plain_row` has it, of the process that has the store open; {} where it was never written.
+
+    None where no process has the store open, or it does not serve the folder. Raises as `ask_save`.
+    """
+    also = {**_RAISED, InputError.__name__: InputError}
+    return _answer(store, {"do": "get", "table": table, "key": key}, "read a row", timeout, also)
+
+
+def _answer(
+    store: Path, request: Message, wish: str, timeout: float, raised: Mapping[str, type[TierbedError]] = _RAISED
+) -> Any:
+    trainer = _Trainer.of(store, timeout)
+    if trainer is None:
+        return None
+    trainer.raised = raised
+    for answer in trainer.answers(request, wish):
+        if "done" in answer:
+            return answer["done"]
+    raise StoreError(f"process {trainer.pid} went away before it answered; ask again")
+
+
 class _Trainer:
     """A connection to the process at the socket of a store folder, good for one request."""
 
@@ -77,6 +115,7 @@ class _Trainer:
         self.pid = peer_of(connection).pid
         self._connection = connection
         self._timeout = timeout
+        self.raised = _RAISED
         self._waits = False  # whether the trainer has confirmed the request
 
     @classmethod
@@ -97,7 +136,7 @@ class _Trainer:
             deadline = monotonic() + self._timeout
             while (answer := self._next(deadline, wish)) is not None:
                 if "error" in answer:
-                    raise _RAISED.get(str(answer.get("type")), StoreError)(str(answer["error"]))
+                    raise self.raised.get(str(answer.get("type")), StoreError)(str(answer["error"]))
                 if "waiting" in answer:
                     self._waits = True
                 else:

@@ -4,8 +4,11 @@ A message is one JSON document in one packet of a Unix socket (SOCK_SEQPACKET), 
 at all. The client sends the first message, the request:
 
 - `{"do": "status"}`, answered by `{"status": {...}}`;
-- `{"do": "save", "name": ..., "kind": ..., "overwrite": true or false}`, answered by `{"waiting": ...}` at once,
-  `{"rows": n, "of": m or null}` several times, and `{"done": {...}}`.
+- `{"do": "save", "name": ..., "kind": ..., "overwrite": true or false, "stores": [...]}`, answered by
+  `{"waiting": ...}` at once, `{"rows": n, "of": m or null}` several times, and `{"done": {...}}`. `stores`: several, to
+  be saved together;
+- `{"do": "prune", "keep_last": n, "keep_every": m or null}`, answered by `{"done": {"removed": [...], "kept": [...]}}`;
+- `{"do": "get", "table": ..., "key": ...}`, answered by `{"done": {...}}` with the row, empty where there is none.
 
 Instead of an answer, or in the middle of it, `{"error": text, "type": name}` may come, and ends the answer.
 """

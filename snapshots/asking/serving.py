@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event, Lock, current_thread
 from time import monotonic
@@ -48,13 +48,22 @@ class Served(Protocol):
         progress: Callable[[int], None],
         give_up: Callable[[], bool],
         overwrite: bool = False,
+        stores: Sequence[str] = (),
     ) -> Manifest | None:
         """Save a snapshot of the rows after a whole number of steps. Called in a thread of the server.
+
+        stores: the real paths of the stores of which there is to be one each, all or none.
 
         Returns None, and nothing is saved, where `give_up` returned True before the save began. `progress` is called
         with 0 when the save begins, then with the rows of each chunk; what it raises undoes the save. Raises
         TierbedError.
         """
+
+    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
+        """Prune the snapshots. Returns the names of those removed, and of those kept. Raises TierbedError."""
+
+    def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
+        """A row after a whole number of steps, as plain values; {} for none, None as `save_between_steps`."""
 
     def status(self) -> dict[str, Any]:
         """`name`, `step`, and the number of `rows`. Raises TierbedError."""
@@ -202,10 +211,21 @@ class StoreServer:
                 saving = None if save is None else {"name": save.name, "rows": save.rows, "of": save.of}
                 return {"status": {**self._served.status(), "pid": os.getpid(), "saving": saving}}
             case {"do": "save", "name": str(name), "kind": str(kind), **more}:
-                return self._save_for(client, peer.pid, name, kind, more.get("overwrite") is True)
+                stores = [store for store in _listed(more.get("stores")) if isinstance(store, str)]
+                return self._save_for(client, peer.pid, name, kind, more.get("overwrite") is True, stores)
+            case {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}:
+                removed, kept = self._served.prune_between_steps(keep_last, keep_every)
+                return {"done": {"removed": removed, "kept": kept}}
+            case {"do": "get", "table": int() | str() as table, "key": int(key)}:
+                row = self._served.row_between_steps(table, key, self._stopping.is_set)
+                if row is None:
+                    raise StoreError(f"process {os.getpid()} closed the store; ask again")
+                return {"done": row}
         raise StoreError(f"process {os.getpid()} runs another version of tierbed, and knows no such request")
 
-    def _save_for(self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool) -> Message:
+    def _save_for(
+        self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str]
+    ) -> Message:
         save = _Save(client, self._stopping, self._served, name, kind)
         if (gone := save.given_up()) or not self._saving.acquire(blocking=False):
             client.settimeout(_PATIENCE)
@@ -216,7 +236,7 @@ class StoreServer:
         self._save = save
         try:
             save.tell({"waiting": "for the end of a step"})
-            manifest = self._served.save_between_steps(name, kind, save.progress, save.given_up, overwrite)
+            manifest = self._served.save_between_steps(name, kind, save.progress, save.given_up, overwrite, stores)
             if manifest is None:
                 raise save.undone()
             log.info("store folder %s: snapshot %r is saved, as process %d asked", self._path, name, pid)
@@ -277,6 +297,10 @@ class _Save:
     def tell(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # the client went away, or takes nothing: the save goes on
             send(self._client, message)
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _error(error: Exception) -> Message:

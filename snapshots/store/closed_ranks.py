@@ -17,7 +17,7 @@ from ...engine.store.table_counts import FIELD
 from ..files.format import Manifest, check_name
 from ..files.merged import merged
 from ..files.writer import Progress
-from .closed_store import described, live_rows, save_live
+from .closed_store import OfAll, described, live_rows, save_live, together_with
 from .saving import Held, save_held
 
 
@@ -85,14 +85,20 @@ class _Buckets:
 
 
 def save_closed(
-    store: StoreFolder, name: str, progress: Progress | None = None, kind: str = "full", overwrite: bool = False
+    store: StoreFolder,
+    name: str,
+    progress: Progress | None = None,
+    kind: str = "full",
+    overwrite: bool = False,
+    of_all: OfAll | None = None,
 ) -> Manifest:
     """As `save_live`, also where the live rows are those of ranks."""
     if store.read_mark() is not None or store.keeper.of_ranks is None:
-        return save_live(store, name, progress, kind, overwrite)
+        return save_live(store, name, progress, kind, overwrite, of_all)
     check_name(name)
     with held_ranks(store) as (live, mark, chunks):
-        held = Held(described(mark), mark["rows"], lambda: chunks)
+        together, record = together_with(store, name, of_all)
+        held = Held(described(mark), mark["rows"], lambda: chunks, together=together, record=record)
         manifest = save_held(store.keeper, name, kind, held, progress, overwrite)
         store.keeper.note_saved(live.writes)
     return manifest

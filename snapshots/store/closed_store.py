@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError
@@ -13,15 +16,30 @@ from ...engine.row_format import Chunks, RowForm
 from ...engine.store.folder import StoreFolder
 from ...engine.store.shares import RANKS, share_folder
 from ...engine.store.snapshot_place import noted
+from ...engine.store.versions import GroupRecord, Instant, Peer
 from ..files.format import OF_THE_MARK, Manifest, check_name
 from ..files.reader import Snapshot
-from ..files.writer import Progress, write_snapshot
+from ..files.writer import Progress, Together, write_snapshot
+from .all_or_none import Decided
 from .converted import types_of
+from .instants import ClosedStore, rows_of
 from .selection import ALL, LoadReport, Selection
 
 
+class OfAll(NamedTuple):
+    """A save of several closed stores, of which `first` gets its name first."""
+
+    first: Path
+    commit: Decided
+
+
 def save_live(
-    store: StoreFolder, name: str, progress: Progress | None = None, kind: str = "full", overwrite: bool = False
+    store: StoreFolder,
+    name: str,
+    progress: Progress | None = None,
+    kind: str = "full",
+    overwrite: bool = False,
+    of_all: OfAll | None = None,
 ) -> Manifest:
     """Write the live rows of a store that was closed cleanly as snapshot `name`. The live rows stay as they are.
 
@@ -33,27 +51,51 @@ def save_live(
     _check_whole(store)
     mark = marked(store)
     description = described(mark)
+    together, record = together_with(store, name, of_all)
     if kind == "checkpoint" and mark["live"] == "rocksdb":
         from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
 
         with closing(RocksDB(store.live, mark["width"], mark["shards"], options=_AS_IS)) as tier:
             form = RowForm.described(mark)
-            held = Held(description, mark["rows"], lambda: form.of_words(tier.scan()), tier)
+            rows = mark["rows"]
+            held = Held(description, rows, lambda: form.of_words(tier.scan()), tier, together=together, record=record)
             return save_held(store, name, kind, held, progress, overwrite)
     with live_rows(store, mark) as chunks:
-        return save_held(store, name, kind, Held(description, mark["rows"], lambda: chunks), progress, overwrite)
+        held = Held(description, mark["rows"], lambda: chunks, together=together, record=record)
+        return save_held(store, name, kind, held, progress, overwrite)
+
+
+def together_with(store: StoreFolder, name: str, of_all: OfAll | None) -> tuple[Together | None, GroupRecord | None]:
+    """What a snapshot of a closed store's live rows, and its MARK, have of the stores that are trained with it."""
+    closed = ClosedStore(store)
+    if closed.record is None:
+        return None, None
+    id, first = secrets.token_hex(16), None
+    if of_all is not None:
+        is_first = os.path.realpath(of_all.first) == os.path.realpath(store.path)
+        id = of_all.commit.id if is_first else id
+        peer = Peer.of(of_all.first.name, store.path, of_all.first)
+        first = None if is_first else (peer, name, of_all.commit.id)
+    saved = closed.saved(id, first)
+    assert saved is not None
+    return Together(id, saved, None if of_all is None else of_all.commit), closed.record
 
 
 def load_live(
-    store: StoreFolder, snapshot: Snapshot, progress: Progress | None = None, selection: Selection = ALL
+    store: StoreFolder,
+    snapshot: Snapshot,
+    progress: Progress | None = None,
+    selection: Selection = ALL,
+    together: Instant | None = None,
 ) -> tuple[Manifest, LoadReport]:
     """Make the rows of a snapshot the live rows, so that the next training run resumes from it. They are checked.
 
     After a kill, rows go back to the snapshot; a selection of its rows, and one that converts numbers to the dtype of
-    the live rows, goes back to the snapshot of before. Returns what the live rows are now. Raises SnapshotError if the
-    snapshot is damaged, of another table or, where they are not converted, of other numbers; live rows with a mark stay
-    as they were. A process killed here leaves the old live rows or the new ones. StoreError for a
-    folder that has the snapshots of other store folders, and no live rows.
+    the live rows, goes back to the snapshot of before. together: of a load of several stores, the instant to which all
+    go. Returns what the live rows are now. A process killed here leaves the old live rows or the new ones. Raises
+    SnapshotError if the snapshot is damaged, of another table or, where they are not converted, of other numbers; live
+    rows with a mark stay as they were. StoreError for a folder that has the snapshots of other store folders, and no
+    live rows.
     """
     mark = store.read_mark()
     _check_for_rows(store)
@@ -73,7 +115,11 @@ def load_live(
     try:
         manifest = write_snapshot(store.incoming, description, chosen)
         base = snapshot.name if selection.is_whole else store.noting.base
-        store.replace_live(store.incoming, {**description, "live": "rows", "rows": manifest.rows}, base)
+        closed = ClosedStore(store)
+        rows = rows_of(snapshot) if selection.is_whole else closed.written()
+        of_rows, of_group = closed.loaded(rows, together)
+        live = {**description, "live": "rows", "rows": manifest.rows, **of_rows}
+        store.replace_live(store.incoming, live, base, of_group=of_group)
         store.keeper.end_ranks()
     finally:
         remove_folder(store.incoming)  # not there where the rows were replaced

@@ -10,19 +10,34 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.store.folder import StoreFolder
 from ...engine.store.folder_state import FolderState
 from ...engine.store.shares import Live as Share
 from ...engine.store.shares import live_of, live_together, marks_in, share_folder
-from ...engine.store.versions import AT, EMPTY, LIVE, At, GroupRecord, Instant, Rows, Version
+from ...engine.store.versions import (
+    AT,
+    EMPTY,
+    GROUP,
+    LIVE,
+    At,
+    GroupRecord,
+    Instant,
+    Peer,
+    Rows,
+    Saved,
+    Version,
+)
 from ..files.reader import Listing, Snapshot, list_snapshots
+from ..files.writer import Together
 
 log = logging.getLogger("tierbed")
 
@@ -250,6 +265,74 @@ def _is_mutual(member: Member, other: Member, id: str) -> bool:
 
 def _both(state: FolderState) -> tuple[FolderState, FolderState]:
     return state, state.keeper
+
+
+def with_same_rows(snapshot: Snapshot) -> Together | None:
+    """What another snapshot of the same rows says of the stores that are trained together with theirs."""
+    saved = snapshot.manifest.instant
+    return None if saved is None else Together(secrets.token_hex(16), saved._replace(first=None))
+
+
+class ClosedStore:
+    """A closed store among those that it is trained together with. `record`: None for one that trains alone."""
+
+    def __init__(self, folder: StoreFolder) -> None:
+        self.folder = folder
+        self._group = Group(folder.path, {})
+        self._member = self._group.members.get(self._group.first)
+        self.record = None if self._member is None else self._member.record
+
+    def saved(self, id: str, first: tuple[Peer, str, str] | None = None) -> Saved | None:
+        """What a snapshot of its live rows, of that id, says of the others."""
+        if self.record is None or self._member is None:
+            return None
+        rows = self._member.clean
+        if rows is None or rows.now == _UNKNOWN:
+            rows = Rows((id, 0))
+        versions = {one: member.present for one, member in self._group.members.items()} | {self.record.id: rows.now}
+        return Saved(self.record.id, rows, self._next(versions), self.record.peers, first)
+
+    def loaded(self, rows: Rows, all_: Instant | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Fields of MARK for live rows that are replaced by those of this version: of the rows, and of the group.
+
+        all_: of a load of several stores, until `rest`.
+        """
+        if self.record is None:
+            return {}, {}
+        number = self._next({}).number if all_ is None else all_.number
+        self.record = replace(self.record, number=number, began=None)
+        at = {} if all_ is None else {AT: At(rows.now, "load", all_).plain()}
+        return {LIVE: rows.plain()}, {GROUP: self.record.plain(), **at}
+
+    def written(self) -> Rows:
+        """The version of live rows that are written, as by a load of a part of a snapshot."""
+        before = Rows(EMPTY) if self._member is None else self._member.rows(killed=False)
+        return Rows((secrets.token_hex(8), 1), before.began([]))
+
+    def rest(self) -> None:
+        """After a load of several stores, of which each has its rows."""
+        if self.record is not None:
+            self.folder.note_group(self.record, **{AT: None})
+
+    def _next(self, versions: dict[str, Version | None]) -> Instant:
+        number = self._group.number + 1
+        if self.record is not None:
+            self.record = replace(self.record, number=number)
+        return Instant(number, versions)
+
+
+def check_one_instant(names: Sequence[str], snapshots: Sequence[Snapshot]) -> None:
+    """Raises SnapshotError where the snapshots of embeddings of these names are known to be of different instants."""
+    versions = {s.manifest.instant.id: rows_of(s).now for s in snapshots if s.manifest.instant is not None}
+    for snapshot in snapshots:
+        saved = snapshot.manifest.instant
+        if saved is not None and any(saved.instant.versions.get(id, now) != now for id, now in versions.items()):
+            both = zip(names, snapshots, strict=True)
+            steps = ", ".join(f"{name!r} of step {one.description['step']}" for name, one in both)
+            raise SnapshotError(
+                f"the snapshots {snapshot.name!r} were not saved together, and have rows of different steps: {steps}. "
+                "Load each by itself, or one name that a save of all has given"
+            )
 
 
 def needed_snapshots(path: Path) -> set[str]:

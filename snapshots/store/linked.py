@@ -13,6 +13,8 @@ from ...engine.errors import SnapshotError
 from ..files.format import MANIFEST, ROCKSDB
 from ..files.reader import Snapshot
 
+REPLACED = "replaced-"  # begins the name of a snapshot that a save has replaced, and recovery may need
+
 
 def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
     """Make `folder` the same snapshot, by hard links, or by copies on another file system. Durable on return.

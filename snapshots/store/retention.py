@@ -13,9 +13,7 @@ from ...engine.store.folder_state import FolderState, snapshot_id
 from ..files.may_replace import going_over
 from ..files.reader import Snapshot, list_snapshots
 from .instants import needed_snapshots
-from .linked import link_snapshot, remove_snapshot
-
-REPLACED = "replaced-"  # begins the name of a snapshot that a save has replaced, and recovery may need
+from .linked import REPLACED, link_snapshot, remove_snapshot
 
 
 class Retained(NamedTuple):

@@ -123,9 +123,22 @@ class _AtOneInstant(FolderState):
 
 def existing_store(path: Path) -> Path:
     """The path, if there is a store. Raises StoreError otherwise: a mistyped path must not become a store."""
-    if not (os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")):
-        raise StoreError(f"{str(path)!r} is no store folder: give <persistent_path>/<embedding name>")
-    return path
+    if _is_store(path):
+        return path
+    inside = ", ".join(repr(str(store)) for store in stores_in(path))
+    remedy = f"give the path of one of its stores, {inside}" if inside else "give <persistent_path>/<embedding name>"
+    raise StoreError(f"{str(path)!r} is no store folder: {remedy}")
+
+
+def stores_in(path: Path) -> list[Path]:
+    """The store folders in the folder of a model; none in a store folder."""
+    if _is_store(path) or not os.path.isdir(path):
+        return []
+    return sorted(place for place in path.iterdir() if _is_store(place))
+
+
+def _is_store(path: Path) -> bool:
+    return os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")
 
 
 def holder(path: Path) -> int | None:
