@@ -30,9 +30,10 @@ test-slow: install peers
 check: install peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal $(if $(NAME),-m "$(WHAT)" -k "$(NAME)",-m "$(WHAT) and not slow")
 
-# rounds of the crash harness; SEED=7 N=1 repeats one, RANKS=2 is of ranks that share the rows
+# rounds of the crash harness; SEED=7 N=1 repeats one, RANKS=2 is of ranks that share the rows, MODEL=1 of embeddings
+# that are trained together
 crash: install
-	PYTHONPATH=tests $(BIN)/python -P -m crash -n $(or $(N),200) --seed $(or $(SEED),1) $(if $(RANKS),--ranks $(RANKS))
+	PYTHONPATH=tests $(BIN)/python -P -m crash -n $(or $(N),200) --seed $(or $(SEED),1) $(if $(RANKS),--ranks $(RANKS)) $(if $(MODEL),--model)
 
 # the native tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
 sanitize: install

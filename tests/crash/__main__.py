@@ -20,6 +20,8 @@ from rich.table import Column, Table
 
 from support import warm
 
+from .model_plan import ModelRound, draw_model_round
+from .model_rounds import ModelRounds
 from .plan import Round, draw_round
 from .rank_plan import RankRound, draw_rank_round
 from .rank_rounds import RankRounds
@@ -33,17 +35,22 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=200, help="rounds")
     parser.add_argument("--seed", type=int, default=1, help="of the first round; the next one's is one more")
     parser.add_argument("--ranks", type=int, help="rounds of so many ranks")
+    parser.add_argument("--model", action="store_true", help="rounds of embeddings that are trained together")
     parser.add_argument("--folder", type=Path, help="where stores are made; a temporary folder by default")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="crash-", dir=arguments.folder))
     ranks = arguments.ranks
-    rounds = Rounds(folder) if ranks is None else RankRounds(folder)
+    rounds: Any = Rounds(folder) if ranks is None else RankRounds(folder)
+    if arguments.model:
+        rounds = ModelRounds(folder)
     results, failed = list[Result](), list[int]()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     with warm.servers(), contextlib.suppress(KeyboardInterrupt):  # the summary is of the rounds so far
         for seed in track(range(arguments.seed, arguments.seed + arguments.n), "rounds", console=console):
             plan: Any = draw_round(seed) if ranks is None else draw_rank_round(seed, ranks)
+            if arguments.model:
+                plan = draw_model_round(seed)
             try:
                 results.append(rounds.run(plan))
             except Exception as error:
@@ -58,7 +65,7 @@ def main() -> None:
     shutil.rmtree(folder)
 
 
-def report(plan: Round | RankRound, folder: Path, error: Exception) -> None:
+def report(plan: Round | RankRound | ModelRound, folder: Path, error: Exception) -> None:
     console.print(f"[red]seed {plan.seed} failed[/]: {type(error).__name__}: {error}", markup=True)
     for session in plan.sessions:
         console.print(f"  {session}", markup=False)

@@ -1,0 +1,274 @@
+"""The process that is killed while it trains embeddings together, and what their rows are after any steps.
+
+Each step of a member has a number of its own, drawn once: the sums of these numbers in its rows tell which steps it has
+taken, whatever was lost, loaded and trained again in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from support.stores import options
+from tierbed import cli
+from tierbed.engine import MultiTableEmbedding, make_constant_initializer
+from tierbed.engine.errors import StoreError
+from tierbed.engine.modules.model_snapshots import ModelSnapshots, load_rows, save_rows
+from tierbed.engine.persist.training_group import train_together
+from tierbed.engine.spec.inputs import Lookup
+from tierbed.snapshots import Snapshot, list_snapshots
+
+from .model_plan import NAMES, WEIGHTS
+from .trainer import WHEN
+
+KEYS = 40
+Steps = tuple[int, ...]  # the numbers of the steps that a member has taken
+
+
+def keys_of(number: int) -> NDArray[np.int64]:
+    """The keys that a step trains, each once; key 0 is in all of them."""
+    return np.unique(np.append((np.arange(9) * 7 + number * 5) % KEYS, 0))
+
+
+def rows_after(steps: Steps, dim: int) -> dict[int, float]:
+    """The value of each written row, all its columns alike."""
+    rows: dict[int, float] = {}
+    for number in steps:
+        for key in keys_of(number):
+            rows[int(key)] = rows.get(int(key), 0.0) - number
+    return rows
+
+
+class Members(ModelSnapshots, nn.Module):
+    """Embeddings with these stores and dims, trained together by SGD."""
+
+    def __init__(self, path: Path, stores: list[str], dims: list[int], **more: Any) -> None:
+        super().__init__()
+        self.all: list[MultiTableEmbedding] = []
+        for name, store, dim in zip(NAMES, stores, dims, strict=False):
+            one = MultiTableEmbedding(
+                name, dim, torch.float32, torch.int64, [make_constant_initializer(0.0)], options(store, path, **more)
+            )
+            optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
+            one.attach(optimizer, optimizer.param_groups[0])
+            self.all.append(one)
+            self.add_module(name, one)
+        train_together(self.all)
+
+    def step(self, names: str, numbers: list[int]) -> None:
+        """One step of the members of these names: all rows are pinned before one is updated."""
+        pinned = []
+        for one in self.all:
+            if one.name in names:
+                number = numbers[NAMES.index(one.name)]
+                ids = torch.from_numpy(keys_of(number))
+                pinned.append((one.pin([Lookup(ids, torch.zeros_like(ids))]), number, len(ids), one.dim))
+        for batch, number, count, dim in pinned:
+            batch.update([torch.full((count, dim), float(number))])
+
+    def read(self) -> list[tuple[int, dict[int, float]]]:
+        """The step and the rows of each member."""
+        found = []
+        for one in self.all:
+            rows = {key: row for _, key, row in one}
+            assert all(bool((row == row[0]).all()) for row in rows.values())
+            step = int(one.metrics()["table"]["step"])
+            found.append((step, {key: float(row[0]) for key, row in rows.items()}))
+        return found
+
+
+class ModelTrainer:
+    """Random operations on embeddings that are trained together, each written ahead into the log."""
+
+    def __init__(self, path: Path, orders: dict[str, Any], files: list[int]) -> None:
+        self.path, self.orders, self._files = path, orders, files
+        self.chance = random.Random(orders["seed"])
+        self.trained = "".join(name for name in NAMES[: len(orders["dims"])] if name != orders["frozen"])
+        self._shim = ctypes.CDLL(None)
+        self._saved = 0
+        self.model: Members | None = None
+        self.open(orders["stores"])
+
+    def run(self) -> None:
+        for _ in range(self.orders["operations"]):
+            self.operate(self.chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0])
+        for _ in range(3):  # it came to fewer calls than the kill has
+            inside = self.orders["kill"]["inside"]
+            if inside is None:
+                break
+            self.orders["kill"]["number"] = max(self.orders["kill"]["number"] // 3, 1)
+            self.operate("step")
+            self.operate("save_all")
+            self.operate("reopen" if inside == "open" else inside)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def operate(self, operation: str) -> None:
+        getattr(self, operation)()
+
+    def open(self, stores: list[str]) -> None:
+        """All members, in a drawn order; where they have no step in common, each with what it has."""
+        order = self.chance.sample(range(len(stores)), len(stores))
+        made = Members(self.path, stores, self.orders["dims"])
+        self.say("begin", "open")
+        self._arm("open")
+        try:
+            for number in order:
+                made.all[number].size()
+            found = "resume"
+        except StoreError as error:
+            if "there is no step of which all have the rows" not in str(error):
+                raise
+            found = "mixed"
+            made = Members(self.path, stores, self.orders["dims"], open="mixed")
+            for number in order:
+                made.all[number].size()
+        self._disarm()
+        self.model = made
+        self.say("end", "open", mode=found, rows=[(step, rows.get(0, 0.0)) for step, rows in made.read()])
+
+    @property
+    def members(self) -> Members:
+        assert self.model is not None
+        return self.model
+
+    def step(self) -> None:
+        for _ in range(self.chance.randint(1, 3)):
+            names = "".join(name for name in self.trained if self.chance.random() < 0.7) or self.trained[0]
+            numbers = [self.chance.randrange(1, 2000) for _ in NAMES]
+            self.logged("step", lambda names=names, numbers=numbers: self.members.step(names, numbers), names, numbers)
+
+    def save(self) -> None:
+        one = self.chance.choice(self.members.all)
+        name, kind = self.new_name("s"), self.any_kind([one])
+        self.logged("save", lambda: one.save_snapshot(name, kind), one.name, name, kind)
+
+    def save_all(self) -> None:
+        name, kind = self.new_name("all"), self.any_kind(self.members.all)
+        self.logged("save_all", lambda: self.members.save_snapshot(name, kind), name, kind)
+
+    def background(self) -> None:
+        name = self.new_name("all")
+
+        def save() -> None:
+            saving = self.members.save_snapshot(name, background=True)
+            assert saving is not None
+            saving.wait()
+
+        self.logged("background", save, name, "background")
+
+    def overwrite(self) -> None:
+        for one in self.members.all:
+            self.logged("overwrite", lambda one=one: one.save_snapshot("latest", overwrite=True), one.name, "latest")
+
+    def checkpoint(self) -> None:
+        name = self.new_name("all")
+        places = [self.path.parent / "kept" / name / one.name / name for one in self.members.all]
+        self.logged("checkpoint", lambda: save_rows(self.members.all, places), name)
+
+    def restore(self) -> None:
+        kept = sorted(place.name for place in (self.path.parent / "kept").glob("all-*"))
+        if kept:
+            name = self.chance.choice(kept)
+            places = [self.path.parent / "kept" / name / one.name / name for one in self.members.all]
+            if all((place / "manifest.msgpack").exists() for place in places):
+                self.logged("restore", lambda: load_rows(self.members.all, places), name)
+
+    def load(self) -> None:
+        one = self.chance.choice(self.members.all)
+        snapshots = self.snapshots(one.name)
+        if snapshots:
+            name = self.chance.choice(snapshots).name
+            self.logged("load", lambda: one.load_snapshot(name), one.name, name)
+
+    def load_all(self) -> None:
+        names = set.intersection(*({s.name for s in self.snapshots(one.name)} for one in self.members.all))
+        names = {name for name in names if name.startswith("all")}
+        if names:
+            name = self.chance.choice(sorted(names))
+            self.logged("load_all", lambda: self.members.load_snapshot(name), name)
+
+    def prune(self) -> None:
+        one, keep = self.chance.choice(self.members.all), self.chance.randint(1, 2)
+        self.logged("prune", lambda: one.prune_snapshots(keep), one.name)
+
+    def prune_all(self) -> None:
+        self.logged("prune_all", lambda: self.members.prune_snapshots(1))
+
+    def reopen(self) -> None:
+        order = self.chance.sample(self.members.all, len(self.members.all))
+        for one in order if self.chance.random() < 0.7 else order[:1]:
+            self.logged("reopen", one.close, one.name)
+        self.open([self.chance.choice(["device", "host", "ssd", "ssd_host"]) for _ in self.members.all])
+
+    def command(self) -> None:
+        for one in self.members.all:
+            self.logged("reopen", one.close, one.name)
+        name = self.new_name("all")
+        if self.chance.random() < 0.5:
+            self.logged("command", lambda: tierbed("snapshot", "save", self.path, name), "save_all", name)
+        else:
+            self.logged("command", lambda: tierbed("snapshot", "prune", self.path, "--keep-last", 1), "prune_all", "")
+        self.open(self.orders["stores"])
+
+    def snapshots(self, member: str) -> list[Snapshot]:
+        return list_snapshots(self.path / member / "snapshots").snapshots
+
+    def new_name(self, begin: str) -> str:
+        self._saved += 1
+        return f"{begin}-{self.orders['number']}-{self._saved}"
+
+    def any_kind(self, members: list[MultiTableEmbedding]) -> str:
+        on_disk = all(one.store_options.store == "cached_ssd" for one in members)
+        based = all(one.last_snapshot for one in members)
+        return self.chance.choice(["full"] + ["incremental"] * based + ["checkpoint"] * on_disk)
+
+    def logged(self, operation: str, call: Any, *more: Any) -> None:
+        self.say("begin", operation, more=more)
+        self._arm(operation)
+        call()
+        self._disarm()
+        self.say("end", operation, more=more)
+
+    def _arm(self, operation: str) -> None:
+        kill = self.orders["kill"]
+        if kill["inside"] == operation:
+            self._shim.die_at(kill["call"].encode(), ctypes.c_long(kill["number"]), WHEN.index(kill["when"]))
+
+    def _disarm(self) -> None:
+        self._shim.die_at(b"", ctypes.c_long(0), 0)
+
+    def say(self, at: str, operation: str, **more: Any) -> None:
+        line = json.dumps({"at": at, "op": operation, **more}).encode() + b"\n"
+        for file in self._files:
+            os.write(file, line)
+
+
+def tierbed(*words: Any) -> None:
+    try:
+        cli.main([str(word) for word in words])
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def run(place: str, plan: dict[str, Any], script: str, events: int) -> None:
+    """Run the script, then work in `place` until killed, at the latest by itself."""
+    exec(script, {})
+    signal.alarm(600)  # what hangs fails
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    folder = Path(place)
+    log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_DSYNC, 0o644)
+    trace = os.open(folder / "trace", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC) if plan["power"] else -1
+    ctypes.CDLL(None).watch_calls(os.fsencode(folder / "store"), os.fsencode(folder / "aside"), trace)
+    ModelTrainer(folder / "store" / "model", plan, [log, events]).run()
