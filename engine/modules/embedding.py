@@ -43,8 +43,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     `default_initializer` (normal(0, 0.05)).
     store_options: from a `make_*_store_options`, or the dict that it prints.
     padding_idx: an id that is no row: zeros, no gradient.
-    seed: initial rows are a pure function of (seed, table, key, column). Give each embedding a seed of its own: two
-    embeddings that differ in name alone begin with equal rows.
+    seed: initial rows are a pure function of (seed, table, key, column). None is the CRC-32 of the name, or the seed of
+    stored rows. Two embeddings with one seed begin with equal rows.
     output_dtype: of a lookup's result and of its gradient: torch.float32, float16 or bfloat16, whatever rows are.
     world: a `World` of tierbed.distributed, over whose ranks the rows are spread; None keeps all rows in this process.
     state_dtype: of the numbers of the optimizer's state that every element has: torch.float32 or bfloat16.
@@ -63,7 +63,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         store_options: Mapping[str, Any],
         default_initializer: Mapping[str, Any] | None = None,
         padding_idx: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         output_dtype: torch.dtype = torch.float32,
         world: Ranks | None = None,
         state_dtype: torch.dtype = torch.float32,

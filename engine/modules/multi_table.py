@@ -26,7 +26,7 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         store_options: Mapping[str, Any],
         default_initializer: Mapping[str, Any] | None = None,
         padding_idx: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         output_dtype: torch.dtype = torch.float32,
         world: Ranks | None = None,
         state_dtype: torch.dtype = torch.float32,

@@ -126,6 +126,8 @@ class TablePersistence:
             self.life.run, self.life.writes = opening.run, opening.writes
         if opening.mark is not None:
             return self._resume(optimizer, opening.mark, folder)
+        if opening.snapshot is not None:
+            self.spec = self.spec.with_stored_seed(opening.snapshot.description)
         if opening.snapshot is None:
             table = self._start_empty(optimizer, folder)
         else:
@@ -263,10 +265,14 @@ class TablePersistence:
             check_description(mark)
         except ValueError as error:
             raise StoreError(f"{where} was written by another version of tierbed: its mark has {error}") from error
+        self.spec = self.spec.with_stored_seed(mark)
         check_stored(self.spec, mark, optimizer, StoreError, where)
+        rows = Rows.parse(mark.get(LIVE)) or Rows((secrets.token_hex(8), 0))
+        if self.membership is not None:
+            self.membership.found(rows)  # rows of another kind of store are marked clean anew
         table = self._live_table(optimizer, mark, folder, where)
         if self.membership is not None:
-            self.membership.opened(Rows.parse(mark.get(LIVE)) or Rows((secrets.token_hex(8), 0)))
+            self.membership.opened(rows)
         return table
 
     def _live_table(
@@ -301,6 +307,22 @@ class TablePersistence:
         After a kill the rows go back to this snapshot. Not so after a load of a selection: only the next save or close
         makes that durable. verified: called when the rows are; where it raises, nothing has changed.
         """
+        before, self.spec = self.spec, self.spec.with_stored_seed(snapshot.description)
+        try:
+            return self._load(optimizer, snapshot, running, selection, verified, together)
+        except BaseException:
+            self.spec = before
+            raise
+
+    def _load(
+        self,
+        optimizer: RowOptimizer | None,
+        snapshot: Snapshot,
+        running: OpenTable | None,
+        selection: Selection,
+        verified: Callable[[], None] | None,
+        together: Instant | None,
+    ) -> tuple[OpenTable, LoadReport]:
         report = LoadReport()
         described = {**snapshot.description, "rows": snapshot.manifest.rows}
         if selection.has_every_row and snapshot.part is None:

@@ -143,9 +143,8 @@ class TableSnapshots:
     ) -> tuple[OpenTable, LoadReport]:
         """As `load`, from a snapshot anywhere. verified, together: as of `TablePersistence.load`."""
         what = f"snapshot {snapshot.name!r}"
-        selection, remarks = fitting(
-            self._persistence.spec, snapshot.description, table.optimizer, selection, strict, what
-        )
+        spec = self._persistence.spec.with_stored_seed(snapshot.description)
+        selection, remarks = fitting(spec, snapshot.description, table.optimizer, selection, strict, what)
         loaded, report = self._persistence.load(table.optimizer, snapshot, table, selection, verified, together)
         report.remarks += remarks
         return loaded, report
@@ -195,7 +194,9 @@ class TableSnapshots:
         """Raises SnapshotError, OptimizerError where rows of a snapshot cannot be the table's."""
         described = Selection(state=state).description(snapshot.description)
         what = f"snapshot {snapshot.name!r}"
-        check_stored(self._persistence.spec, described, table.optimizer, SnapshotError, what)
+        check_stored(
+            self._persistence.spec.with_stored_seed(described), described, table.optimizer, SnapshotError, what
+        )
 
     def drop_rows(self, table: OpenTable, saved: Snapshot) -> None:
         """Remove the snapshot that `save_rows` made for a replaced checkpoint, unless others or the live rows need it.

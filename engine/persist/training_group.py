@@ -129,9 +129,13 @@ class Membership:
         holder = self.holder()
         return None if holder is None else holder.own_open
 
+    def found(self, rows: Rows) -> None:
+        """The rows to be opened are of this version."""
+        self.versions = self._begin(rows)
+
     def opened(self, rows: Rows) -> None:
         """The rows are open: live rows, those of a snapshot, or none. StoreError."""
-        self.versions = self._begin(rows)
+        self.found(rows)
         self._is_at = self.folder.at is not None
         _open[self.path] = self
         self.enlist()

@@ -5,8 +5,9 @@ A `TableSpec` makes the native layout and the stored description.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ class TableSpec:
     seed: int
     dtype: str = "float32"  # of the embedding's numbers: a name of NUMBERS
     state_dtype: str = "float32"  # of the numbers of states that elements have
+    has_own_seed: bool = True  # whether the seed was given; else it is of the name, or that of the stored rows
     dim: int = field(init=False)  # numbers of a row, optimizer state apart
     num_tables: int = field(init=False)
     padding_key: int | None = field(init=False)  # the 64 bits of `padding_idx`
@@ -94,6 +96,10 @@ class TableSpec:
             {part: value for part, value in table.as_dict().items() if part not in TABLE_FACTS} for table in self.tables
         ]
 
+    def with_stored_seed(self, stored: dict[str, Any]) -> TableSpec:
+        """The spec for rows that are described so: rows not yet stored begin by their seed, where none was given."""
+        return self if self.has_own_seed or stored["seed"] == self.seed else replace(self, seed=stored["seed"])
+
     def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
         """What marks and snapshots keep of the table, as plain values. `hyper`: the rule's numbers at that step."""
         names, form = list(self.table_names), self.form(state)
@@ -124,21 +130,26 @@ def table_spec(
     dtype: Any = torch.float32,
     state_dtype: Any = torch.float32,
 ) -> TableSpec:
-    """The spec of an embedding from a user's arguments, `tables` with options for each table. Raises OptionError."""
+    """The spec of an embedding from a user's arguments, `tables` with options for each table. Raises OptionError.
+
+    seed: None is the CRC-32 of the name, so that embeddings of two names begin with other rows.
+    """
     key_type = check_key_type(key_type)
     dtype, state_dtype = check_dtype(dtype), check_state_dtype(state_dtype)
     options = tuple(make_table_options(table) for table in tables)
     check_reach(options, dtype)
     check_distinct([table.name for table in options])
+    name = check_name(name)
     return TableSpec(
-        check_name(name),
+        name,
         check_columns(embedding_dim),
         key_type,
         options,
         check_padding(padding_idx, key_type),
-        check_seed(seed),
+        zlib.crc32(name.encode()) if seed is None else check_seed(seed),
         dtype,
         state_dtype,
+        seed is not None,
     )
 
 

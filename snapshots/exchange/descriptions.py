@@ -26,7 +26,7 @@ def description_for(
     key_type: torch.dtype = torch.int64,
     tables: Sequence[Mapping[str, Any]] | None = None,
     padding_idx: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     optimizer: RowOptimizer | None = None,
     step: int = 0,
     dtype: torch.dtype = torch.float32,

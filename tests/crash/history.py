@@ -74,7 +74,9 @@ class History:
         made = options(store, path, **self.life, **more)
         dtype, state = (getattr(torch, name) for name in self.types)
         world = self.world
-        embedding = MultiTableEmbedding("rows", DIM, dtype, torch.int64, tables, made, state_dtype=state, world=world)
+        embedding = MultiTableEmbedding(
+            "rows", DIM, dtype, torch.int64, tables, made, state_dtype=state, world=world, seed=SEED
+        )
         if trained:
             optimizer = torch.optim.SGD(embedding.parameters(), lr=RATE, momentum=1.0)
             embedding.attach(optimizer, optimizer.param_groups[0])

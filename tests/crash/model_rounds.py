@@ -147,8 +147,7 @@ class Allowed:
                 {(): (), **{steps: steps for steps in snapshots.values()}, **{v[at]: v[at] for v in self.true}}
                 for at, snapshots in enumerate(self.snapshots)
             ]
-            vector = tuple(next(steps for steps in of if _is(steps, row)) for of, row in zip(known, rows, strict=True))
-            return vector
+            return tuple(next(steps for steps in of if _is(steps, row)) for of, row in zip(known, rows, strict=True))
         places = [
             place for place, vector in enumerate(self.true) if all(_is(s, r) for s, r in zip(vector, rows, strict=True))
         ]

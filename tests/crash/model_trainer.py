@@ -168,7 +168,11 @@ class ModelTrainer:
 
     def overwrite(self) -> None:
         for one in self.members.all:
-            self.logged("overwrite", lambda one=one: one.save_snapshot("latest", overwrite=True), one.name, "latest")
+            held = self.snapshots(one.name)
+            if not any(over.manifest.parent and over.manifest.parent.name == "latest" for over in held):
+                self.logged(
+                    "overwrite", lambda one=one: one.save_snapshot("latest", overwrite=True), one.name, "latest"
+                )
 
     def checkpoint(self) -> None:
         name = self.new_name("all")
@@ -185,7 +189,7 @@ class ModelTrainer:
 
     def load(self) -> None:
         one = self.chance.choice(self.members.all)
-        snapshots = self.snapshots(one.name)
+        snapshots = [held for held in self.snapshots(one.name) if not held.name.startswith("replaced-")]
         if snapshots:
             name = self.chance.choice(snapshots).name
             self.logged("load", lambda: one.load_snapshot(name), one.name, name)
