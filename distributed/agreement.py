@@ -170,14 +170,19 @@ def raise_first(told: Sequence[Mapping[str, str] | None], error: BaseException |
     raise world.told from (error if rank == world.rank else None)
 
 
-def raw_bytes(world: Group, op: str, data: bytes) -> list[bytes]:
-    """The bytes of each rank, in rank order, where all ranks are known to be in this very call."""
-    sizes = torch.empty(world.size, dtype=torch.int64)
+def raw_bytes(world: Group, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
+    """The bytes of each rank, in rank order, where all ranks are known to be in this very call.
+
+    readers: how many ranks, from rank 0 on, are given them; None for all. The others get empty ones.
+    """
+    readers = world.size if readers is None else readers
+    sizes, sent = torch.empty(world.size, dtype=torch.int64), torch.zeros(world.size, dtype=torch.int64)
+    sent[:readers] = len(data)
     ones = [1] * world.size
-    world.start(op, sizes, torch.full((world.size,), len(data)), ones, ones).wait()
+    world.start(op, sizes, sent, ones, ones).wait()
     given = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     out = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-    world.start(op, out, given.repeat(world.size), sizes.tolist(), [len(data)] * world.size).wait()
+    world.start(op, out, given.repeat(readers), sizes.tolist(), sent.tolist()).wait()
     return [bytes(part.numpy()) for part in out.split(sizes.tolist())]
 
 

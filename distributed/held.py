@@ -7,16 +7,23 @@ import weakref
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from weakref import ref
+from zlib import crc32
 
+import numpy as np
+
+from ..engine.errors import SnapshotError
 from ..engine.persist.held_table import HeldTable
+from ..engine.persist.rows_in_tensors import NOT_WHOLE, RowTensors
+from ..engine.persist.saved_as import saved_as
 from ..engine.persist.share import Share
 from ..engine.store.shares import Live, remove_other_shares
 from ..engine.store.versions import EMPTY, Rows
 from ..engine.version import __version__
 from ..snapshots.asking.serving import Service
 from ..snapshots.files.reader import Snapshot
+from ..snapshots.files.row_files import Part
 from ..snapshots.store.instants import rows_of, rows_of_ranks
-from .agreement import agree, attempt, everywhere
+from .agreement import agree, attempt, everywhere, raw_bytes
 from .home import Home
 from .live_rows import LiveRows
 from .membership import RankMembership, settle_ranks
@@ -217,8 +224,45 @@ class ShardedHeld:
     def named(self) -> SavedAs:
         return self.saves.named(self.own.named().step)
 
-    def compare(self, awaited: SavedAs) -> None:
-        self.saves.compare(self.named(), awaited)
+    def save_for_state(self, keep: int | None) -> SavedAs:
+        return self.saves.save_for_state(keep)
+
+    def load_for_state(self, name: str) -> None:
+        self.saves.load_for_state(name)
+
+    def tensors(self) -> RowTensors:
+        """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
+        op = f"state_dict() of embedding {self.name!r}"
+        own: RowTensors = everywhere(self._world, op, self.own.tensors)
+        parts = raw_bytes(self._world, op, own.rows.tobytes(), readers=1)
+        rows = np.concatenate([np.frombuffer(part, own.rows.dtype) for part in parts])
+        return RowTensors({**own.description, NOT_WHOLE: self._world.rank > 0}, rows)
+
+    def load_tensors(self, held: RowTensors) -> None:
+        """As `HeldTable.load_tensors`: each rank takes its part. Every rank calls it, with the same rows."""
+        op = f"load_state_dict() of embedding {self.name!r}"
+
+        def check() -> None:
+            if self.home is not None:
+                raise SnapshotError(
+                    f"embedding {self.name!r} has a persistent_path, and the state holds the rows themselves, which "
+                    "ranks load into an embedding without one alone; load them there, and save a snapshot"
+                )
+
+        everywhere(self._world, op, check)
+        agree(self._world, op, same={"rows": len(held.rows), "their checksum": crc32(held.rows.tobytes())})
+        rows = Part(self._world.rank, self._world.size).rows(held.rows)
+        try:
+            everywhere(self._world, f"{op}: done", lambda: self.own.load_tensors(RowTensors(held.description, rows)))
+        except BaseException:
+            self.close()  # some ranks may have the rows of the state, and others those before
+            raise
+
+    def read(self, snapshot: str) -> SavedAs | None:
+        return saved_as(self.saves.place, snapshot)
+
+    def has_rows_of(self, snapshot: str) -> bool:
+        return False  # rank 0 alone would know it, and all ranks are to load or none
 
     @property
     def exchanged(self) -> dict[str, dict[str, int]]:

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..engine.errors import OptionError, SnapshotError, StoreError
-from ..engine.persist.saved_as import SavedAs, compare, of_step, saved_as
+from ..engine.persist.saved_as import SavedAs, note_pruned, of_step, saved_as
+from ..engine.store.versions import EMPTY
 from ..engine.table.watch import still_saving
 from ..snapshots.files.difference import changes_between
 from ..snapshots.files.format import check_name
-from ..snapshots.files.reader import Snapshot
+from ..snapshots.files.reader import Snapshot, list_snapshots
 from ..snapshots.files.row_files import Part
 from ..snapshots.files.row_writer import Progress
-from ..snapshots.files.writer import check_over, clear_leftovers
+from ..snapshots.files.writer import Together, check_over, clear_leftovers
 from ..snapshots.store.instants import rows_of
-from ..snapshots.store.linked import check_linked, link_snapshot, linked, remove_snapshot
-from ..snapshots.store.retention import drop_unneeded, prune
+from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
+from ..snapshots.store.retention import drop_unneeded, prune, prune_states
 from ..snapshots.store.saving import Held, begin_save, check_kind, check_save, parent_for
 from ..snapshots.store.selection import LoadReport, Selection
 from .agreement import agree, attempt, everywhere, told
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from ..engine.persist.held_table import HeldTable
     from ..engine.persist.training_group import OfAll
     from ..engine.store.versions import Instant
-    from ..snapshots.files.writer import Together
     from .group import Group
     from .home import Home
     from .membership import RankMembership
@@ -60,6 +60,7 @@ class RankSnapshots:
         self._world, self._name, self._own, self._home, self._close = world, name, own, home, close
         self.membership = membership  # on rank 0
         self._part = Part(world.rank, world.size)
+        self._for_state: Together | None = None  # on rank 0, of a save for a state_dict
         self._saving: BackgroundPartSave | None = None
 
     @property
@@ -67,13 +68,9 @@ class RankSnapshots:
         """The snapshot that was saved or loaded last, if any. Local."""
         return None if self._home is None else self._home.base
 
-    def named(self, step: int) -> SavedAs:
+    def named(self, step: int | None) -> SavedAs:
         """The name of the rows of a step. Local."""
         return of_step(step, self.place, self.base)
-
-    def compare(self, mine: SavedAs, awaited: SavedAs) -> None:
-        """As `HeldTable.compare`. Local."""
-        compare(self._name, mine, awaited, lambda name: saved_as(self.place, name))
 
     def check(self, name: str, kind: str, overwrite: bool) -> None:
         """Raise what `save` would raise for these arguments."""
@@ -117,6 +114,55 @@ class RankSnapshots:
         """Give up the snapshot of the background, before the rows are closed. Local."""
         if self._saving is not None:
             self._saving.drop()
+
+    def save_for_state(self, keep: int | None) -> SavedAs:
+        """As `HeldTable.save_for_state`."""
+        op = self._op("saving rows for a state_dict")
+        agree(self._world, op, same={"state_dict_snapshots": keep})
+        self.at_step()
+        table = self._own.table
+        with table.lock:
+            everywhere(self._world, op, table.check)
+            name, is_new = told(self._world, f"{op}: what is there", lambda: self._at_home(self._state_place))[0]
+            if name and is_new:
+                rows, place = table.counts.rows, self.folder / name
+                save = PartSave(self._world, op, place, table.describe(), rows, together=self._for_state)
+                _, error = attempt(lambda: save.write(table.scan()))
+                made = save.commit(error)
+                if self.membership is not None:
+                    self.membership.saved_as(made)
+        if keep is not None:
+            prune = partial(self._prune_states, keep=keep)
+            everywhere(self._world, f"{op}: those before", lambda: self._at_home(prune))
+        return saved_as(self.place, name) or SavedAs(table.step, None, None)
+
+    def _state_place(self, home: Home) -> tuple[str, bool]:
+        """On rank 0: the name of a snapshot for a state, "" for rows never written, and whether it is to be made."""
+        assert self.membership is not None
+        self._for_state = None
+        now = self.membership.versions.rows.now
+        if now == EMPTY:
+            return "", False
+        made = next((one for one in list_snapshots(home.snapshots).snapshots if rows_of(one).now == now), None)
+        if made is not None:
+            place = home.snapshots / (OF_STATE + made.manifest.id)
+            if not place.is_dir():
+                link_snapshot(made, place)
+            return place.name, False
+        alone = self.membership.record is None
+        self._for_state = Together(secrets.token_hex(16), None) if alone else self.membership.saved()
+        return OF_STATE + self._for_state.id, True
+
+    def _prune_states(self, home: Home, keep: int) -> None:
+        note_pruned(prune_states(home.keeper, keep), keep)
+
+    def load_for_state(self, name: str) -> None:
+        """As `HeldTable.load_for_state`."""
+        op = f"loading snapshot {name!r} of embedding {self._name!r} for a state_dict"
+        together: Instant | None = None
+        if self.membership is not None:
+            together = self.membership.instant_with(Snapshot.open(self.folder / name))
+        self.load_from(op, self.folder / name, Selection(), name, together)
 
     def load(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         """As `HeldTable.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""

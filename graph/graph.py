@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.modules.model_snapshots import ModelSnapshots
 from ..engine.modules.ranks import refuse_around
+from ..engine.modules.saved_rows import rows_apart
 from ..engine.numeric import whole
 from ..engine.signals import uninterrupted
 from .passes.lookahead import Coming
@@ -242,7 +243,9 @@ class Graph(ModelSnapshots, Built):
         no path.
         """
         place = checkpoint.check_save(self, path, overwrite)
-        checkpoint.save(self, self.state_dict(), place, overwrite)
+        with rows_apart():
+            state = self.state_dict()
+        checkpoint.save(self, state, place, overwrite)
 
     def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Raise what `save` would raise now for these arguments. Call it before the training that is to be saved."""
@@ -259,8 +262,9 @@ class Graph(ModelSnapshots, Built):
         if not isinstance(optimizers, bool):
             raise InputError(f"optimizers={optimizers!r}: give True or False")
         check = partial(check_state, self, self.__optimizers, self.__end, with_optimizers=optimizers)
-        state = checkpoint.load(self, path_of(path), check, optimizers)
-        self.load_state_dict(without_rows(self, state, optimizers))
+        with rows_apart():
+            state = checkpoint.load(self, path_of(path), check, optimizers)
+            self.load_state_dict(without_rows(self, state, optimizers))
 
     def get_extra_state(self) -> dict[str, Any]:
         """The extra state in `state_dict()`: optimizers, schedules, scaler and random numbers."""

@@ -144,7 +144,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """The state_dict of the wrapped optimizer. The state of rows is in the embedding's store and its snapshots."""
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Load a state_dict into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
         self._torn = ""

@@ -187,7 +187,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def __getstate__(self) -> dict[str, Any]:
         raise StoreError(
             f"embedding {self.name!r} cannot be copied or pickled: its rows live in a store; create another under its "
-            "own name, and carry rows over by save_snapshot or put"
+            "own name, and carry rows over by save_snapshot or put. To keep a model, use its state_dict(), which has "
+            "its rows or names a snapshot of them (docs/snapshots.md), graph.save or save_checkpoint"
         )
 
     def extra_repr(self) -> str:
@@ -272,16 +273,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return table
 
     def _table(self) -> TableOfAll:
-        handle = self.opened()
-        if self._awaited is not None:
-            self._compare_awaited()
-        return handle.table
+        return self.opened().table
 
     def _own_table(self) -> OpenTable:
-        handle = self.opened()
-        if self._awaited is not None:
-            self._compare_awaited()
-        return handle.own_table
+        return self.opened().own_table
 
     def opened(self, for_load: bool = False) -> Held:
         """The hold on the open table, opened where it is not yet, for checkpoints and recorded steps of a graph."""
@@ -304,7 +299,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 weakref.finalize(self, self._held.finish)
             elif self._held.device != device:
                 self._held.move(device)
-            return self._held
+            held = self._held
+        if self._awaited is not None and not for_load:
+            self._await_rows()
+        return held
 
     def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Held:
         if self.world is None:

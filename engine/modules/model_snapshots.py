@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ..persist.together import (
     save_together_in_background,
 )
 from ..table.background_save import Saving
-from .saved_rows import SavedRows
+from .saved_rows import SavedRows, rows_stay
 
 if TYPE_CHECKING:
     from ..persist.held_contract import Ranks
@@ -60,7 +60,19 @@ class ModelSnapshots:
         OptimizerError.
         """
         tables, world = self._held(for_load=True), self._world_of()
-        return load_together(tables, snapshot_name) if world is None else world.load_together(tables, snapshot_name)
+        reports = load_together(tables, snapshot_name) if world is None else world.load_together(tables, snapshot_name)
+        self.keep_rows()
+        return reports
+
+    def keep_rows(self) -> None:
+        """Go on with the rows as they are, though a loaded state_dict is of others."""
+        for embedding in self._snapshot_embeddings():
+            embedding.keep_rows()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's. strict: False lets rows that the state is not of stay, with a warning."""
+        with rows_stay(strict is False):
+            return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> dict[str, list[str]]:
         """Remove snapshots of all embeddings, as `MultiTableEmbedding.prune_snapshots`. Returns names by embedding."""
@@ -97,6 +109,8 @@ def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], state: bo
         load_rows_together(tables, places, state)
     else:
         world.load_rows(tables, places, state)
+    for embedding in embeddings:
+        embedding.keep_rows()
 
 
 def _world_of(embeddings: Sequence[SavedRows]) -> Ranks | None:

@@ -1,11 +1,12 @@
-"""The snapshots of an embedding, and what its `state_dict()` says of rows in place of holding them."""
+"""The snapshots of an embedding, and its rows in a `state_dict()`: the rows themselves, or the name of a snapshot."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from ...snapshots.store.selection import LoadReport, Selection, Where
-from ..errors import InputError, OptionError
+from ..errors import InputError, OptionError, SnapshotError, TierbedError
 from ..ops.rows_contract import Rows
-from ..persist.saved_as import SavedAs
+from ..persist.rows_in_tensors import FIELDS, RowTensors
+from ..persist.saved_as import UNKNOWN, SavedAs, go_to, unlike
 from ..table.background_save import Saving
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("tierbed")
 
 EXTRA = "_extra_state"  # torch's name for extra state in a state_dict
+ROWS = "rows."  # begins the names of rows in a state_dict
+APART, STAY = "apart", "stay"
+_EXTRA_BYTES = 1024  # more than a name of 200 bytes and a digest take
+_mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
 
 class SavedRows(Rows):
@@ -34,7 +40,8 @@ class SavedRows(Rows):
     _closed: bool
     _held: Held | None
     group: TrainingGroup | None = None  # the embeddings that it is trained together with
-    _awaited: SavedAs | None = None  # names rows in a loaded state_dict, to be compared once there are rows
+    _awaited: SavedAs | None = None  # the rows of a loaded state_dict, which the embedding does not have yet
+    _has_warned = False
 
     @property
     def is_open(self) -> bool:
@@ -109,7 +116,9 @@ class SavedRows(Rows):
                     raise InputError(f"{argument}={value!r}: give True or False")
             held = self.opened(for_load=True)
         selection = Selection(tables, where, not weights_only, convert=convert)
-        return held.load_snapshot(snapshot_name, selection, strict)
+        report = held.load_snapshot(snapshot_name, selection, strict)
+        self._awaited = None
+        return report
 
     def check_save(self, snapshot_name: str, kind: str = "full", *, overwrite: bool = False) -> None:
         """Raise what `save_snapshot` would raise now for these arguments. Call it before the training to be saved.
@@ -136,42 +145,132 @@ class SavedRows(Rows):
         """The snapshot that was saved or loaded last, or None. Rows go back to it after a kill."""
         return None if self._held is None else self._held.base
 
-    def get_extra_state(self) -> Tensor:
-        """The extra state in `state_dict()`: JSON as uint8 [bytes].
+    def keep_rows(self) -> None:
+        """Go on with the rows as they are, though a loaded state_dict is of others."""
+        self._awaited = None
 
-        It has the `step` of the rows, the `snapshot` of that step and its `digest`. Each is None where there is none:
-        for rows that were not used yet, or were not saved at that step.
+    def get_extra_state(self) -> Tensor:
+        """The extra state in `state_dict()`: JSON as uint8 [1024], padded with blanks.
+
+        It has the `step` of the rows, a `snapshot` of them and its `digest`. Each is None where there is none: for rows
+        that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot is saved now.
         """
-        named = dict.fromkeys(SavedAs._fields) if self._held is None else self._held.named()._asdict()
-        # a tensor, since code that handles a state_dict may take nothing else
-        return torch.frombuffer(bytearray(json.dumps(named).encode()), dtype=torch.uint8)
+        # a tensor, since code that handles a state_dict may take nothing else; of one size, since DCP loads no other
+        said = json.dumps(self._named()._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)
+        return torch.frombuffer(bytearray(said), dtype=torch.uint8)
+
+    def _named(self) -> SavedAs:
+        """The name of the rows for a state_dict."""
+        if self._awaited is not None:
+            return self._awaited  # the framework is about to load once more, or saves what cannot be trained
+        kept = self.store_options.state_dict_snapshots
+        if _mode.get() != APART and kept and detect_fake_mode() is None:
+            return self.opened().save_for_state(None if kept is True else kept)
+        if _mode.get() != APART and self.store_options.persistent_path is not None and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "embedding %r: state_dict() holds none of its rows, which are in its store folder; give "
+                "state_dict_snapshots=True in the store options, so that each state names a snapshot of them, or save "
+                "by graph.save or save_checkpoint",
+                self.name,
+            )
+        return SavedAs(None, None, None) if self._held is None else self._held.named()
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Load the extra state of `load_state_dict()`. A warning says where rows differ, now or at their first use."""
+        """Load the extra state of `load_state_dict()`: the rows that it names, where they are to be had.
+
+        SnapshotError where they are not, here or at the first use of an embedding that is not open yet. From then on
+        every use raises it, until a load succeeds or `keep_rows()` is called.
+        """
+        if _mode.get() == APART:
+            return
         try:
             named = json.loads(bytes(state.to(torch.uint8).tolist()))
             step, snapshot, digest = named["step"], named["snapshot"], named.get("digest")
             if type(step) not in (int, type(None)) or not all(isinstance(n, str | None) for n in (snapshot, digest)):
                 raise ValueError
+            awaited = None if step is None else SavedAs(step, snapshot, digest)
         except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
-            log.warning("%r does not say which rows it belongs to: its extra state cannot be read", self)
-            return
-        self._awaited = None if step is None else SavedAs(step, snapshot, digest)
-        if self._held is not None:
-            self._compare_awaited()
+            awaited = UNKNOWN
+        self.await_rows(awaited)
 
-    def _compare_awaited(self) -> None:
-        assert self._held is not None
-        awaited, self._awaited = self._awaited, None
-        if awaited is not None:
-            self._held.compare(awaited)
+    def await_rows(self, awaited: SavedAs | None) -> None:
+        """Let the rows be those that a loaded state_dict names, now or at the first use. SnapshotError."""
+        self._awaited = awaited
+        if awaited is not None and (self._held is not None or _mode.get() == STAY):
+            self._await_rows()
+
+    def _await_rows(self) -> None:
+        awaited = self._awaited
+        assert awaited is not None
+        held = self.opened(for_load=True)
+        if go_to(held, awaited):
+            self._awaited = None
+            return
+        said = unlike(self.name, held.named(), awaited)
+        if _mode.get() == STAY:
+            self._awaited = None
+            log.warning("%s; its rows stay", said)
+            return
+        raise SnapshotError(
+            f"{said}. Until then, or until keep_rows(), which accepts these rows, the embedding raises this"
+        )
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.store_options.persistent_path is None and _mode.get() != APART and detect_fake_mode() is None:
+            rows = RowTensors.none(self.spec) if self._held is None else self._held.tensors()
+            destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.tensors().items()})
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str], *more: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *more)
-        if prefix + EXTRA in missing:  # a state_dict of version 1
+        given = [name for name in FIELDS if f"{prefix}{ROWS}{name}" in state_dict]
+        tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in given}
+        if tensors and _mode.get() != APART:
+            try:
+                self.opened(for_load=True).load_tensors(RowTensors.parse(tensors))
+                self._awaited = None
+            except (ValueError, TierbedError) as error:
+                errors.append(f"the rows of embedding {self.name!r} cannot be loaded: {error}")
+                self._awaited = None if _mode.get() == STAY else UNKNOWN
+                state_dict.pop(prefix + EXTRA, None)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        if prefix + EXTRA in missing and (tensors or _mode.get() == APART):
             missing.remove(prefix + EXTRA)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's. strict: False lets rows that the state is not of stay, with a warning."""
+        with rows_stay(strict is False):
+            return super().load_state_dict(state_dict, strict, assign)
+
+
+@contextmanager
+def rows_apart() -> Iterator[None]:
+    """A block in which states hold and load no rows, nor names of them: a checkpoint has the rows beside the state."""
+    token = _mode.set(APART)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+@contextmanager
+def rows_stay(lenient: bool) -> Iterator[None]:
+    """A block in which `load_state_dict` lets rows stay that the state is not of, if `lenient`."""
+    token = _mode.set(STAY) if lenient and _mode.get() != APART else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _mode.reset(token)
 
 
 def _check_flag(argument: str, value: object) -> None:

@@ -33,7 +33,8 @@ from ..table.report import where
 from ..table.table import OpenTable
 from .open_and_close import TablePersistence
 from .opening import Decide
-from .saved_as import SavedAs, compare
+from .rows_in_tensors import RowTensors
+from .saved_as import SavedAs
 from .saves import TableSnapshots
 from .share import Share
 from .together import save_together
@@ -270,6 +271,17 @@ class HeldTable:
             self.snapshots.membership.reformed()
         return reports[0]
 
+    def tensors(self) -> RowTensors:
+        """All rows, copied."""
+        return RowTensors.of(self.table)
+
+    def load_tensors(self, held: RowTensors) -> None:
+        """Replace all rows. SnapshotError, StoreError, OptimizerError; where it raises, nothing has changed."""
+        before = self.table
+        self._replace(before, lambda: self._persistence.load_tensors(before.optimizer, held, before))
+        if self.snapshots.membership is not None:
+            self.snapshots.membership.reformed()
+
     def check_fit(self, snapshot: Snapshot, state: bool) -> None:
         """Raises SnapshotError, OptimizerError where rows of a snapshot cannot be those of this table."""
         self.snapshots.check_fit(self.table, snapshot, state)
@@ -308,9 +320,24 @@ class HeldTable:
             self._table.check()
             return self.snapshots.of_step(self._table.step)
 
-    def compare(self, awaited: SavedAs) -> None:
-        """Log a warning where the rows are not those that a state_dict names."""
-        compare(self.name, self.named(), awaited, self.snapshots.read)
+    def read(self, snapshot: str) -> SavedAs | None:
+        """The name of the rows of a snapshot in the store folder, if it is there."""
+        return self.snapshots.read(snapshot)
+
+    def save_for_state(self, keep: int | None) -> SavedAs:
+        """Save the rows for a state_dict, and name them. keep: how many of such snapshots stay; None for all."""
+        return self.snapshots.save_for_state(self.table, keep)
+
+    def load_for_state(self, name: str) -> None:
+        """Load a snapshot that a state_dict names. Others that are trained together come to its instant as well."""
+        snapshot = self.snapshots.snapshot(name)
+        membership = self.snapshots.membership
+        together = None if membership is None else membership.instant_with(snapshot)
+        self.load_from(snapshot, Selection(), True, together=together)
+
+    def has_rows_of(self, snapshot: str) -> bool:
+        """Whether the rows are known to be those of a snapshot in the store folder."""
+        return self.snapshots.has_rows_of(snapshot)
 
     def save_between_steps(
         self,

@@ -48,6 +48,7 @@ from ..table.table import OpenTable
 from .compatible import check_stored
 from .opening import Base, Decide, Found, Opening, found_in, lacks_space, lost, no_space_to_open
 from .other_ranks import decide_alone, forget_ranks
+from .rows_in_tensors import RowTensors
 from .share import Life, Share
 from .training_group import Membership, TrainingGroup, open_rows
 
@@ -339,6 +340,20 @@ class TablePersistence:
             if self.folder is not None and self._scratch:
                 self.folder.note_step(table.step)
         return table, report
+
+    def load_tensors(self, optimizer: RowOptimizer | None, held: RowTensors, running: OpenTable) -> OpenTable:
+        """The table with rows that are in memory; closes `running`. After a kill rows go back as before."""
+        before, self.spec = self.spec, self.spec.with_stored_seed(held.description)
+        try:
+            check_stored(self.spec, held.stored(), optimizer, SnapshotError, "the state")
+            with running.lock:
+                table = self._restore(optimizer, held.stored(), contextlib.nullcontext(held.chunks()), running)
+                if self.folder is not None and self._scratch:
+                    self.folder.note_step(table.step)
+                return table
+        except BaseException:
+            self.spec = before
+            raise
 
     def _restore(
         self,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ...snapshots.files.format import Manifest, check_name
-from ...snapshots.files.reader import Snapshot
-from ...snapshots.files.writer import Together, clear_leftovers, write_snapshot
-from ...snapshots.store.linked import check_linked, link_snapshot, linked, remove_snapshot
-from ...snapshots.store.retention import drop_unneeded, prune
+from ...snapshots.files.reader import LONGEST_CHAIN, Snapshot, list_snapshots
+from ...snapshots.files.writer import Together, clear_leftovers, write_incremental, write_snapshot
+from ...snapshots.store.instants import rows_of
+from ...snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
+from ...snapshots.store.retention import drop_unneeded, prune, prune_states
 from ...snapshots.store.saving import Held, begin_save, check_save, save_held
 from ...snapshots.store.selection import LoadReport, Selection
 from ..errors import OptionError, SnapshotError
@@ -19,12 +21,12 @@ from ..row_format import Chunks
 from ..store.folder import StoreFolder
 from ..store.image import KEPT_BYTES
 from ..store.rocksdb import RocksDB
-from ..store.versions import Instant
+from ..store.versions import EMPTY, Instant
 from ..table.background_save import BackgroundSave
 from ..table.table import OpenTable
 from .compatible import check_stored, fitting
 from .open_and_close import TablePersistence
-from .saved_as import SavedAs, of_step, saved_as
+from .saved_as import SavedAs, note_pruned, of_step, saved_as
 from .training_group import Membership, OfAll, between_steps
 
 
@@ -123,6 +125,51 @@ class TableSnapshots:
 
             kept = KEPT_BYTES if of_all is None else of_all.kept_bytes
             return table.watch.save_in_background(f"snapshot {name!r}", write, kept)
+
+    def save_for_state(self, table: OpenTable, keep: int | None) -> SavedAs:
+        """The name of the rows as they are, saved as a snapshot that nobody's chain or recovery goes over.
+
+        keep: how many of the latest such snapshots stay; None for all.
+        """
+        folder = self.folder()
+        assert self.membership is not None
+        with self._rows_of_one_step(table) as together:
+            table.check()
+            now = self.membership.versions.rows.now
+            if now == EMPTY:
+                return SavedAs(table.step, None, None)
+            snapshots = list_snapshots(folder.snapshots).snapshots
+            made = next((one for one in snapshots if rows_of(one).now == now), None)
+            together = together or Together(secrets.token_hex(16), None)
+            place = folder.snapshots / (OF_STATE + (together.id if made is None else made.manifest.id))
+            if made is None:
+                self._write_for_state(table, place, together)
+                self.membership.saved_as(together.id)
+            elif not place.is_dir():
+                link_snapshot(made, place)
+            if keep is not None:
+                note_pruned(prune_states(folder, keep), keep)
+        return self.read(place.name) or self.of_step(table.step)
+
+    def _write_for_state(self, table: OpenTable, place: Path, together: Together) -> None:
+        held = self._held(table)
+        if held.rocksdb is not None:
+            from ...snapshots.files.checkpoint import write_checkpoint  # only where there is RocksDB
+
+            table.flush()
+            write_checkpoint(place, held.description, held.rows, held.rocksdb, together=together)
+            return
+        base = Snapshot.open(place.with_name(self.base)) if self.base else None
+        changed = None if base is None or len(base.chain) >= LONGEST_CHAIN else held.changes(base.manifest.id)
+        if base is None or changed is None:
+            write_snapshot(place, held.description, held.scan(), together=together)
+        else:
+            write_incremental(place, base, held.description, held.rows, changed, together=together)
+
+    def has_rows_of(self, name: str) -> bool:
+        """Whether the rows have the version of a snapshot in the store folder."""
+        assert self.membership is not None
+        return rows_of(self.snapshot(name)).now == self.membership.versions.rows.now
 
     def load(self, table: OpenTable, name: str, selection: Selection, strict: bool) -> tuple[OpenTable, LoadReport]:
         """A table with the rows of a snapshot. Until the rows are verified, `table` and its rows stay as they were."""

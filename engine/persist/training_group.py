@@ -13,7 +13,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
-from ...snapshots.files.reader import list_snapshots
+from ...snapshots.files.reader import Snapshot, list_snapshots
 from ...snapshots.files.writer import Together
 from ...snapshots.store.instants import Member, rows_of
 from ..durable import Commit
@@ -229,6 +229,15 @@ class Membership:
             number = max(number, known)
         self.record = replace(self.record, number=number + 1)
         return Instant(number + 1, versions)
+
+    def instant_with(self, snapshot: Snapshot) -> Instant | None:
+        """The instant to which the load of a state that names `snapshot` moves all; None for a store by itself."""
+        saved = snapshot.manifest.instant
+        if self.record is None or saved is None:
+            return None
+        now = self.instant()
+        known = {id: version for id, version in saved.instant.versions.items() if version is not None}
+        return Instant(now.number, {**now.versions, **known, self.id: saved.rows.now})
 
     @property
     def is_amid_step(self) -> bool:

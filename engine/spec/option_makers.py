@@ -27,6 +27,7 @@ def make_device_mem_store_options(
     eviction: str = "none",
     admission: float | None = None,
     ttl_steps: int | None = None,
+    state_dict_snapshots: bool | int = False,
 ) -> DeviceMemOptions:
     """All rows in device memory: the fastest store, bounded by that memory. Arguments: `StoreOptions`. OptionError."""
 
@@ -41,6 +42,7 @@ def make_device_mem_store_options(
         eviction=eviction,
         admission=admission,
         ttl_steps=ttl_steps,
+        state_dict_snapshots=state_dict_snapshots,
     )
 
 
@@ -56,6 +58,7 @@ def make_host_mem_store_options(
     eviction: str = "none",
     admission: float | None = None,
     ttl_steps: int | None = None,
+    state_dict_snapshots: bool | int = False,
 ) -> HostMemOptions:
     """All rows in host memory. Arguments: `StoreOptions`. OptionError."""
 
@@ -70,6 +73,7 @@ def make_host_mem_store_options(
         eviction=eviction,
         admission=admission,
         ttl_steps=ttl_steps,
+        state_dict_snapshots=state_dict_snapshots,
     )
 
 
@@ -86,6 +90,7 @@ def make_cached_host_mem_store_options(
     eviction: str = "none",
     admission: float | None = None,
     ttl_steps: int | None = None,
+    state_dict_snapshots: bool | int = False,
     cache_policy: str = "lru",
     overflow_mb: float = 64,
 ) -> CachedHostMemOptions:
@@ -101,6 +106,7 @@ def make_cached_host_mem_store_options(
         eviction=eviction,
         admission=admission,
         ttl_steps=ttl_steps,
+        state_dict_snapshots=state_dict_snapshots,
         cache_budget_mb=cache_budget_mb,
         cache_policy=cache_policy,
         overflow_mb=overflow_mb,
@@ -121,6 +127,7 @@ def make_cached_ssd_store_options(
     eviction: str = "none",
     admission: float | None = None,
     ttl_steps: int | None = None,
+    state_dict_snapshots: bool | int = False,
     cache_policy: str = "lru",
     overflow_mb: float = 192,
     shards: int | None = None,
@@ -145,6 +152,7 @@ def make_cached_ssd_store_options(
         eviction=eviction,
         admission=admission,
         ttl_steps=ttl_steps,
+        state_dict_snapshots=state_dict_snapshots,
         cache_budget_mb=cache_budget_mb,
         cache_policy=cache_policy,
         overflow_mb=overflow_mb,

@@ -39,6 +39,8 @@ class StoreOptions(PlainDict):
     probability p: each row with p at every step.
     ttl_steps: rows that were not written for more than so many steps are dropped; with eviction "ttl", only where room
     is needed. None: never. docs/lifecycle.md says how eviction, admission and ttl_steps work.
+    state_dict_snapshots: whether `state_dict()` saves a snapshot, which `load_state_dict()` loads; a number keeps so
+    many of the latest alone. Without a persistent_path, `state_dict()` holds the rows themselves.
     """
 
     store: str = field(init=False)
@@ -52,6 +54,7 @@ class StoreOptions(PlainDict):
     eviction: str = field(default="none", kw_only=True)
     admission: float | None = field(default=None, kw_only=True)
     ttl_steps: int | None = field(default=None, kw_only=True)
+    state_dict_snapshots: bool | int = field(default=False, kw_only=True)
 
     @property
     def threads_beside(self) -> int:
@@ -85,6 +88,15 @@ class StoreOptions(PlainDict):
         self._set("physical_block_size", size)
         if self.open not in OPEN_MODES:
             raise OptionError(f"open={self.open!r}: give one of {', '.join(map(repr, OPEN_MODES))}")
+        kept = self.state_dict_snapshots
+        if not isinstance(kept, bool):
+            wanted = "True, False, or how many snapshots of the latest states to keep, from 1"
+            self._set("state_dict_snapshots", whole_option("state_dict_snapshots", kept, wanted, 1))
+        if kept and self.persistent_path is None:
+            raise OptionError(
+                f"state_dict_snapshots={kept!r}: without a persistent_path, state_dict() holds the rows themselves; "
+                "leave it out, or give persistent_path"
+            )
         self._check_lifecycle()
 
     def _set(self, name: str, value: Any) -> None:

@@ -128,7 +128,5 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, st
     embeddings = embeddings_of(root)
     for path, held in state.get("embeddings", {}).items():  # of an older state, without that of embeddings
         embedding = embeddings.get(path)
-        if isinstance(embedding, SavedRows) and embedding.is_open:
-            handle = embedding.opened()
-            if handle.named().step != held["step"]:
-                handle.compare(SavedAs(held["step"], held["snapshot"], None))
+        if isinstance(embedding, SavedRows):
+            embedding.await_rows(SavedAs(held["step"], held["snapshot"], None))

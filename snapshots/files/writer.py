@@ -24,13 +24,14 @@ from .row_writer import write_changes, write_rows
 
 
 class Together(NamedTuple):
-    """What a snapshot of a store in a group has beside its rows.
+    """What a snapshot has beside its rows.
 
-    id: the snapshot's. commit: of a save of several stores, when each of them gets its name; None for one by itself.
+    id: the snapshot's. saved: of a store in a group; None for one that trains alone. commit: of a save of several
+    stores, when each of them gets its name; None for one by itself.
     """
 
     id: str
-    saved: Saved
+    saved: Saved | None
     commit: Commit | None = None
 
 

@@ -14,6 +14,7 @@ from ..files.format import MANIFEST, ROCKSDB
 from ..files.reader import Snapshot
 
 REPLACED = "replaced-"  # begins the name of a snapshot that a save has replaced, and recovery may need
+OF_STATE = "state_dict-"  # begins the name of a snapshot that a `state_dict()` has made
 
 
 def link_snapshot(snapshot: Snapshot, folder: Path) -> None:

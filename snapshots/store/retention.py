@@ -13,7 +13,7 @@ from ...engine.store.folder_state import FolderState, snapshot_id
 from ..files.may_replace import going_over
 from ..files.reader import Snapshot, list_snapshots
 from .instants import needed_snapshots
-from .linked import REPLACED, link_snapshot, remove_snapshot
+from .linked import OF_STATE, REPLACED, link_snapshot, remove_snapshot
 
 
 class Retained(NamedTuple):
@@ -33,20 +33,23 @@ def plan_prune(
     keep_every: int | None = None,
     bases: Collection[str | None] = (),
     replaced: Collection[str] = (),
+    of_states: Collection[str] = (),
 ) -> Retained:
     """Which of `snapshots`, from the oldest to the latest, a prune keeps.
 
     keep_last: how many of the latest are kept, at least 1. keep_every: of each so many steps, the first snapshot that
     reached them is kept. bases: the snapshots that live rows go back to after a kill. replaced: snapshots whose names
-    others may take at any instant. These, and all that a kept snapshot goes over, are kept as well.
+    others may take at any instant. of_states: those that saved states name, which do not count. These, and all that a
+    kept snapshot goes over, are kept as well.
     Raises OptionError, and SnapshotError where a kept snapshot lacks a parent.
     """
     keep_last = whole_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
         keep_every = whole_option("keep_every", keep_every, "a whole number from 1", 1)
-    wanted = {s.name for s in snapshots[-keep_last:]}.union(replaced)
+    asked_for = [s for s in snapshots if s.name not in of_states]
+    wanted = {s.name for s in asked_for[-keep_last:]}.union(replaced, of_states)
     reached = -1
-    for snapshot in snapshots:
+    for snapshot in asked_for:
         if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > reached:
             reached = multiple
             wanted.add(snapshot.name)
@@ -65,7 +68,24 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
     replaced = {name for state in noting for name in state.replaced}
     needed = {name for state in noting for name in needed_snapshots(state.path)}
     bases = [*needed, *(state.base for state in noting)]
-    return plan_prune(all_in(store.snapshots), keep_last, keep_every, bases, replaced)
+    snapshots = all_in(store.snapshots)
+    return plan_prune(snapshots, keep_last, keep_every, bases, replaced, [s.name for s in snapshots if is_of_state(s)])
+
+
+def is_of_state(snapshot: Snapshot) -> bool:
+    """Whether a `state_dict()` has made the snapshot: it is named by its own id."""
+    return snapshot.name == OF_STATE + snapshot.manifest.id
+
+
+def prune_states(store: StoreFolder, keep: int) -> list[Snapshot]:
+    """Remove snapshots of states but the latest `keep`, and those that recovery or others need. SnapshotError."""
+    of_states = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_of_state(snapshot)]
+    before = of_states[:-keep]
+    needed = {state.base for state in store.all_noting} | set(needed_snapshots(store.path)) if before else set()
+    removed = [s for s in before if s.name not in needed and not going_over(s.folder)]
+    for snapshot in removed:
+        remove_snapshot(snapshot.folder)
+    return removed
 
 
 def keep_replaced(folder: Path) -> None:

@@ -28,6 +28,7 @@ from tierbed.engine import (
     OptimizerError,
 )
 from tierbed.engine.ops import naive
+from tierbed.engine.persist.rows_in_tensors import FIELDS
 from tierbed.engine.spec.initializers import as_arrays, make_column_options, make_table_options
 from tierbed.engine.spec.inputs import Lookup
 
@@ -271,7 +272,8 @@ def test_a_module_around_it_prints_it_and_has_a_state_dict() -> None:
     model = torch.nn.ModuleDict({"users": make(options("cached_host")), "net": torch.nn.Linear(DIM, 1)})
     assert "MultiTableEmbedding('rows', columns=[5], tables=3, store=cached_host_mem)" in repr(model)
     state = model.state_dict()
-    assert sorted(state) == ["net.bias", "net.weight", "users._extra_state", "users.shadow"]
+    rows = [f"users.rows.{field}" for field in sorted(FIELDS)]
+    assert sorted(state) == ["net.bias", "net.weight", "users._extra_state", *rows, "users.shadow"]
     model.load_state_dict(state)
     assert len(list(model["users"].parameters())) == 1
     assert model.train().to("cpu")["users"].get([1], 0).shape == (1, DIM)

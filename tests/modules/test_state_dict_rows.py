@@ -1,8 +1,9 @@
-"""A state_dict says which rows belong to it, and loading it warns where the embedding has others."""
+"""A state_dict holds the rows of an embedding, or names a snapshot of them; loading it brings them back, or raises."""
 
 from __future__ import annotations
 
 import copy
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 
 from support.checkpoints import IDS, rating, steps
-from support.embeddings import attach, make, train
-from support.stores import options
+from support.embeddings import attach, contents, make, train
+from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding
+from tierbed.engine.errors import OptionError, SnapshotError
+from tierbed.snapshots import list_snapshots
 
 
 class Model(nn.Module):
@@ -26,170 +29,277 @@ class Model(nn.Module):
         self.mlp = nn.Linear(rows.dim, 1)
 
 
-def model(path: Path | None, **more: Any) -> Model:
-    embedding = make(options("host", path, **more), tables=1)
-    attach(embedding, "adagrad")
+def model(path: Path | None, store: str = "host", optimizer: str = "adagrad", **more: Any) -> Model:
+    arguments = {"dtype": more.pop("dtype")} if "dtype" in more else {}
+    embedding = make(options(store, path, **more), tables=1, **arguments)
+    attach(embedding, optimizer)
     return Model(embedding)
 
 
 def named(state: dict[str, Any]) -> dict[str, Any]:
+    assert state["rows._extra_state"].shape == (1024,)
     found: dict[str, Any] = json.loads(bytes(state["rows._extra_state"].tolist()))
     assert (found.pop("digest") is None) == (found["snapshot"] is None)
     return found
 
 
-def test_the_best_epoch_s_state_with_the_last_rows_warns_and_its_remedy_mends_it(
+def kept(state: dict[str, Any]) -> Any:
+    """A state as a file of torch brings it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def of_states(path: Path) -> list[str]:
+    names = (one.name for one in list_snapshots(path / "rows" / "snapshots").snapshots)
+    return [name for name in names if name.startswith("state_dict-")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise", "catch-up", "sgd"])
+def test_rows_without_a_folder_are_in_the_state_and_load_into_any_store(
+    tmp_path: Path, dtype: torch.dtype, optimizer: str
+) -> None:
+    if dtype != torch.float32 and optimizer == "catch-up":
+        pytest.skip("its rule takes rows of float32 alone")
+    first = model(None, "device", optimizer, dtype=dtype)
+    train(first.rows, range(20))
+    train(first.rows, range(5, 9))
+    held = kept(first.state_dict())
+    assert held["rows.rows.embedding"].shape == (20, first.rows.dim)
+    assert held["rows.rows.embedding"].dtype == dtype
+    train(first.rows, range(4, 12))
+    expected = contents(first.rows).tobytes()
+    for store in STORES:
+        again = model(tmp_path / store, store, optimizer, dtype=dtype)
+        again.load_state_dict(held)
+        train(again.rows, range(4, 12))
+        assert contents(again.rows).tobytes() == expected
+        train(again.rows, range(30))
+        again.load_state_dict(held)  # into one that was used
+        train(again.rows, range(4, 12))
+        assert contents(again.rows).tobytes() == expected
+        again.rows.close()
+        resumed = model(tmp_path / store, store, optimizer, dtype=dtype, open="error")
+        assert contents(resumed.rows).tobytes() == expected
+
+
+def test_a_state_of_an_embedding_before_its_optimizer_waits_for_it() -> None:
+    first = model(None)
+    train(first.rows, range(5))
+    held = kept(first.state_dict())
+    train(first.rows, range(3))
+    again = Model(make(options("host"), tables=1))
+    again.load_state_dict(held)
+    attach(again.rows, "adagrad")
+    train(again.rows, range(3))
+    assert contents(again.rows).tobytes() == contents(first.rows).tobytes()
+
+
+def test_rows_of_a_state_that_do_not_fit_are_told_and_nothing_goes_on_with_others() -> None:
+    first = model(None)
+    train(first.rows, range(5))
+    held = kept(first.state_dict())
+    other = model(None, dtype=torch.float16)
+    train(other.rows, range(5))
+    with pytest.raises(RuntimeError, match="rows of embedding 'rows' cannot be loaded: the state holds rows of dtype"):
+        other.load_state_dict(held)
+    for use in (lambda: other.rows.get([1], 0), lambda: train(other.rows, [1]), other.rows.size):
+        with pytest.raises(SnapshotError, match="cannot be loaded"):
+            use()
+    other.rows.keep_rows()
+    assert other.rows.size() == 5
+    for broken, said in (
+        ({"rows.rows.step": held["rows.rows.step"][:2]}, r"rows.step is torch.int64 \[2\]"),
+        ({"rows.rows.updates": torch.zeros(5, dtype=torch.int64)}, "count as never written"),
+        ({"rows.rows.description": torch.zeros(3, dtype=torch.uint8)}, "description cannot be read"),
+        ({"rows.rows.embedding": held["rows.rows.embedding"].half()}, "is torch.float16"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            first.load_state_dict({**held, **broken})
+    first.load_state_dict(held)
+    assert first.rows.size() == 5
+
+
+@pytest.mark.parametrize("store", ["host", "cached_host", "ssd"])
+def test_an_embedding_with_a_folder_names_a_snapshot_that_loads(tmp_path: Path, store: str) -> None:
+    first = model(tmp_path, store, state_dict_snapshots=True)
+    assert named(first.state_dict()) == {"step": 0, "snapshot": None}
+    states, rows = [], []
+    for step in (1, 2, 3):
+        train(first.rows, range(step, step + 5))
+        states.append(kept(first.state_dict()))
+        rows.append(contents(first.rows).tobytes())
+        assert named(first.state_dict()) == named(states[-1])  # one snapshot of one instant
+    assert of_states(tmp_path) == [named(state)["snapshot"] for state in states]
+    assert first.rows.last_snapshot is None
+    for number in (0, 2, 1):
+        first.load_state_dict(states[number])
+        assert contents(first.rows).tobytes() == rows[number]
+    first.rows.prune_snapshots(1)
+    first.rows.close()
+    again = model(tmp_path, store)
+    again.load_state_dict(states[0])
+    assert contents(again.rows).tobytes() == rows[0]
+    assert len(of_states(tmp_path)) == 3
+
+
+def test_a_state_s_snapshot_leaves_the_user_s_chain_as_it_is(tmp_path: Path) -> None:
+    first = model(tmp_path, state_dict_snapshots=True)
+    train(first.rows, range(50))
+    first.rows.save_snapshot("full")
+    train(first.rows, range(3))
+    first.rows.save_snapshot("first", kind="incremental")
+    train(first.rows, range(4))
+    held = first.state_dict()
+    train(first.rows, range(2))
+    first.rows.save_snapshot("second", kind="incremental")
+    found = list_snapshots(tmp_path / "rows/snapshots").snapshots
+    chains = {one.name: [link.name for link in one.chain] for one in found}
+    name = named(held)["snapshot"]
+    assert chains["second"] == ["full", "first", "second"]
+    assert chains[name] == ["full", "first", name]  # as small as what changed
+    assert first.rows.last_snapshot == "second"
+
+
+def test_a_number_of_snapshots_of_states_is_kept_and_the_log_says_what_cannot_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tierbed")
+    first = model(tmp_path, state_dict_snapshots=2)
+    states = []
+    for step in range(4):
+        train(first.rows, range(step, step + 5))
+        states.append(kept(first.state_dict()))
+    assert of_states(tmp_path) == [named(state)["snapshot"] for state in states[2:]]
+    assert [r.args[2] for r in caplog.records if "no longer load" in r.getMessage()] == [1, 2]  # type: ignore[index]
+    with pytest.raises(SnapshotError, match=r"rows of step 4.*of step 1, snapshot 'state_dict-.*which is not there"):
+        first.load_state_dict(states[0])
+    first.load_state_dict(states[2])
+    for value in (0, -1, 1.5, "all"):
+        with pytest.raises(OptionError, match=f"state_dict_snapshots={value!r}"):
+            options("host", tmp_path, state_dict_snapshots=value)
+    with pytest.raises(OptionError, match="holds the rows themselves"):
+        options("host", None, state_dict_snapshots=True)
+
+
+def test_without_the_option_the_first_state_warns_and_one_of_other_rows_raises_until_it_is_settled(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = model(tmp_path / "store")
-    assert named(first.state_dict()) == {"step": None, "snapshot": None}
     train(first.rows, range(5))
-    assert named(first.state_dict()) == {"step": 1, "snapshot": None}
-    first.rows.save_snapshot("best")
-    torch.save(first.state_dict(), tmp_path / "best.pt")
-    assert named(first.state_dict()) == {"step": 1, "snapshot": "best"}
-    first.load_state_dict(torch.load(tmp_path / "best.pt", weights_only=True))
-    assert not caplog.records
+    held = kept(first.state_dict())
+    first.state_dict()
+    assert ["state_dict_snapshots=True" in record.getMessage() for record in caplog.records] == [True]
+    assert named(held) == {"step": 1, "snapshot": None}
+    first.load_state_dict(held)  # the rows are of that step
     train(first.rows, range(5))
-    assert named(first.state_dict()) == {"step": 2, "snapshot": None}
-    first.load_state_dict(torch.load(tmp_path / "best.pt", weights_only=True))
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "embedding 'rows' has rows of step 2, and the state is of step 1, snapshot 'best'; a state_dict holds no rows: "
-        "load_snapshot('best') brings back its rows"
+    with pytest.raises(
+        SnapshotError, match=r"rows of step 2.*of step 1, which names no snapshot.*state_dict_snapshots"
+    ):
+        first.load_state_dict(held)
+    for use in (
+        lambda: first.rows.get([1], 0),
+        lambda: first.rows(torch.tensor([1])),
+        lambda: train(first.rows, [1]),
+        lambda: first.rows.save_snapshot("s"),
+        lambda: first.rows.metrics(),
+    ):
+        with pytest.raises(SnapshotError, match="keep_rows"):
+            use()
+    assert named(first.state_dict()) == named(held)  # and not the rows that are there
+    first.rows.keep_rows()
+    train(first.rows, [1])
+    first.rows.load_state_dict(
+        {name[5:]: value for name, value in held.items() if name.startswith("rows.")}, strict=False
     )
-    caplog.clear()
-    first.rows.load_snapshot("best")
-    first.load_state_dict(torch.load(tmp_path / "best.pt", weights_only=True))
-    first.rows.close()
-    assert named(first.state_dict()) == {"step": 1, "snapshot": "best"}
-    assert not caplog.records
+    assert "its rows stay" in caplog.text
+    train(first.rows, [1])
+    first.rows.save_snapshot("mine")
+    with pytest.raises(SnapshotError):
+        first.load_state_dict(held)
+    first.rows.load_snapshot("mine")
+    train(first.rows, [1])
 
 
-def test_a_new_process_is_warned_when_it_uses_other_rows_first(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_process_raises_at_the_first_use_of_other_rows(tmp_path: Path) -> None:
     first = model(tmp_path)
     train(first.rows, range(5))
-    first.rows.save_snapshot("best")
-    held = copy.deepcopy(first.state_dict())
+    held = kept(first.state_dict())
     train(first.rows, range(5))
     first.rows.close()
-    for remedy in (False, True):
-        again = model(tmp_path)
-        again.load_state_dict(held)
-        if remedy:
-            again.rows.load_snapshot("best")
-        assert not caplog.records
-        again.rows.get([1], 0)
-        again.rows.get([1], 0)
-        assert [record.getMessage()[:40] for record in caplog.records] == (
-            [] if remedy else ["embedding 'rows' has rows of step 2, and"]
-        )
-        caplog.clear()
-        again.rows.close()
+    again = model(tmp_path)
+    again.load_state_dict(held)
+    for _ in range(2):
+        with pytest.raises(SnapshotError, match="rows of step 2"):
+            train(again.rows, [1])
+    again.rows.keep_rows()
+    train(again.rows, [1])
 
 
-def test_a_snapshot_that_was_overwritten_since_is_no_remedy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_user_s_snapshot_that_a_state_names_is_loaded_while_it_has_those_rows(tmp_path: Path) -> None:
     first = model(tmp_path)
     train(first.rows, range(5))
     first.rows.save_snapshot("best")
-    held = first.state_dict()
-    train(first.rows, range(5))
-    first.rows.save_snapshot("best", overwrite=True)
-    first.load_state_dict(held)
-    assert "rows of step 2, snapshot 'best', and the state is of step 1, snapshot 'best'" in caplog.text
-    assert "use graph.save and graph.load" in caplog.text
-    assert "load_snapshot(" not in caplog.text
-
-
-def test_a_snapshot_that_was_overwritten_at_the_same_step_is_told_from_the_one_before(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = model(tmp_path)
-    train(first.rows, range(5))
-    first.rows.save_snapshot("best")
-    held = first.state_dict()
-    first.rows.save_snapshot("best", overwrite=True)
-    first.load_state_dict(held)
-    assert not caplog.records  # the same rows
-    first.rows.put([1], torch.ones(1, first.rows.dim), 0)
-    first.rows.save_snapshot("best", overwrite=True)
-    first.load_state_dict(held)
-    assert "rows of step 1, snapshot 'best', and the state is of step 1, snapshot 'best'" in caplog.text
-    assert "load_snapshot(" not in caplog.text
-    caplog.clear()
-    by_name = {"step": 1, "snapshot": "best"}  # all that the first state dicts said
-    held["rows._extra_state"] = torch.frombuffer(bytearray(json.dumps(by_name).encode()), dtype=torch.uint8)
-    first.load_state_dict(held)
-    assert not caplog.records
-
-
-def test_other_rows_of_the_same_step_are_told_and_equal_ones_are_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = model(tmp_path)
-    train(first.rows, range(5))
-    first.rows.save_snapshot("best")
-    held = first.state_dict()
-    first.rows.save_snapshot("epoch-1")
-    first.load_state_dict(held)
-    assert not caplog.records
+    held, rows = kept(first.state_dict()), contents(first.rows).tobytes()
+    assert named(held) == {"step": 1, "snapshot": "best"}
     first.rows.put([1], torch.ones(1, first.rows.dim), 0)
     first.rows.save_snapshot("put")
-    first.load_state_dict(held)
-    assert "rows of step 1, snapshot 'put', and the state is of step 1, snapshot 'best'" in caplog.text
+    first.load_state_dict(held)  # the step is the same, the rows are not
+    assert contents(first.rows).tobytes() == rows
+    train(first.rows, range(5))
+    first.rows.save_snapshot("best", overwrite=True)
+    with pytest.raises(SnapshotError, match="'best', which is not there, or has other rows"):
+        first.load_state_dict(held)
 
 
-def test_a_state_dict_of_before_loads_strictly_and_one_that_says_nothing_readable_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_without_our_entry_or_with_one_that_says_nothing_raises(tmp_path: Path) -> None:
     first = model(tmp_path)
     train(first.rows, range(5))
-    older = {name: value for name, value in first.state_dict().items() if not name.endswith("_extra_state")}
-    first.load_state_dict(older)
-    assert not caplog.records
-    with pytest.raises(RuntimeError, match=r"Missing key.*rows\.shadow"):
-        first.load_state_dict({name: value for name, value in older.items() if name != "rows.shadow"})
-    first.load_state_dict({**older, "rows._extra_state": torch.zeros(3, dtype=torch.uint8)})
-    assert "does not say which rows it belongs to" in caplog.text
+    held = first.state_dict()
+    lacking = {name: value for name, value in held.items() if not name.endswith("_extra_state")}
+    with pytest.raises(RuntimeError, match=r"Missing key.*rows\._extra_state"):
+        first.load_state_dict(lacking)
+    first.load_state_dict(lacking, strict=False)
+    train(first.rows, [1])
+    with pytest.raises(SnapshotError, match="names none"):
+        first.load_state_dict({**held, "rows._extra_state": torch.zeros(3, dtype=torch.uint8)})
 
 
 def test_all_of_a_state_dict_is_tensors(tmp_path: Path) -> None:
     first = model(tmp_path)
-    kept = {name: value.detach().cpu().clone() for name, value in first.state_dict().items()}
-    first.load_state_dict(kept)
+    state = {name: value.detach().cpu().clone() for name, value in first.state_dict().items()}
+    first.load_state_dict(state)
 
 
-def test_a_graph_warns_once_and_one_that_loads_a_checkpoint_never(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    graph = rating("host", tmp_path / "store")
+@pytest.mark.parametrize("path", ["store", None])
+def test_a_graph_goes_on_from_its_state(tmp_path: Path, path: str | None) -> None:
+    place = None if path is None else tmp_path / path
+    graph = rating("host", place)
     steps(graph, IDS[:2])
-    graph.rows.save_snapshot("two")
+    if place is not None:
+        graph.save_snapshot("two")
     held = copy.deepcopy(graph.state_dict())
-    assert named(held) == {"step": 2, "snapshot": "two"}
-    graph.save(tmp_path / "best")
-    steps(graph, IDS[2:3])
+    losses = steps(graph, IDS[2:6])
     graph.load_state_dict(held)
-    assert len(caplog.records) == 1
-    caplog.clear()
+    assert steps(graph, IDS[2:6]) == losses
+    graph.save(tmp_path / "best")
+    steps(graph, IDS[6:7])
     graph.load(tmp_path / "best")
-    graph.rows.get([1], 0)
     graph.load(tmp_path / "best", optimizers=False)
-    graph.rows.get([1], 0)
-    assert not caplog.records
 
 
-def test_a_graph_s_state_of_before_warns_as_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graph_s_state_of_before_raises_where_rows_are_others(tmp_path: Path) -> None:
     graph = rating("host", tmp_path / "store")
     steps(graph, IDS[:2])
     held = copy.deepcopy(graph.state_dict())
-    del held["rows._extra_state"]
     held["_extra_state"]["embeddings"] = {"rows": {"step": 2, "snapshot": "one"}}
     graph.load_state_dict(held)
-    assert not caplog.records
     steps(graph, IDS[2:3])
-    graph.load_state_dict(held)
-    assert len(caplog.records) == 1
-    assert "rows of step 3, and the state is of step 2, snapshot 'one'" in caplog.text
+    with pytest.raises(SnapshotError, match="rows of step 3"):
+        graph.load_state_dict(held)
+    with pytest.raises(SnapshotError, match="keep_rows"):
+        steps(graph, IDS[3:4])
+    graph.keep_rows()
+    steps(graph, IDS[3:4])

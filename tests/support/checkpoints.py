@@ -12,6 +12,7 @@ from support.embeddings import contents, make
 from support.graphs import id_batches
 from support.stores import options
 from tierbed.engine import MultiTableEmbedding
+from tierbed.engine.modules.saved_rows import rows_apart
 from tierbed.graph import Graph
 
 IDS = id_batches(16, 2, steps=12)
@@ -48,7 +49,8 @@ def steps(graph: Rating, ids: Tensor) -> list[float]:
 
 
 def state(graph: Rating) -> bytes:
-    held = graph.state_dict()
+    with rows_apart():
+        held = graph.state_dict()
     extra = held.pop("_extra_state")
     held.pop("rows._extra_state")
     return contents(graph.rows).tobytes() + repr((sorted(held.items()), extra)).encode()
