@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.modules.model_snapshots import ModelSnapshots
 from ..engine.modules.ranks import refuse_around
-from ..engine.modules.saved_rows import rows_apart
+from ..engine.modules.saved_rows import are_apart, rows_apart
 from ..engine.numeric import whole
 from ..engine.signals import uninterrupted
 from .passes.lookahead import Coming
@@ -37,7 +37,14 @@ from .show.drawing import draw
 from .show.profile import Profile, Timer, profile
 from .show.why import Compiles, facts
 from .state import checkpoint
-from .state.extra_state import check_state, extra_state, load_extra_state, without_rows
+from .state.extra_state import (
+    check_state,
+    extra_state,
+    load_extra_state,
+    of_all_ranks,
+    of_this_rank,
+    without_rows,
+)
 from .state.optimizers import OptimizerSet
 from .trace.arguments import NONE_OPEN, Call, Dims, Given, open_leaves, tensors_spec
 from .trace.built import Built
@@ -266,13 +273,18 @@ class Graph(ModelSnapshots, Built):
             state = checkpoint.load(self, path_of(path), check, optimizers)
             self.load_state_dict(without_rows(self, state, optimizers))
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """The extra state in `state_dict()`: optimizers, schedules, scaler and random numbers."""
-        return extra_state(self.__optimizers, self.__end)
+    def get_extra_state(self) -> Any:
+        """The extra state in `state_dict()`: optimizers, schedules, scaler and random numbers, those of all ranks.
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load the extra state of `load_state_dict()`. Rows stay as they are."""
-        load_extra_state(self, self.__optimizers, self.__end, state)
+        A tuple of one map, which torch.distributed.checkpoint keeps whole.
+        """
+        state = extra_state(self.__optimizers, self.__end)
+        return state if are_apart() else (of_all_ranks(self, state),)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Load the extra state of `load_state_dict()`, a tuple of a map, or the map."""
+        (held,) = state if isinstance(state, tuple) else (state,)
+        load_extra_state(self, self.__optimizers, self.__end, of_this_rank(self, held))
         self.__together.torn = ""
 
     def draw(self, path: str | os.PathLike[str]) -> None:

@@ -141,8 +141,13 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state_dict of the wrapped optimizer. The state of rows is in the embedding's store and its snapshots."""
-        return self.optimizer.state_dict()
+        """The state_dict of the wrapped optimizer. The state of rows is with the rows."""
+        state = self.optimizer.state_dict()
+        shadows = {id(embedding.shadow) for embedding, _ in self._rows}
+        numbered = enumerate(p for group in self.param_groups for p in group["params"])
+        for number in (number for number, parameter in numbered if id(parameter) in shadows):
+            state["state"].setdefault(number, {})  # get_state_dict of torch wants one of each parameter
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Load a state_dict into the wrapped optimizer."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ class SavedRows(Rows):
     group: TrainingGroup | None = None  # the embeddings that it is trained together with
     _awaited: SavedAs | None = None  # the rows of a loaded state_dict, which the embedding does not have yet
     _has_warned = False
+    rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
 
     @property
     def is_open(self) -> bool:
@@ -164,9 +166,9 @@ class SavedRows(Rows):
         if self._awaited is not None:
             return self._awaited  # the framework is about to load once more, or saves what cannot be trained
         kept = self.store_options.state_dict_snapshots
-        if _mode.get() != APART and kept and detect_fake_mode() is None:
+        if not are_apart() and kept and detect_fake_mode() is None:
             return self.opened().save_for_state(None if kept is True else kept)
-        if _mode.get() != APART and self.store_options.persistent_path is not None and not self._has_warned:
+        if not are_apart() and self.store_options.persistent_path is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "embedding %r: state_dict() holds none of its rows, which are in its store folder; give "
@@ -182,7 +184,7 @@ class SavedRows(Rows):
         SnapshotError where they are not, here or at the first use of an embedding that is not open yet. From then on
         every use raises it, until a load succeeds or `keep_rows()` is called.
         """
-        if _mode.get() == APART:
+        if are_apart():
             return
         try:
             named = json.loads(bytes(state.to(torch.uint8).tolist()))
@@ -218,7 +220,7 @@ class SavedRows(Rows):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.store_options.persistent_path is None and _mode.get() != APART and detect_fake_mode() is None:
+        if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
             rows = RowTensors.none(self.spec) if self._held is None else self._held.tensors()
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.tensors().items()})
 
@@ -234,7 +236,7 @@ class SavedRows(Rows):
     ) -> None:
         given = [name for name in FIELDS if f"{prefix}{ROWS}{name}" in state_dict]
         tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in given}
-        if tensors and _mode.get() != APART:
+        if tensors and not are_apart():
             try:
                 self.opened(for_load=True).load_tensors(RowTensors.parse(tensors))
                 self._awaited = None
@@ -243,7 +245,7 @@ class SavedRows(Rows):
                 self._awaited = None if _mode.get() == STAY else UNKNOWN
                 state_dict.pop(prefix + EXTRA, None)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        if prefix + EXTRA in missing and (tensors or _mode.get() == APART):
+        if prefix + EXTRA in missing and (tensors or are_apart()):
             missing.remove(prefix + EXTRA)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -262,10 +264,15 @@ def rows_apart() -> Iterator[None]:
         _mode.reset(token)
 
 
+def are_apart() -> bool:
+    """Whether this is in a block of `rows_apart`."""
+    return _mode.get() == APART
+
+
 @contextmanager
 def rows_stay(lenient: bool) -> Iterator[None]:
     """A block in which `load_state_dict` lets rows stay that the state is not of, if `lenient`."""
-    token = _mode.set(STAY) if lenient and _mode.get() != APART else None
+    token = _mode.set(STAY) if lenient and not are_apart() else None
     try:
         yield
     finally:

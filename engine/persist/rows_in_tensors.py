@@ -30,19 +30,27 @@ _CHUNK = 1 << 16  # rows
 class StateTensor(Tensor):
     """A tensor that torch.distributed.checkpoint loads at any size: it writes it as an object, not as a tensor."""
 
+    is_whole = True  # False on a rank whose rows are in the state of rank 0
+
+    @classmethod
+    def of(cls, tensor: Tensor, is_whole: bool) -> StateTensor:
+        made = tensor.as_subclass(cls)
+        made.is_whole = is_whole
+        return made
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __create_write_items__(self, name: str, value: Any) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex  # takes a second
         from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-        return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)]
+        return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)] if self.is_whole else []
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # pickled it is a plain tensor
 
     def __deepcopy__(self, memo: Any) -> StateTensor:
-        return self.clone().as_subclass(StateTensor)
+        return StateTensor.of(self.clone(), self.is_whole)
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,8 @@ class RowTensors:
             "step": torch.from_numpy(self.rows["step"].astype(np.int64)),
             "description": torch.from_numpy(said),
         }
-        return {name: tensor.as_subclass(StateTensor) for name, tensor in made.items()}
+        is_whole = not self.description.get(NOT_WHOLE)
+        return {name: StateTensor.of(tensor, is_whole) for name, tensor in made.items()}
 
     @classmethod
     def parse(cls, tensors: Mapping[str, Any]) -> RowTensors:

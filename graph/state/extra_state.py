@@ -11,8 +11,10 @@ from torch.nn.parameter import is_lazy
 from ...engine.errors import GraphError
 from ...engine.modules.saved_rows import EXTRA, SavedRows
 from ...engine.persist.saved_as import SavedAs
+from ..passes.ranks import refuse_worlds
 from ..passes.step_end import StepEnd
 from .optimizers import OptimizerSet, embeddings_of
+from .saving import Saving
 
 
 def extra_state(optimizers: OptimizerSet, end: StepEnd) -> dict[str, Any]:
@@ -104,6 +106,23 @@ def without_rows(root: nn.Module, state: dict[str, Any], optimizers: bool) -> di
     if EXTRA in state:
         state[EXTRA] = {field: of for field, of in state[EXTRA].items() if field != "embeddings"} if optimizers else {}
     return state
+
+
+def of_all_ranks(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """The extra state with the random numbers of all ranks that share the rows, which all call this."""
+    others = _saving(root).others_random(state["random"])
+    return {**state, "ranks": others} if others else state
+
+
+def of_this_rank(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """What `of_all_ranks` made, with the random numbers of this rank alone."""
+    if "ranks" not in state:
+        return state
+    return {**state, "random": _saving(root).own_random(state["random"], state["ranks"])}
+
+
+def _saving(root: nn.Module) -> Saving:
+    return Saving(refuse_worlds(embeddings_of(root)), "state_dict() of a graph")
 
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any]) -> None:

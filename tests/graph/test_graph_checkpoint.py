@@ -105,7 +105,7 @@ def test_a_state_that_is_no_plain_value_is_named(tmp_path: Path) -> None:
     rows = make(options("device"), None, tables=2)
     graph = Rating(rows)
     steps(graph, IDS[:1])
-    extra = graph.state_dict()["_extra_state"]
+    extra = graph.state_dict()["_extra_state"][0]
     assert extra["schedules"]
     graph.mlp.register_buffer("odd", None)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)

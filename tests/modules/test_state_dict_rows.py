@@ -294,7 +294,7 @@ def test_a_graph_s_state_of_before_raises_where_rows_are_others(tmp_path: Path) 
     graph = rating("host", tmp_path / "store")
     steps(graph, IDS[:2])
     held = copy.deepcopy(graph.state_dict())
-    held["_extra_state"]["embeddings"] = {"rows": {"step": 2, "snapshot": "one"}}
+    held["_extra_state"][0]["embeddings"] = {"rows": {"step": 2, "snapshot": "one"}}
     graph.load_state_dict(held)
     steps(graph, IDS[2:3])
     with pytest.raises(SnapshotError, match="rows of step 3"):
