@@ -1,0 +1,99 @@
+"""PyTorch Lightning keeps whole models: `ckpt_path` resumes to the bit, and the best epoch comes back with its rows."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from support.two_towers import IDS, KINDS, TwoTowers, stores
+from tierbed.engine import EagerOptimizer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the package
+
+
+class Trained(pl.LightningModule):
+    """manual: whether the steps are called here."""
+
+    def __init__(self, store_options: Any, manual: bool = False) -> None:
+        super().__init__()
+        self.model, self.automatic_optimization = TwoTowers(store_options), not manual
+        self.losses: list[float] = []
+
+    def configure_optimizers(self) -> EagerOptimizer:
+        return EagerOptimizer(torch.optim.Adam(self.model.parameters(), lr=0.02), self.model)
+
+    def training_step(self, ids: Tensor, number: int) -> Tensor:
+        torch.manual_seed(int(ids.sum()))
+        loss: Tensor = self.model(ids[0])
+        self.losses.append(float(loss.detach()))
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()  # type: ignore[union-attr]
+            self.manual_backward(loss)
+            optimizer.step()  # type: ignore[union-attr]
+        # the best epoch is the second
+        self.log("score", abs(float(self.current_epoch - 1)), on_step=False, on_epoch=True)
+        return loss
+
+
+def fit(
+    module: Trained,
+    path: Path,
+    epochs: int,
+    resume: str | None = None,
+    accumulate: int = 1,
+    monitor: str | None = None,
+) -> ModelCheckpoint:
+    keeps = ModelCheckpoint(path / "kept", monitor=monitor, save_top_k=2 if monitor else 1, save_last=True)
+    trainer = pl.Trainer(
+        default_root_dir=path,
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[keeps],
+        accumulate_grad_batches=accumulate,
+    )
+    trainer.fit(module, DataLoader(IDS[:6], batch_size=1), ckpt_path=resume)  # type: ignore[arg-type]
+    return keeps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["automatic", "manual", "accumulated"])
+def test_a_run_that_is_resumed_by_ckpt_path_is_the_uninterrupted_one(tmp_path: Path, kind: str, way: str) -> None:
+    accumulate = 2 if way == "accumulated" else 1
+    whole = Trained(stores("host", tmp_path), way == "manual")
+    fit(whole, tmp_path / "whole", 5, accumulate=accumulate)
+    first = Trained(stores(kind, tmp_path / "store"), way == "manual")
+    keeps = fit(first, tmp_path / "a", 3, accumulate=accumulate)
+    assert first.losses == whole.losses[: len(first.losses)]
+    first.model.close()
+    again = Trained(stores(kind, tmp_path / "store"), way == "manual")
+    fit(again, tmp_path / "a", 5, keeps.last_model_path, accumulate)
+    assert first.losses + again.losses == whole.losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_of_twenty_epochs_comes_back_whole(tmp_path: Path, kind: str) -> None:
+    second = Trained(stores("host", tmp_path))
+    fit(second, tmp_path / "second", 2)
+    module = Trained(stores(kind, tmp_path / "store"))
+    keeps = fit(module, tmp_path / "twenty", 20, monitor="score")
+    assert "epoch=1-" in keeps.best_model_path
+    best = torch.load(keeps.best_model_path, weights_only=False)
+    module.load_state_dict(best["state_dict"])
+    for ids in IDS[6:9]:
+        module.eval(), second.eval()
+        assert float(module.model(ids)) == float(second.model(ids))
