@@ -19,7 +19,7 @@ IDS = torch.randint(0, 40, (30, 2, 16), generator=torch.Generator().manual_seed(
 def stores(kind: str, path: Path) -> Any:
     """Store options of a kind: rows in states, or in a folder, where states name snapshots."""
     store, *folder = kind.split()
-    return options(store, path, state_dict_snapshots=True) if folder else options(store, None)
+    return options(store, path, budget_mb=0.1, state_dict_snapshots=True) if folder else options(store, None)
 
 
 class TwoTowers(nn.Module):

@@ -1,0 +1,77 @@
+"""The state_dict of a collection and of a table-batched embedding has the rows of all its embeddings."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import tbe
+from support.two_towers import KINDS, stores
+from tierbed.engine import EagerOptimizer
+from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, OptimType
+
+IDS = torch.randint(0, 30, (20, 2, 12), generator=torch.Generator().manual_seed(5))
+
+
+def collection(kind: str, path: Path) -> EmbeddingBagCollection:
+    configs = [EmbeddingBagConfig(50, dim, f"t{dim}", feature_names=[f"f{dim}"]) for dim in (4, 8)]
+    return EmbeddingBagCollection(configs, stores(kind, path))
+
+
+def steps(bags: EmbeddingBagCollection, optimizer: EagerOptimizer, at: range) -> list[float]:
+    found = []
+    for number in at:
+        batch = KeyedJaggedTensor(["f4", "f8"], IDS[number].flatten(), lengths=torch.full((8,), 3))
+        loss = (bags(batch).values() - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_collection_comes_back_whole(tmp_path: Path, kind: str) -> None:
+    first = collection(kind, tmp_path)
+    optimizer = EagerOptimizer(torch.optim.Adagrad(first.parameters(), lr=0.5), first)
+    steps(first, optimizer, range(5))
+    held = copy.deepcopy(first.state_dict())
+    expected = steps(first, optimizer, range(5, 10))
+    first.close()
+    again = collection(kind, tmp_path)
+    again.load_state_dict(held)
+    optimizer = EagerOptimizer(torch.optim.Adagrad(again.parameters(), lr=0.5), again)
+    assert steps(again, optimizer, range(5, 10)) == expected
+
+
+def batched(kind: str, path: Path) -> Any:
+    made = tbe.ours(tbe.TABLES, tbe.MAP, optimizer=OptimType.ADAM, store_options=stores(kind, path))
+    made.init_embedding_weights_uniform(-0.5, 0.5)
+    return made
+
+
+def passes(made: Any, seeds: range) -> list[float]:
+    found = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        batch = tbe.batch(tbe.TABLES, tbe.MAP, [4] * len(tbe.MAP))
+        loss = made(batch.indices, batch.offsets).square().sum()
+        loss.backward()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_batched_embedding_comes_back_whole(tmp_path: Path, kind: str) -> None:
+    first = batched(kind, tmp_path)
+    passes(first, range(5))
+    held = copy.deepcopy(first.state_dict())
+    expected = passes(first, range(5, 10))
+    first.close()
+    again = batched(kind, tmp_path)
+    again.load_state_dict(held)
+    assert passes(again, range(5, 10)) == expected
