@@ -1,5 +1,7 @@
 """All that training goes on from, in one folder: parameters, buffers, optimizers, schedules, random state, and rows.
 
+`graph.save` writes one of a graph, `save_checkpoint` one of a plain loop:
+
     checkpoint/
         graph.msgpack          plain values, sealed; they name tensors
         tensors.safetensors    those tensors; a parameter or buffer by its name. Its checksum is in graph.msgpack
@@ -11,7 +13,7 @@ replaces another is exchanged with it at one instant, and the old folder is remo
 Where ranks share rows, each of them writes its part of these, and rank 0 the rest, after checksums of all ranks agreed.
 Buffers are those of rank 0; `ranks` in graph.msgpack has the random state of each of the others.
 
-Format 1 numbered the tensors.
+Format 1 numbered the tensors. Format 3 is of plain loops alone, and has `of`: "loop".
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ from .optimizers import embeddings_of
 from .plain_state import decode, encode
 from .saving import Saving
 
-FORMAT = 2
+FORMATS = {"graph": 2, "loop": 3}
+CALLS = {"graph": ("graph.save", "graph.load"), "loop": ("save_checkpoint", "load_checkpoint")}
 STATE, TENSORS, ROWS = "graph.msgpack", "tensors.safetensors", "rows"
 _CHUNK = 1 << 24
 
@@ -98,22 +101,24 @@ def _check_free(folder: Path, overwrite: bool) -> None:
         ) from error
 
 
-def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: bool = False) -> None:
+def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: bool = False, of: str = "graph") -> None:
     """Write `state`, and the rows of all embeddings under `root`. When it returns, the checkpoint survives anything.
 
-    folder: from `check_save`. With `overwrite` the checkpoint replaces one that is there, and its snapshots in store
-    folders replace the old one's. Raises SnapshotError where it cannot be written, GraphError for a state that a
-    checkpoint cannot hold, or that ranks differ in.
+    folder: from `check_save`. of: whether a "graph" is saved, or a "loop", whose state has a `model` and `training`.
+    With `overwrite` the checkpoint replaces one that is there, and its snapshots in store folders replace the old
+    one's. Raises SnapshotError where it cannot be written, GraphError for a state that a checkpoint cannot hold, or
+    that ranks differ in.
     """
     embeddings = _saved(root)
     saving = Saving(refuse_worlds(dict(embeddings)), f"saving checkpoint {folder.name!r}")
     # in a store folder, a name is used once
     name = saving.first("its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
     tensors: dict[str, Tensor] = {}
-    record = saving.each("state", lambda: _record(state, tensors))
-    random = state[EXTRA]["random"] if EXTRA in state else []
-    buffers = {buffer for buffer, _ in root.named_buffers()}
-    own = {key for key in tensors if key in buffers or key.startswith(f"{EXTRA}.random.")}
+    record = saving.each("state", lambda: _record(state, tensors, of))
+    training, model = (EXTRA, "") if of == "graph" else ("training", "model.")
+    random = state[training]["random"] if training in state else []
+    buffers = {model + buffer for buffer, _ in root.named_buffers()}
+    own = {key for key in tensors if key in buffers or key.startswith(f"{training}.random.")}
     saving.check_equal(
         [record["state"], record["metadata"]], {key: tensor for key, tensor in tensors.items() if key not in own}
     )
@@ -134,11 +139,12 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     _drop_replaced(embeddings, replaced)
 
 
-def _record(state: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _record(state: Mapping[str, Any], tensors: dict[str, Tensor], of: str) -> dict[str, Any]:
     """What the file STATE has of a state, but for its tensors."""
     plain = encode(dict(state), tensors, "state")
     metadata = encode(getattr(state, "_metadata", None), tensors, "metadata")  # versions of modules
-    return {"format": FORMAT, "state": plain, "metadata": metadata}
+    kind = {} if of == "graph" else {"of": of}
+    return {"format": FORMATS[of], **kind, "state": plain, "metadata": metadata}
 
 
 def _write(place: Path, record: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
@@ -162,17 +168,21 @@ def _told(folder: Path) -> Iterator[None]:
 
 
 def load(
-    root: nn.Module, folder: Path, check: Callable[[dict[str, Any]], None], optimizers: bool = True
+    root: nn.Module,
+    folder: Path,
+    check: Callable[[dict[str, Any]], None],
+    optimizers: bool = True,
+    of: str = "graph",
 ) -> dict[str, Any]:
     """Load the rows of all embeddings under `root`, and return the state. All is checked before a row is replaced.
 
-    `check` raises GraphError where a state does not fit. Without `optimizers`, rows come without their state. Raises
-    SnapshotError where the checkpoint is missing, damaged or of another graph.
+    of: as of `save`. `check` raises GraphError where a state does not fit. Without `optimizers`, rows come without
+    their state. Raises SnapshotError where the checkpoint is missing, damaged or of another graph.
     """
     folder = folder.absolute()
     embeddings = _saved(root)
     saving = Saving(refuse_worlds(dict(embeddings)), f"loading checkpoint {folder.name!r}")
-    record, state = saving.each("reading", lambda: _read(folder, list(embeddings)))
+    record, state = saving.each("reading", lambda: _read(folder, list(embeddings), of))
     saving.each("its id", lambda: None, {"checkpoint": record["snapshot"], "optimizers": optimizers})
     rows = [folder / ROWS / str(number) / record["snapshot"] for number in range(len(embeddings))]
     try:
@@ -180,28 +190,32 @@ def load(
         for embedding, place in zip(embeddings.values(), rows, strict=True):
             embedding.opened(for_load=True).check_rows(place, optimizers)
     except (GraphError, OptimizerError) as error:
-        remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) else ""
-        raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this graph: {error}{remedy}") from error
+        remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) and of == "graph" else ""
+        raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this {_thing(of)}: {error}{remedy}") from error
     load_rows([*embeddings.values()], rows, optimizers)
-    if EXTRA in state:
-        state[EXTRA]["random"] = saving.own_random(state[EXTRA]["random"], record["ranks"])
+    training = state.get(EXTRA if of == "graph" else "training")
+    if training is not None:
+        training["random"] = saving.own_random(training["random"], record["ranks"])
     return state
 
 
-def _read(folder: Path, embeddings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The record and the state of a checkpoint that has rows of `embeddings`. Raises SnapshotError."""
+    saves, loads = CALLS[of]
     if not os.path.isdir(folder):
-        raise SnapshotError(f"there is no checkpoint {str(folder)!r}; give the path of one that graph.save wrote")
+        raise SnapshotError(f"there is no checkpoint {str(folder)!r}; give the path of one that {saves} wrote")
     if not os.path.lexists(folder / STATE):
         inside = sorted(place.parent.name for place in folder.glob(f"*/{STATE}"))
         raise SnapshotError(
             f"the folder {str(folder)!r} is no checkpoint, which has a file {STATE}; "
-            + (f"it holds the checkpoints {inside}: give the path of one" if inside else "give one of graph.save")
+            + (f"it holds the checkpoints {inside}: give the path of one" if inside else f"give one of {saves}")
         )
     try:
         record = unseal(read_record(folder / STATE))
-        if record["format"] not in range(1, FORMAT + 1):
-            raise ValueError(f"format {record['format']}, and this tierbed reads 1 to {FORMAT}")
+        if record["format"] not in range(1, max(FORMATS.values()) + 1):
+            raise ValueError(f"format {record['format']}, and this tierbed reads 1 to {max(FORMATS.values())}")
+        if (kind := record.get("of", "graph")) != of:
+            raise ValueError(f"{CALLS[kind][0]} wrote it, and {loads} reads those of {saves}; call {CALLS[kind][1]}")
         if _checksum(folder / TENSORS) != record["checksum"]:
             raise ValueError(f"{TENSORS} is damaged: its checksum does not match")
         tensors = load_file(folder / TENSORS)
@@ -212,10 +226,14 @@ def _read(folder: Path, embeddings: list[str]) -> tuple[dict[str, Any], dict[str
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
     if embeddings != record["embeddings"]:
         raise SnapshotError(
-            f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this graph has "
-            f"{embeddings}; load it into the graph that saved it"
+            f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, and this {_thing(of)} has "
+            f"{embeddings}; load it into the {_thing(of)} that saved it"
         )
     return record, state
+
+
+def _thing(of: str) -> str:
+    return "graph" if of == "graph" else "model"
 
 
 def _saved(root: nn.Module) -> dict[str, SavedRows]:

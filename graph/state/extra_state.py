@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from ...engine.errors import GraphError
 from ...engine.modules.saved_rows import EXTRA, SavedRows
@@ -27,35 +29,69 @@ def extra_state(optimizers: OptimizerSet, end: StepEnd) -> dict[str, Any]:
             f"gradients of {end.steps} of {end.every} steps wait for their update, and a state holds none; take it "
             "after the last of them, or call drop_grads() first"
         )
-    return {
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "schedules": [scheduler.state_dict() for scheduler in optimizers.schedulers()],
-        "scaler": None if end.scaler is None else end.scaler.state_dict(),
-        "random": [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])],
-    }
+    return _of_graph(optimizers, end).state()
 
 
-def check_extra_state(optimizers: OptimizerSet, end: StepEnd, state: dict[str, Any]) -> None:
-    """GraphError where the graph has other numbers of optimizers, schedules, parameters in a group, or scalers."""
-    for what, mine in (("optimizers", list(optimizers)), ("schedules", optimizers.schedulers())):
+class Training(NamedTuple):
+    """What trains a model beside its rows. of: what has it, and how the user gives it the same as before."""
+
+    optimizers: Sequence[Optimizer]
+    schedules: Sequence[Any]
+    scaler: Any
+    of: str
+    remedy: str
+    remedy_of_scaler: str
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedules": [scheduler.state_dict() for scheduler in self.schedules],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "random": [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put back what `state` gave."""
+        for optimizer, held in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(held)
+        for scheduler, held in zip(self.schedules, state["schedules"], strict=True):
+            scheduler.load_state_dict(held)
+        if self.scaler is not None and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        cpu, *cuda = state["random"]
+        torch.set_rng_state(cpu)
+        if cuda and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def _of_graph(optimizers: OptimizerSet, end: StepEnd) -> Training:
+    remedy = "add the same by add_optimizer, or where it only scores, graph.load(path, optimizers=False)"
+    return Training(
+        [*optimizers], optimizers.schedulers(), end.scaler, "this graph", remedy, "call set_grad_scaler({})"
+    )
+
+
+def check_extra_state(training: Training, state: dict[str, Any]) -> None:
+    """GraphError where there are other numbers of optimizers, schedules, parameters in a group, or scalers."""
+    optimizers = training.optimizers
+    for what, mine in (("optimizers", optimizers), ("schedules", training.schedules)):
         if len(mine) != len(state[what]):
             raise GraphError(
-                f"the state has {len(state[what])} {what}, and this graph {len(mine)}; add the same by add_optimizer, "
-                "or where it only scores, graph.load(path, optimizers=False)"
+                f"the state has {len(state[what])} {what}, and {training.of} {len(mine)}; {training.remedy}"
             )
     for number, (optimizer, held) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
         theirs, ours = ([len(g["params"]) for g in groups] for groups in (held["param_groups"], optimizer.param_groups))
         if theirs != ours:
             raise GraphError(
                 f"optimizer {number} of the state, the first being 0, has groups of {theirs} parameters, and that of "
-                f"this graph of {ours}; make it over the same parameters"
+                f"{training.of} of {ours}; make it over the same parameters"
             )
-    scales, scaled = end.scaler is not None and end.scaler.is_enabled(), bool(state["scaler"])
+    scales, scaled = training.scaler is not None and training.scaler.is_enabled(), bool(state["scaler"])
     if scales != scaled:
-        has, lacks = ("the state", "this graph") if scaled else ("this graph", "the state")
+        has, lacks = ("the state", training.of) if scaled else (training.of, "the state")
         raise GraphError(
-            f"{has} has a gradient scaler, and {lacks} has none, or one that is not enabled; call "
-            f"set_grad_scaler({'scaler' if scaled else None}) before loading"
+            f"{has} has a gradient scaler, and {lacks} has none, or one that is not enabled; "
+            f"{training.remedy_of_scaler.format('scaler' if scaled else None)} before loading"
         )
 
 
@@ -66,13 +102,20 @@ def check_state(
 
     Modules of another version migrate their tensors themselves, and shapes of lazy modules are not known yet.
     """
-    versions = getattr(state, "_metadata", None) or {}
     own: dict[str, Any] = {EXTRA: None}
     for name, tensor in [*root._parameters.items(), *root._buffers.items()]:
         if tensor is not None and name not in root._non_persistent_buffers_set:
             own[name] = tensor
     for name, child in root._modules.items():
         own.update({} if child is None else child.state_dict(prefix=f"{name}."))
+    check_modules(root, own, state, "graph")
+    if EXTRA in state and with_optimizers:
+        check_extra_state(_of_graph(optimizers, end), state[EXTRA])
+
+
+def check_modules(root: nn.Module, own: dict[str, Any], state: dict[str, Any], thing: str) -> None:
+    """GraphError where a state_dict has other names or shapes than `own`, that of `root`."""
+    versions = getattr(state, "_metadata", None) or {}
     migrating = tuple(
         f"{path}." if path else ""
         for path, module in root.named_modules(remove_duplicate=False)
@@ -82,7 +125,7 @@ def check_state(
     lacking, foreign = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
     if lacking or foreign:
         raise GraphError(
-            f"the state lacks {lacking}, and has {foreign} that the graph has not; load it into a graph with the "
+            f"the state lacks {lacking}, and has {foreign} that the {thing} has not; load it into a {thing} with the "
             "modules of the one that saved it"
         )
     for name, value in mine.items():
@@ -91,11 +134,9 @@ def check_state(
         held = theirs[name].shape if isinstance(theirs[name], Tensor) else ()
         if value.shape != held:
             raise GraphError(
-                f"{name} has shape {list(held)} in the state, and {list(value.shape)} in the graph; give its module "
+                f"{name} has shape {list(held)} in the state, and {list(value.shape)} in the {thing}; give its module "
                 "the size that it was saved with"
             )
-    if EXTRA in state and with_optimizers:
-        check_extra_state(optimizers, end, state[EXTRA])
 
 
 def without_rows(root: nn.Module, state: dict[str, Any], optimizers: bool) -> dict[str, Any]:
@@ -132,18 +173,10 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEnd, st
     """
     if not state:  # empty: a load without optimizers
         return
-    check_extra_state(optimizers, end, state)
-    for optimizer, held in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(held)
-    for scheduler, held in zip(optimizers.schedulers(), state["schedules"], strict=True):
-        scheduler.load_state_dict(held)
-    if end.scaler is not None and state["scaler"]:
-        end.scaler.load_state_dict(state["scaler"])
+    training = _of_graph(optimizers, end)
+    check_extra_state(training, state)
+    training.load(state)
     end.clear()
-    cpu, *cuda = state["random"]
-    torch.set_rng_state(cpu)
-    if cuda and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state_all(cuda)
     embeddings = embeddings_of(root)
     for path, held in state.get("embeddings", {}).items():  # of an older state, without that of embeddings
         embedding = embeddings.get(path)

@@ -1,0 +1,106 @@
+"""Checkpoints of plain loops: a model, the rows of its embeddings, and what trains it, saved and loaded together."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..engine.errors import InputError
+from ..engine.modules.saved_rows import EXTRA, SavedRows, rows_apart
+from .graph import Graph
+from .state import checkpoint
+from .state.extra_state import Training, check_extra_state, check_modules
+from .trace.names import path_of
+
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizers = (),
+    schedulers: Sequence[Any] = (),
+    scaler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write a checkpoint, the folder `path`: a model with all its rows, and what trains it. `graph.save` for loops.
+
+    Once this returns, it survives anything. Call it after step(); over ranks, all of them call it.
+
+    model: any module; the rows of all embeddings in it are those of one instant. optimizers: one or several, an
+    EagerOptimizer in place of the one that it wraps. schedulers: of torch's learning rates. scaler: a GradScaler.
+    extra: plain values and tensors of your own, such as the epoch, which `load_checkpoint` returns. Random numbers of
+    torch are saved as well. overwrite: whether to replace a checkpoint that is there, at one instant.
+    Raises SnapshotError where `path` exists or cannot be written, GraphError for a state that a checkpoint cannot hold,
+    InputError for an argument of another kind.
+    """
+    training = _training(model, optimizers, schedulers, scaler)
+    place = checkpoint.check_save(model, path, overwrite)
+    with rows_apart():
+        held = model.state_dict()
+    state: OrderedDict[str, Any] = OrderedDict(model=dict(held), training=training.state(), extra=dict(extra or {}))
+    state._metadata = getattr(held, "_metadata", None)  # type: ignore[attr-defined]
+    checkpoint.save(model, state, place, overwrite, "loop")
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizers = (),
+    schedulers: Sequence[Any] = (),
+    scaler: Any = None,
+) -> dict[str, Any]:
+    """Go on from a checkpoint of `save_checkpoint`: the next steps are those of a run that never stopped.
+
+    The arguments are those of the save. Returns its `extra`. Raises SnapshotError for a checkpoint that is missing,
+    damaged or of another model, before anything is replaced, and InputError for an argument of another kind.
+    """
+    training = _training(model, optimizers, schedulers, scaler)
+
+    def check(state: dict[str, Any]) -> None:
+        held = OrderedDict(state["model"])
+        held._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+        check_modules(model, model.state_dict(), held, "model")
+        check_extra_state(training, state["training"])
+
+    with rows_apart():
+        state = checkpoint.load(model, path_of(path), check, of="loop")
+        held = OrderedDict(state["model"])
+        held._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+        for place, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, SavedRows):  # its rows are loaded
+                held.pop(f"{place}.{EXTRA}" if place else EXTRA, None)
+        model.load_state_dict(held)
+    training.load(state["training"])
+    extra: dict[str, Any] = state["extra"]
+    return extra
+
+
+def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> Training:
+    """Raises InputError for arguments of another kind."""
+    if not isinstance(model, nn.Module) or isinstance(model, Graph):
+        remedy = "call its save and load" if isinstance(model, Graph) else "give the nn.Module that is trained"
+        raise InputError(f"model={type(model).__name__}: {remedy}")
+    given = optimizers if isinstance(optimizers, Sequence) else [optimizers]
+    for one in given:
+        if not isinstance(one, Optimizer):
+            raise InputError(
+                f"optimizers: got {type(one).__name__}; give a torch optimizer, an EagerOptimizer, or a list of them"
+            )
+    listed = schedulers if isinstance(schedulers, Sequence) else [schedulers]
+    for one in listed:
+        if not isinstance(one, LRScheduler):
+            raise InputError(f"schedulers: got {type(one).__name__}; give schedulers of torch.optim.lr_scheduler")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InputError(f"scaler={scaler!r}: give a torch.amp.GradScaler, or None")
+    remedy, of_scaler = "give those that were saved, in their order", "give scaler={}"
+    return Training(given, listed, scaler, "this call", remedy, of_scaler)

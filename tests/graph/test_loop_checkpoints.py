@@ -1,0 +1,137 @@
+"""`save_checkpoint` and `load_checkpoint` keep a plain loop whole: rows, dense weights and what trains them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ExponentialLR
+
+import tierbed
+from support.checkpoints import IDS as GRAPH_IDS
+from support.checkpoints import rating, steps
+from support.stores import options
+from support.together import killed_at
+from support.two_towers import IDS, TwoTowers
+from tierbed import load_checkpoint, save_checkpoint
+from tierbed.engine.errors import InputError, SnapshotError
+
+KINDS = ["host", "host folder", "ssd folder"]
+
+
+class Loop:
+    """A model with two embeddings and all that trains it."""
+
+    def __init__(self, kind: str, path: Path, lr: float = 0.02) -> None:
+        store, *folder = kind.split()
+        self.model = TwoTowers(options(store, path if folder else None, budget_mb=0.1))
+        self.optimizer = tierbed.EagerOptimizer(torch.optim.Adam(self.model.parameters(), lr=lr), self.model)
+        self.scheduler = ExponentialLR(self.optimizer, 0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+
+    def parts(self) -> tuple[Any, ...]:
+        return self.model, self.optimizer, [self.scheduler], self.scaler
+
+    def run(self, begin: int, end: int) -> list[float]:
+        found = []
+        for ids in IDS[begin:end]:
+            loss = self.model(ids)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.scaler.scale(torch.ones(()))  # it has a scale from here on; rows are not scaled in a plain loop
+            self.scaler.update(self.scaler.get_scale() * 1.5)
+            found += [float(loss.detach()), self.scaler.get_scale()]
+        return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_loop_is_the_uninterrupted_one(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(1)
+    first = Loop(kind, tmp_path / "store")
+    first.run(0, 5)
+    save_checkpoint(tmp_path / "saved", *first.parts(), extra={"epoch": 5, "best": torch.tensor(0.5)})
+    expected = first.run(5, 10)
+    assert load_checkpoint(tmp_path / "saved", *first.parts())["epoch"] == 5
+    assert first.run(5, 10) == expected
+    first.model.close()
+    torch.manual_seed(2)
+    again = Loop(kind, tmp_path / "other", lr=1.0)
+    extra = load_checkpoint(tmp_path / "saved", *again.parts())
+    assert extra == {"epoch": 5, "best": torch.tensor(0.5)}
+    assert again.run(5, 10) == expected
+    save_checkpoint(tmp_path / "saved", *again.parts(), overwrite=True)
+    rest = again.run(10, 12)
+    load_checkpoint(tmp_path / "saved", *again.parts())
+    assert again.run(10, 12) == rest
+
+
+def overwrite(path: Path, begin: Any) -> None:
+    torch.manual_seed(1)
+    loop = Loop("host folder", path / "store")
+    loop.run(0, 2)
+    save_checkpoint(path / "saved", *loop.parts(), extra={"step": 2})
+    loop.run(2, 3)
+    begin()
+    save_checkpoint(path / "saved", *loop.parts(), extra={"step": 3}, overwrite=True)
+
+
+def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    whole = Loop("host", tmp_path)
+    expected = whole.run(0, 5)
+    seen = set()
+    for number in range(1, 12, 2):
+        place = tmp_path / str(number)
+        place.mkdir()
+        killed_at(place, "rename", number, overwrite, place)
+        again = Loop("host folder", place / "new")
+        step = load_checkpoint(place / "saved", *again.parts())["step"]
+        seen.add(step)
+        assert again.run(step, 5) == expected[2 * step :]
+    assert seen == {2, 3}
+
+
+def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    first = Loop("host", tmp_path)
+    first.run(0, 3)
+    model, optimizer, schedulers, _ = first.parts()
+    save_checkpoint(tmp_path / "saved", *first.parts())
+    graph = rating("host", tmp_path / "graph")
+    steps(graph, GRAPH_IDS[:2])
+    graph.save(tmp_path / "of-graph")
+    load_checkpoint(tmp_path / "saved", *first.parts())
+    expected = first.run(3, 5)
+    load_checkpoint(tmp_path / "saved", *first.parts())
+    for wrong, said in (
+        (lambda: load_checkpoint(tmp_path / "none", *first.parts()), "give the path of one that save_checkpoint wrote"),
+        (lambda: load_checkpoint(tmp_path, *first.parts()), r"holds the checkpoints \['of-graph', 'saved'\]"),
+        (lambda: load_checkpoint(tmp_path / "of-graph", *first.parts()), "call graph.load"),
+        (lambda: graph.load(tmp_path / "saved"), "save_checkpoint wrote it.*call load_checkpoint"),
+        (lambda: load_checkpoint(tmp_path / "saved", model), "has 1 optimizers, and this call 0; give those that were"),
+        (lambda: load_checkpoint(tmp_path / "saved", model, optimizer), "has 1 schedules, and this call 0"),
+        (
+            lambda: load_checkpoint(tmp_path / "saved", model, optimizer, schedulers),
+            "has a gradient scaler.*give scaler=",
+        ),
+        (lambda: load_checkpoint(tmp_path / "saved", model.mlp, *first.parts()[1:]), "embeddings.*this model has"),
+        (lambda: save_checkpoint(tmp_path / "saved", *first.parts()), "exists: choose another path"),
+    ):
+        with pytest.raises(SnapshotError, match=said):
+            wrong()
+    for wrong_call, said in (
+        (lambda: save_checkpoint(tmp_path / "new", graph), "model=Rating: call its save and load"),
+        (
+            lambda: save_checkpoint(tmp_path / "new", model, [model]),
+            "optimizers: got TwoTowers; give a",
+        ),
+        (lambda: save_checkpoint(tmp_path / "new", model, optimizer, [3]), "schedulers: got int; give"),
+        (lambda: save_checkpoint(tmp_path / "new", model, optimizer, [], 7), "scaler=7: give a torch.amp.GradScaler"),
+    ):
+        with pytest.raises(InputError, match=said):
+            wrong_call()
+    assert first.run(3, 5) == expected
