@@ -11,7 +11,7 @@ try:
     import rich  # noqa: F401  its parts are imported where output needs them
     import typer
 
-    from . import compare, doctor, exchange, keep, snapshot, store, verify, watch
+    from . import checkpoint, compare, doctor, exchange, keep, snapshot, store, verify, watch
     from .output import INTERRUPTED, PROBLEM, complain, print_json, tell_interrupted
 except KeyboardInterrupt:  # as `main` tells it, by nothing that was to be imported
     if "--json" in sys.argv:
@@ -32,8 +32,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 snapshot_app = typer.Typer(help="The snapshots of a store folder.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="The checkpoints of graphs and of plain loops.", no_args_is_help=True)
 store_app = typer.Typer(help="The rows of a store folder.", no_args_is_help=True)
 app.add_typer(snapshot_app, name="snapshot")
+app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(store_app, name="store")
 
 for name, command in (
@@ -50,6 +52,10 @@ for name, command in (
     ("watch", watch.watch),
 ):
     snapshot_app.command(name)(command)
+checkpoint_app.command("list")(checkpoint.list_)
+checkpoint_app.command("inspect")(checkpoint.inspect)
+checkpoint_app.command("verify")(checkpoint.verify)
+checkpoint_app.command("prune")(checkpoint.prune)
 store_app.command("stat")(store.stat)
 store_app.command("compact")(store.compact)
 store_app.command("get", context_settings={"ignore_unknown_options": True})(store.get)  # a key may be negative

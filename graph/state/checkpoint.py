@@ -22,7 +22,6 @@ import contextlib
 import logging
 import os
 import secrets
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
@@ -37,7 +36,6 @@ from ...engine.durable import (
     UnsyncedError,
     check_exchange,
     fsync_file,
-    open_regular,
     read_record,
     seal,
     unseal,
@@ -49,14 +47,10 @@ from ...engine.spec.names import is_folder_name
 from ...snapshots.files.reader import Snapshot
 from ..passes.ranks import refuse_worlds
 from ..trace.names import path_of
+from .kept import CALLS, FORMATS, ROWS, STATE, TENSORS, checksum, read_format
 from .optimizers import embeddings_of
 from .plain_state import decode, encode
 from .saving import Saving
-
-FORMATS = {"graph": 2, "loop": 3}
-CALLS = {"graph": ("graph.save", "graph.load"), "loop": ("save_checkpoint", "load_checkpoint")}
-STATE, TENSORS, ROWS = "graph.msgpack", "tensors.safetensors", "rows"
-_CHUNK = 1 << 24
 
 log = logging.getLogger("tierbed")
 
@@ -152,7 +146,7 @@ def _write(place: Path, record: dict[str, Any], tensors: dict[str, Tensor], fold
         # equal bytes are written for each tensor: safetensors refuses tensors that share memory
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, place / TENSORS)
         fsync_file(place / TENSORS)
-        (place / STATE).write_bytes(_sealed({**record, "checksum": _checksum(place / TENSORS)}))
+        (place / STATE).write_bytes(_sealed({**record, "checksum": checksum(place / TENSORS)}))
         fsync_file(place / STATE)
 
 
@@ -211,12 +205,10 @@ def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any],
             + (f"it holds the checkpoints {inside}: give the path of one" if inside else f"give one of {saves}")
         )
     try:
-        record = unseal(read_record(folder / STATE))
-        if record["format"] not in range(1, max(FORMATS.values()) + 1):
-            raise ValueError(f"format {record['format']}, and this tierbed reads 1 to {max(FORMATS.values())}")
+        record = read_format(folder)
         if (kind := record.get("of", "graph")) != of:
             raise ValueError(f"{CALLS[kind][0]} wrote it, and {loads} reads those of {saves}; call {CALLS[kind][1]}")
-        if _checksum(folder / TENSORS) != record["checksum"]:
+        if checksum(folder / TENSORS) != record["checksum"]:
             raise ValueError(f"{TENSORS} is damaged: its checksum does not match")
         tensors = load_file(folder / TENSORS)
         state: OrderedDict[str, Any] = OrderedDict(decode(record["state"], tensors))
@@ -287,11 +279,3 @@ def _sealed(record: dict[str, Any]) -> bytes:
             f"the values in the state that are no tensors cannot be written together: {error}; keep large ones, such "
             "as those of a module's get_extra_state, in tensors"
         ) from error
-
-
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with open_regular(path) as file:
-        while part := file.read(_CHUNK):
-            checksum = zlib.crc32(part, checksum)
-    return checksum

@@ -17,6 +17,8 @@ from ...engine.store.table_counts import counts_in
 from ..files.reader import Snapshot, list_snapshots
 from .closed_ranks import mark_of_ranks
 
+CHECKPOINT = "graph.msgpack"  # the file of a checkpoint that no store folder has
+
 
 @dataclass(frozen=True)
 class Restart:
@@ -125,6 +127,8 @@ def existing_store(path: Path) -> Path:
     """The path, if there is a store. Raises StoreError otherwise: a mistyped path must not become a store."""
     if _is_store(path):
         return path
+    if os.path.lexists(path / CHECKPOINT) or any(path.glob(f"*/{CHECKPOINT}")):
+        raise StoreError(f"{str(path)!r} is no store folder, and has checkpoints: use `tierbed checkpoint` for it")
     inside = ", ".join(repr(str(store)) for store in stores_in(path))
     remedy = f"give the path of one of its stores, {inside}" if inside else "give <persistent_path>/<embedding name>"
     raise StoreError(f"{str(path)!r} is no store folder: {remedy}")

@@ -36,7 +36,7 @@ def layers() -> nn.Module:
 def cached(tmp_path: Path) -> MultiTableEmbedding:
     options = engine.make_cached_host_mem_store_options(cache_budget_mb=0.02, persistent_path=tmp_path)
     tables = [engine.make_table_options(engine.make_uniform_initializer(-0.1, 0.1))]
-    return MultiTableEmbedding("cached", DIM, torch.float32, torch.int64, tables, options)
+    return MultiTableEmbedding("cached", DIM, torch.float32, torch.int64, tables, options, seed=0)
 
 
 def batches() -> list[Tensor]:

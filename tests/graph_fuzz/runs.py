@@ -118,7 +118,7 @@ def run_graph(program: Program, store: str, path: Path, types: tuple[torch.dtype
     kept = options(store, path / store if "ssd" in store else None)
     name = f"fuzzed{next(_names)}"
     with (
-        MultiTableEmbedding(name, WIDTH, types[0], torch.int64, tables, kept, state_dtype=types[1]) as rows,
+        MultiTableEmbedding(name, WIDTH, types[0], torch.int64, tables, kept, seed=0, state_dtype=types[1]) as rows,
         patch("tierbed.graph.trace.sizes.OWN", program.own),
         _loud() as told,
     ):
@@ -244,5 +244,5 @@ def check(program: Program, path: Path) -> Result:
 def _initial_rows(table: int) -> Tensor:
     initializer = engine.make_uniform_initializer(-0.5, 0.5)
     tables = [engine.make_table_options(initializer)] * TABLES
-    with MultiTableEmbedding("initial", WIDTH, torch.float32, torch.int64, tables, options("device")) as rows:
+    with MultiTableEmbedding("initial", WIDTH, torch.float32, torch.int64, tables, options("device"), seed=0) as rows:
         return rows.get(torch.arange(IDS), table)

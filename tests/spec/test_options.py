@@ -25,6 +25,7 @@ COMMON = {
     "eviction": "none",
     "admission": None,
     "ttl_steps": None,
+    "state_dict_snapshots": False,
 }
 CACHE = {"cache_policy": "lru", "overflow_mb": 64}
 ROCKSDB = {

@@ -33,6 +33,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     **more: Any,
 ) -> MultiTableEmbedding:
+    more = {"seed": 0, **more}  # embeddings of several names are compared
     embedding = MultiTableEmbedding(name, DIM, dtype, key_type, TABLES[:tables], store_options, **more)
     if optimizer is not None:
         attach(embedding, optimizer)

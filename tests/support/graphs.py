@@ -64,7 +64,7 @@ def embedding(tables: int = 1, capacity: int = 1000, **options: Any) -> MultiTab
         torch.int64,
         [engine.make_table_options(initializer)] * tables,
         engine.make_device_mem_store_options(capacity=capacity),
-        **options,
+        **{"seed": 0, **options},
     )
 
 

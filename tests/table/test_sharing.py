@@ -77,7 +77,7 @@ class Pair:
         for dim, optimizer in ((1, "adam"), (DIM, "catch-up")):
             name = f"{optimizer}{shared}"
             rows = MultiTableEmbedding(
-                name, dim, torch.float32, torch.int64, TABLES, where(name), padding_idx=PADDING
+                name, dim, torch.float32, torch.int64, TABLES, where(name), padding_idx=PADDING, seed=0
             ).to(place)
             attach(rows, optimizer)
             self.both.append(rows)

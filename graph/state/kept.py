@@ -1,0 +1,129 @@
+"""Checkpoints as they lie on the disk: what each holds, and whether it is sound. Reading them loads no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...engine.durable import open_regular, read_record, unseal
+from ...engine.errors import SnapshotError
+from ...snapshots.files.reader import Snapshot
+from ...snapshots.store.linked import remove_snapshot
+from ...snapshots.store.status import CHECKPOINT, stores_in
+
+STATE, TENSORS, ROWS = CHECKPOINT, "tensors.safetensors", "rows"
+FORMATS = {"graph": 2, "loop": 3}
+CALLS = {"graph": ("graph.save", "graph.load"), "loop": ("save_checkpoint", "load_checkpoint")}
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One checkpoint. of: "graph" or "loop". rows: the snapshot of each embedding, by its path in the model."""
+
+    path: Path
+    of: str
+    created: int  # seconds since 1970
+    checksum: int
+    rows: dict[str, Snapshot]
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files; rows may be shared with a store folder."""
+        dense = sum((self.path / name).stat().st_size for name in (STATE, TENSORS))
+        return dense + sum(snapshot.manifest.total_bytes for snapshot in self.rows.values())
+
+    def tensors(self) -> dict[str, Any]:
+        """What the header of the file of tensors says of each. Raises SnapshotError."""
+        try:
+            with open_regular(self.path / TENSORS) as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            return {name: of for name, of in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, AttributeError) as error:
+            raise SnapshotError(f"checkpoint {str(self.path)!r}: {TENSORS} cannot be read: {error}") from error
+
+    def verify(self) -> None:
+        """Read every file, and compare it with its checksum. Raises SnapshotError."""
+        try:
+            sound = checksum(self.path / TENSORS) == self.checksum
+        except OSError as error:
+            raise SnapshotError(f"checkpoint {str(self.path)!r}: {TENSORS} cannot be read: {error}") from error
+        if not sound:
+            raise SnapshotError(f"checkpoint {str(self.path)!r}: {TENSORS} is damaged: its checksum does not match")
+        for snapshot in self.rows.values():
+            snapshot.verify()
+
+
+def kept(folder: Path) -> Kept:
+    """A checkpoint. Raises SnapshotError where it cannot be read."""
+    try:
+        record = read_format(folder)
+        names = record["embeddings"]
+        rows = {path: Snapshot.open(folder / ROWS / str(at) / record["snapshot"]) for at, path in enumerate(names)}
+        created = int((folder / STATE).stat().st_mtime)
+        return Kept(folder, record.get("of", "graph"), created, record["checksum"], rows)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
+
+
+def read_format(folder: Path) -> dict[str, Any]:
+    """The record of a checkpoint of a known format. Raises OSError, ValueError, KeyError."""
+    record: dict[str, Any] = unseal(read_record(folder / STATE))
+    if record["format"] not in range(1, max(FORMATS.values()) + 1):
+        raise ValueError(f"format {record['format']}, and this tierbed reads 1 to {max(FORMATS.values())}")
+    return record
+
+
+def checksum(path: Path) -> int:
+    """Of a file. Raises OSError."""
+    found = 0
+    with open_regular(path) as file:
+        while part := file.read(_CHUNK):
+            found = zlib.crc32(part, found)
+    return found
+
+
+def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
+    """The checkpoint `path`, or those in a folder, the oldest first; and by name what is wrong with those damaged.
+
+    Raises SnapshotError where there is none.
+    """
+    found, damaged = [], {}
+    for folder in _folders(path):
+        try:
+            found.append(kept(folder))
+        except SnapshotError as error:
+            damaged[folder.name] = error
+    if not found and not damaged:
+        if stores_in(path) or (path / "snapshots").is_dir():
+            raise SnapshotError(f"{str(path)!r} is of stores, and has no checkpoint: use `tierbed snapshot` for it")
+        raise SnapshotError(
+            f"{str(path)!r} is no checkpoint and holds none: give one of graph.save or save_checkpoint, or their folder"
+        )
+    return sorted(found, key=lambda one: (one.created, one.path.name)), damaged
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    if os.path.lexists(path / STATE):
+        yield path
+    elif path.is_dir():
+        yield from (one for one in sorted(path.iterdir()) if not one.name.startswith(".") and (one / STATE).is_file())
+
+
+def prune(path: Path, keep_last: int) -> tuple[list[Kept], list[Kept]]:
+    """Remove the checkpoints in a folder but the latest `keep_last`, the oldest first. Returns kept and removed.
+
+    A kill leaves each whole or not at all. Snapshots in store folders stay. SnapshotError where one cannot be read.
+    """
+    found, damaged = kept_at(path)
+    for error in damaged.values():
+        raise SnapshotError(f"nothing is pruned while a checkpoint cannot be read: {error}") from error
+    removed, left = found[:-keep_last], found[-keep_last:]
+    for one in removed:
+        remove_snapshot(one.path)
+    return left, removed

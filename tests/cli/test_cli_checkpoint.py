@@ -1,0 +1,92 @@
+"""`tierbed checkpoint` lists, inspects, verifies and prunes the checkpoints of graphs and of plain loops."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.checkpoints import IDS, rating, steps
+from support.shell import Cli
+from tierbed import save_checkpoint
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A store, and the folder `kept` with three checkpoints: of steps 2 and 4 of a graph, and one of a module."""
+    graph = rating("host", tmp_path / "store")
+    for name in ("two", "four"):
+        steps(graph, IDS[:2])
+        graph.save(tmp_path / "kept" / name)
+    for at, name in enumerate(("two", "four")):
+        os.utime(tmp_path / "kept" / name / "graph.msgpack", (10**9 + at, 10**9 + at))
+    save_checkpoint(tmp_path / "kept" / "dense", torch.nn.Linear(2, 3), extra={"epoch": 1})
+    graph.rows.close()
+    return tmp_path
+
+
+def test_checkpoints_are_listed_inspected_verified_and_pruned(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli = Cli(saved / "kept", capsys, "checkpoint")
+    listed = cli.json("list")["checkpoints"]
+    assert [(one["name"], one["of"]) for one in listed] == [("two", "graph"), ("four", "graph"), ("dense", "loop")]
+    assert [one["embeddings"].get("rows", {}).get("step") for one in listed] == [2, 4, None]
+    assert "rows 4" in cli.says("list")
+    assert cli.json("verify")["sound"] == ["two", "four", "dense"]
+    assert "sound: four" in cli.says("verify")
+    one = Cli(saved / "kept" / "four", capsys, "checkpoint")
+    shown = one.json("inspect")
+    assert shown["embeddings"]["rows"]["name"] == "rows"
+    assert shown["bytes"] > shown["embeddings"]["rows"]["bytes"] > 0
+    assert any(name.endswith("weight") for name in shown["tensors"])
+    assert "mlp" in one.says("inspect")
+    assert "holds the checkpoints dense, four, two" in cli.fails("inspect")
+    assert "is one checkpoint" in one.fails("prune", "--keep-last", "1")
+    assert cli.json("prune", "--keep-last", "2", "--dry-run") == {
+        "removed": ["two"],
+        "kept": ["four", "dense"],
+        "dry_run": True,
+    }
+    assert "removed two\n1 of 3" in cli.says("prune", "--keep-last", "2")
+    assert sorted(place.name for place in (saved / "kept").iterdir()) == ["dense", "four"]
+    graph = rating("host", saved / "store")
+    graph.load(saved / "kept" / "four")
+
+
+def test_damage_is_told_and_nothing_is_pruned_then(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = saved / "kept" / "two" / "tensors.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    (saved / "kept" / "dense" / "graph.msgpack").write_bytes(b"x")
+    cli = Cli(saved / "kept", capsys, "checkpoint")
+    code, out, err = cli.run("verify")
+    assert (code, out) == (1, "sound: four\n")
+    assert "damaged: two" in err
+    assert "damaged: dense" in err
+    assert "nothing is pruned" in cli.fails("prune", "--keep-last", "1")
+    assert len([*(saved / "kept").iterdir()]) == 3
+
+
+def test_each_command_names_the_other_for_a_folder_of_the_other(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (saved / "kept", saved / "kept" / "two"):
+        for group, command in (("snapshot", "list"), ("snapshot", "verify"), ("store", "stat")):
+            assert "use `tierbed checkpoint`" in Cli(path, capsys, group).fails(command)
+    for path in (saved / "store", saved / "store" / "rows"):
+        assert "use `tierbed snapshot`" in Cli(path, capsys, "checkpoint").fails("list")
+    assert "is no checkpoint and holds none" in Cli(saved / "none", capsys, "checkpoint").fails("list")
+
+
+def test_listing_loads_no_torch(saved: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tierbed.graph.state.kept import kept_at; "
+        f"kept_at(Path({str(saved / 'kept')!r})); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.lower()) is False
