@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from ...snapshots.store.selection import LoadReport, Selection, Where
-from ..errors import InputError, OptionError, SnapshotError, TierbedError
+from ..errors import InputError, OptimizerError, OptionError, SnapshotError, StoreError, TierbedError
 from ..ops.rows_contract import Rows
 from ..persist.rows_in_tensors import FIELDS, RowTensors
 from ..persist.saved_as import UNKNOWN, SavedAs, go_to, unlike
@@ -206,10 +206,16 @@ class SavedRows(Rows):
         awaited = self._awaited
         assert awaited is not None
         held = self.opened(for_load=True)
-        if go_to(held, awaited):
+        try:
+            found, said = go_to(held, awaited), ""
+        except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
+            if _mode.get() != STAY:
+                raise
+            found, said = False, str(error)
+        if found:
             self._awaited = None
             return
-        said = unlike(self.name, held.named(), awaited)
+        said = said or unlike(self.name, held.named(), awaited)
         if _mode.get() == STAY:
             self._awaited = None
             log.warning("%s; its rows stay", said)
