@@ -39,7 +39,7 @@ def initial(name: str, work: Workload, world: World | None = None, options: Any 
     """An embedding none of whose rows was trained."""
     tables = [make_table_options(make_uniform_initializer(-0.1, 0.1))] * work.tables
     store = make_device_mem_store_options() if options is None else options
-    return MultiTableEmbedding(name, work.dim, torch.float32, torch.int64, tables, store, world=world)
+    return MultiTableEmbedding(name, work.dim, torch.float32, torch.int64, tables, store, seed=0, world=world)
 
 
 class RowsStep(Graph):

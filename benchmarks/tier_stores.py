@@ -64,7 +64,7 @@ def make_options(store: str, folder: Path, cached_rows: int = 0, **more: Any) ->
 
 def make_embedding(name: str, tables: int, options: Any) -> MultiTableEmbedding:
     initial = [make_table_options(make_uniform_initializer(-0.1, 0.1))] * tables
-    return MultiTableEmbedding(name, DIM, torch.float32, torch.int64, initial, options)
+    return MultiTableEmbedding(name, DIM, torch.float32, torch.int64, initial, options, seed=0)
 
 
 @cache

@@ -162,7 +162,7 @@ def make_embedding(case: Case) -> MultiTableEmbedding:
         made = make_options("cached_ssd", folder, cached, open="resume" if case.keep else "fresh", **options)
     else:
         made = make_options("device_mem", folder)
-    return MultiTableEmbedding(name, case.dim, torch.float32, torch.int64, initial, made)
+    return MultiTableEmbedding(name, case.dim, torch.float32, torch.int64, initial, made, seed=0)
 
 
 def _row_bytes(case: Case) -> float:

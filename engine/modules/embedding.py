@@ -20,6 +20,7 @@ from ..optim.optimizers import RowOptimizer, row_optimizer
 from ..optim.row_state import RowState
 from ..persist.held_contract import Held, Ranks, TableOfAll
 from ..persist.held_table import HeldTable
+from ..persist.saved_as import SavedAs
 from ..spec.initializers import make_normal_initializer
 from ..spec.inputs import Lookup, check_lookup, check_output_dtype, check_weights
 from ..spec.option_makers import store_options_from_dict
@@ -87,7 +88,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self._held: Held | None = None
         self._opening = Lock()
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
-        self._closed = False
+        self._closed = self._has_warned = False
+        self._awaited: list[SavedAs] = []
 
     @property
     def name(self) -> str:
@@ -300,7 +302,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             elif self._held.device != device:
                 self._held.move(device)
             held = self._held
-        if self._awaited is not None and not for_load:
+        if self._awaited and not for_load:
             self._await_rows()
         return held
 

@@ -41,8 +41,8 @@ class SavedRows(Rows):
     _closed: bool
     _held: Held | None
     group: TrainingGroup | None = None  # the embeddings that it is trained together with
-    _awaited: SavedAs | None = None  # the rows of a loaded state_dict, which the embedding does not have yet
-    _has_warned = False
+    _awaited: list[SavedAs]  # the rows of a loaded state_dict, if the embedding does not have them yet
+    _has_warned: bool  # of its first state_dict
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
 
     @property
@@ -119,7 +119,7 @@ class SavedRows(Rows):
             held = self.opened(for_load=True)
         selection = Selection(tables, where, not weights_only, convert=convert)
         report = held.load_snapshot(snapshot_name, selection, strict)
-        self._awaited = None
+        self.keep_rows()
         return report
 
     def check_save(self, snapshot_name: str, kind: str = "full", *, overwrite: bool = False) -> None:
@@ -149,7 +149,7 @@ class SavedRows(Rows):
 
     def keep_rows(self) -> None:
         """Go on with the rows as they are, though a loaded state_dict is of others."""
-        self._awaited = None
+        self._awaited.clear()
 
     def get_extra_state(self) -> Tensor:
         """The extra state in `state_dict()`: JSON as uint8 [1024], padded with blanks.
@@ -163,8 +163,8 @@ class SavedRows(Rows):
 
     def _named(self) -> SavedAs:
         """The name of the rows for a state_dict."""
-        if self._awaited is not None:
-            return self._awaited  # the framework is about to load once more, or saves what cannot be trained
+        if self._awaited:
+            return self._awaited[0]  # the framework is about to load once more, or saves what cannot be trained
         kept = self.store_options.state_dict_snapshots
         if not are_apart() and kept and detect_fake_mode() is None:
             return self.opened().save_for_state(None if kept is True else kept)
@@ -198,13 +198,12 @@ class SavedRows(Rows):
 
     def await_rows(self, awaited: SavedAs | None) -> None:
         """Let the rows be those that a loaded state_dict names, now or at the first use. SnapshotError."""
-        self._awaited = awaited
-        if awaited is not None and (self._held is not None or _mode.get() == STAY):
+        self._awaited[:] = [] if awaited is None else [awaited]
+        if self._awaited and (self._held is not None or _mode.get() == STAY):
             self._await_rows()
 
     def _await_rows(self) -> None:
-        awaited = self._awaited
-        assert awaited is not None
+        (awaited,) = self._awaited
         held = self.opened(for_load=True)
         try:
             found, said = go_to(held, awaited), ""
@@ -213,11 +212,11 @@ class SavedRows(Rows):
                 raise
             found, said = False, str(error)
         if found:
-            self._awaited = None
+            self._awaited.clear()
             return
         said = said or unlike(self.name, held.named(), awaited)
         if _mode.get() == STAY:
-            self._awaited = None
+            self._awaited.clear()
             log.warning("%s; its rows stay", said)
             return
         raise SnapshotError(
@@ -245,10 +244,10 @@ class SavedRows(Rows):
         if tensors and not are_apart():
             try:
                 self.opened(for_load=True).load_tensors(RowTensors.parse(tensors))
-                self._awaited = None
+                self._awaited.clear()
             except (ValueError, TierbedError) as error:
                 errors.append(f"the rows of embedding {self.name!r} cannot be loaded: {error}")
-                self._awaited = None if _mode.get() == STAY else UNKNOWN
+                self._awaited[:] = [] if _mode.get() == STAY else [UNKNOWN]
                 state_dict.pop(prefix + EXTRA, None)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if prefix + EXTRA in missing and (tensors or are_apart()):

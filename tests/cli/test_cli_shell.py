@@ -27,6 +27,7 @@ COMMAND = str(Path(sys.executable).with_name("tierbed"))
 COMMANDS = [
     *(f"snapshot {name}" for name in ("save", "load", "list", "inspect", "verify", "diff", "export", "import")),
     *(f"snapshot {name}" for name in ("merge", "prune", "watch")),
+    *(f"checkpoint {name}" for name in ("list", "inspect", "verify", "prune")),
     *(f"store {name}" for name in ("stat", "compact", "get")),
     "doctor",
 ]
@@ -68,7 +69,7 @@ def test_every_command_is_among_those_tested() -> None:
 
 def test_the_page_of_the_command_line_lists_every_command() -> None:
     page = (DOCS / "cli.md").read_text()
-    assert sorted(re.findall(r"^    tierbed ((?:(?:snapshot|store) )?\w+) ", page, re.M)) == sorted(COMMANDS)
+    assert sorted(re.findall(r"^    tierbed ((?:(?:snapshot|checkpoint|store) )?\w+) ", page, re.M)) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 
 from support.golden_checkpoint import Golden, batch, held
 from support.places import GOLDEN
-from tierbed.graph.state.checkpoint import FORMAT
+from tierbed.graph.state.kept import FORMATS as WRITTEN
 
-FORMATS = range(1, FORMAT + 1)
+FORMATS = range(1, WRITTEN["graph"] + 1)
 
 
 @pytest.mark.parametrize("store", ["device", "host"])

@@ -26,7 +26,8 @@ def columns(made: dict[str, Any]) -> list[int]:
 
 def again(made: dict[str, Any], name: str, store_options: Any) -> Any:
     """An embedding that begins as an example's does."""
-    return one_embedding.Embedding(name, columns(made), torch.float, torch.int64, made["tables"], store_options)
+    seed, tables = made["embedding"].spec.seed, made["tables"]
+    return one_embedding.Embedding(name, columns(made), torch.float, torch.int64, tables, store_options, seed=seed)
 
 
 def eager_steps(tables: nn.ParameterList, mlp: nn.Module, ids: Tensor, count: int) -> Iterator[float]:
