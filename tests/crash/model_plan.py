@@ -13,8 +13,10 @@ from .plan import CALLS, MOST, Kill
 NAMES = "abc"
 # how often a trainer does what; "freeze" is the close and the open of one member, "command" the shell on all, closed
 WEIGHTS = {"step": 10, "save": 4, "save_all": 4, "background": 1, "load": 1, "load_all": 2, "checkpoint": 2}
+WEIGHTS |= {"state": 2, "load_state": 2}
 WEIGHTS |= {"restore": 1, "prune": 2, "prune_all": 1, "overwrite": 2, "reopen": 2, "command": 1}
 INSIDE = {"step": 2, "save": 3, "save_all": 6, "background": 1, "load": 2, "load_all": 5, "checkpoint": 2, "restore": 2}
+INSIDE |= {"state": 3, "load_state": 4}
 INSIDE |= {"prune_all": 1, "overwrite": 2, "reopen": 2, "open": 5, "command": 2}
 
 

@@ -18,6 +18,7 @@ from .model_trainer import Members, Steps, rows_after, run
 from .power import Disk
 from .rounds import KILLED, Result
 
+SAVES = ("save", "save_all", "background", "checkpoint", "overwrite", "state")
 Vector = tuple[Steps, ...]  # of all members
 
 
@@ -108,6 +109,18 @@ class Allowed:
         self.bound = self.clean = -1
         self._become(vector)
 
+    def begin_state(self, name: str) -> None:
+        self.kept[name] = self.now
+
+    def end_state(self, name: str, made: dict[str, str | None]) -> None:
+        for member, snapshot in made.items():
+            if snapshot is not None:
+                at = NAMES.index(member)
+                self.snapshots[at][snapshot] = self.now[at]
+
+    def begin_load_state(self, name: str) -> None:
+        self._load(self.kept[name])
+
     def begin_prune(self, member: str) -> None:
         self.unsure |= set(self.snapshots[0])
 
@@ -162,7 +175,7 @@ def _is(steps: Steps, row: tuple[int, float]) -> bool:
 
 
 def _named(line: dict[str, Any]) -> dict[str, Any]:
-    return {field: line[field] for field in ("mode", "rows") if field in line}
+    return {field: line[field] for field in ("mode", "rows", "made") if field in line}
 
 
 class ModelRounds:
@@ -187,7 +200,7 @@ class ModelRounds:
             lines = allowed.follow(place / "log")
             result.kills[allowed.inside, "at an instant" if session.kill.inside is None else session.kill.when] += 1
             for line in lines:
-                if line["at"] == "end" and line["op"] in ("save", "save_all", "background", "checkpoint", "overwrite"):
+                if line["at"] == "end" and line["op"] in SAVES:
                     result.saves[line["op"]] += 1
             if plan.power:
                 disk = Disk(place / "store", (place / "trace").read_text() if (place / "trace").exists() else "")

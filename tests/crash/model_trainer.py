@@ -22,6 +22,7 @@ from torch import nn
 from support.stores import options
 from tierbed import cli
 from tierbed.engine import MultiTableEmbedding, make_constant_initializer
+from tierbed.engine.durable import fsync_dir, fsync_file
 from tierbed.engine.errors import StoreError
 from tierbed.engine.modules.model_snapshots import ModelSnapshots, load_rows, save_rows
 from tierbed.engine.persist.training_group import train_together
@@ -55,6 +56,7 @@ class Members(ModelSnapshots, nn.Module):
     def __init__(self, path: Path, stores: list[str], dims: list[int], **more: Any) -> None:
         super().__init__()
         self.all: list[MultiTableEmbedding] = []
+        more = {"state_dict_snapshots": True, **more}
         for name, store, dim in zip(NAMES, stores, dims, strict=False):
             one = MultiTableEmbedding(
                 name, dim, torch.float32, torch.int64, [make_constant_initializer(0.0)], options(store, path, **more)
@@ -187,6 +189,30 @@ class ModelTrainer:
             if all((place / "manifest.msgpack").exists() for place in places):
                 self.logged("restore", lambda: load_rows(self.members.all, places), name)
 
+    def state(self) -> None:
+        """Keep a state_dict, which names a snapshot of each member whose rows were written."""
+        name, kept = self.new_name("state"), self.path.parent / "kept"
+        kept.mkdir(exist_ok=True)
+
+        def save() -> dict[str, str | None]:
+            state = self.members.state_dict()
+            torch.save(state, kept / f"{name}.tmp")
+            fsync_file(kept / f"{name}.tmp")
+            (kept / f"{name}.tmp").rename(kept / f"{name}.pt")
+            fsync_dir(kept)
+            extra = {one.name: bytes(state[f"{one.name}._extra_state"].tolist()) for one in self.members.all}
+            return {member: json.loads(said)["snapshot"] for member, said in extra.items()}
+
+        self.logged("state", save, name)
+
+    def load_state(self) -> None:
+        kept = sorted((self.path.parent / "kept").glob("state-*.pt"))
+        if kept:
+            place = self.chance.choice(kept)
+            state = torch.load(place, weights_only=True)
+            if all(b"null" not in bytes(state[f"{one.name}._extra_state"].tolist()) for one in self.members.all):
+                self.logged("load_state", lambda: self.members.load_state_dict(state), place.stem)
+
     def load(self) -> None:
         one = self.chance.choice(self.members.all)
         snapshots = [held for held in self.snapshots(one.name) if not held.name.startswith("replaced-")]
@@ -239,9 +265,10 @@ class ModelTrainer:
     def logged(self, operation: str, call: Any, *more: Any) -> None:
         self.say("begin", operation, more=more)
         self._arm(operation)
-        call()
+        found = call()
         self._disarm()
-        self.say("end", operation, more=more)
+        made = {"made": found} if operation == "state" else {}
+        self.say("end", operation, more=more, **made)
 
     def _arm(self, operation: str) -> None:
         kill = self.orders["kill"]

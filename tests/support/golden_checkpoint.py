@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 
 from support.embeddings import contents, make
 from support.stores import options
+from tierbed.engine.modules.saved_rows import rows_apart
 from tierbed.graph import Graph
 
 
@@ -39,7 +40,8 @@ def batch(step: int) -> Tensor:
 
 def held(graph: Golden) -> dict[str, np.ndarray]:
     """Parameters and buffers by their names, the first moments of Adam, and all rows."""
-    state = graph.state_dict()
+    with rows_apart():
+        state = graph.state_dict()
     dense = state.pop("_extra_state")["optimizers"][1]["state"]
     tensors = {name: value for name, value in state.items() if not name.endswith("_extra_state")}
     tensors |= {f"exp_avg {number}": moments["exp_avg"] for number, moments in dense.items()}
