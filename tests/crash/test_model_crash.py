@@ -1,0 +1,40 @@
+"""Rounds of the crash harness with embeddings that are trained together, and what it finds where that is broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .model_plan import draw_model_round
+from .model_rounds import ModelRounds
+
+SEEDS, SLOW_SEEDS = range(401, 404), range(404, 412)
+BROKEN = {
+    "instants are of one store": "from tierbed.engine.persist.training_group import Membership as M; "
+    "own = lambda id, i: i._replace(versions={id: i.versions[id]}); "
+    "M.instant = lambda member, f=M.instant, own=own: own(member.id, f(member))",
+    "instants have no order": "from tierbed.engine.persist.training_group import Membership as M; "
+    "M.instant = lambda member, f=M.instant: f(member)._replace(number=1)",
+    "writes are not counted": "from tierbed.engine.store.versions import Versions as V; "
+    "V.rows = property(lambda versions: versions._opened)",
+}
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW_SEEDS)])
+def test_killed_models_are_of_an_instant_of_their_log(tmp_path: Path, seed: int) -> None:
+    ModelRounds(tmp_path).run(draw_model_round(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", BROKEN.values(), ids=list(BROKEN))
+def test_a_broken_promise_is_found(tmp_path: Path, script: str) -> None:
+    broken, found = ModelRounds(tmp_path, script), []
+    for seed in range(500, 560):
+        try:
+            broken.run(draw_model_round(seed))
+        except AssertionError as error:
+            found.append(str(error))
+            break
+    assert found
+    assert "ended by itself" not in found[0]
