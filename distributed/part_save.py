@@ -117,6 +117,8 @@ class PartSave:
             place = place_of(self._folder)
             self._id = commit(place, self._description, rows, files, self._parent, self._together).id
             fsync_dir(place)
+            if self._together is not None:
+                fsync_dir(place.parent)  # the name by which it is found when another has committed it
 
     def _finish(self, then: Callable[[], None] | None) -> str | None:
         if self._world.rank != 0:

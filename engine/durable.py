@@ -85,6 +85,7 @@ def made_aside(folder: Path, overwrite: bool = False, commit: Commit | None = No
         yield temporary
         fsync_dir(temporary)
         if commit is not None:
+            fsync_dir(folder.parent)  # the name by which it is found when another has committed it
             commit.wait()
         with uninterrupted():  # between the exchange and its sync the old one must not be removed
             put_in_place(temporary, folder, overwrite)
