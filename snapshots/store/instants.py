@@ -23,6 +23,7 @@ from ...engine.store.folder import StoreFolder
 from ...engine.store.folder_state import FolderState
 from ...engine.store.shares import Live as Share
 from ...engine.store.shares import live_of, live_together, marks_in, share_folder
+from ...engine.store.snapshot_place import SNAPSHOTS
 from ...engine.store.versions import (
     AT,
     EMPTY,
@@ -48,10 +49,13 @@ _UNKNOWN: Version = ("?", 0)  # of clean live rows that an older version of tier
 
 
 class Member:
-    """A store of a group, as its folder tells. `live`: of its rows where it is open in this process."""
+    """A store of a group, as its folder tells. `live`: of its rows where it is open in this process.
 
-    def __init__(self, path: Path, live: Live, shares: Shares | None = None) -> None:
-        self.state = FolderState(path)
+    `apart`: its snapshots, where its folder is lost and they were in another place.
+    """
+
+    def __init__(self, path: Path, live: Live, shares: Shares | None = None, apart: Path | None = None) -> None:
+        self.state, self.apart = FolderState(path), apart
         self.path = path
         self.live = live.get(os.path.realpath(path))
         self._shares = None if shares is None else shares.get(str(path))
@@ -62,7 +66,7 @@ class Member:
 
     @cached_property
     def listing(self) -> Listing:
-        return list_snapshots(self.state.snapshots)
+        return list_snapshots(self.apart or self.state.snapshots)
 
     @property
     def snapshots(self) -> list[Snapshot]:
@@ -196,7 +200,11 @@ class Group:
             for id, peer in member.record.peers.items():
                 if id in self.members or any(one.record and one.record.id == id for one in waiting):
                     continue
-                there = [Member(place, live, shares) for place in peer.places(member.path) if place.is_dir()]
+                places = peer.places(member.path)
+                there = [Member(place, live, shares) for place in places if place.is_dir()]
+                apart = member.state.keeper.path.parent / peer.name / SNAPSHOTS  # as snapshot_path has them
+                if not there and member.state.keeper.path != member.path and apart.is_dir():
+                    there = [Member(places[0], live, apart=apart)]
                 found = next((one for one in there if _is_mutual(member, one, id)), None)
                 if found is not None:
                     waiting.append(found)
@@ -397,7 +405,7 @@ def settle(
 
 def _held(member: Member, first: StoreFolder) -> StoreFolder:
     try:
-        return StoreFolder(member.path, f"the recovery of {first.user}")
+        return StoreFolder(member.path, f"the recovery of {first.user}", member.apart)
     except StoreError as error:
         raise StoreError(
             f"{first.user} was trained together with embedding {member.name!r}, a run of theirs was not closed, and "

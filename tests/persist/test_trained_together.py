@@ -16,7 +16,8 @@ from support.together import Model, killed, killed_at
 from tierbed.engine.errors import SnapshotError, StoreError
 from tierbed.snapshots import list_snapshots
 
-TWO = [("host", "host"), ("ssd", "host"), ("ssd", "ssd")]
+SLOW = pytest.mark.slow
+TWO = [("ssd", "host"), *(pytest.param(stores, marks=SLOW) for stores in (("host", "host"), ("ssd", "ssd")))]
 
 
 def names(path: Path, *members: str) -> list[list[str]]:
@@ -155,16 +156,25 @@ def nothing() -> None:
     pass
 
 
-@pytest.mark.parametrize("kind", ["full", "incremental"])
-@pytest.mark.parametrize("stores", [("ssd", "host"), ("host", "host", "ssd")])
+@pytest.mark.parametrize(
+    ("stores", "kind", "calls"),
+    [
+        (("host", "host"), "full", ("rename",)),
+        *(
+            pytest.param(stores, kind, ("rename", "sync"), marks=SLOW)
+            for stores in (("ssd", "host"), ("host", "host", "ssd"))
+            for kind in ("full", "incremental")
+        ),
+    ],
+)
 def test_a_save_of_all_is_whole_or_not_there_wherever_it_is_killed(
-    tmp_path: Path, stores: tuple[str, ...], kind: str
+    tmp_path: Path, stores: tuple[str, ...], kind: str, calls: tuple[str, ...]
 ) -> None:
-    in_process(kills_of_a_save, tmp_path, stores, kind)
+    in_process(kills_of_a_save, tmp_path, stores, kind, calls)
 
 
-def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str) -> None:
-    for call in ("rename", "sync"):
+def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str, calls: tuple[str, ...]) -> None:
+    for call in calls:
         for number in range(1, 100):
             path = folder / f"{call}{number}" / "store"
             said = killed_at(path, call, number, save_all, path, stores, kind)
@@ -326,3 +336,65 @@ def test_a_model_that_was_copied_goes_by_its_own_folders(tmp_path: Path) -> None
     shutil.rmtree(tmp_path / "one" / "b")
     assert killed(at, tmp_path / "one", stores).startswith("StoreError")
     assert killed(at, tmp_path / "one", stores, "mixed")[1] == 0
+
+
+def other_store(path: Path, stores: tuple[str, ...], count: int) -> list[int]:
+    model = Model(path, stores)
+    found = model.at()
+    model.steps(count, "b")
+    if count == 2:
+        model.close()
+    return found
+
+
+def test_rows_that_another_kind_of_store_takes_over_stay_of_their_instant(tmp_path: Path) -> None:
+    killed(other_store, tmp_path, ("host", "host"), 2)
+    assert killed(other_store, tmp_path, ("ssd", "host"), 0) == [0, 2]
+    assert killed(other_store, tmp_path, ("host", "ssd"), 1) == [0, 2]
+
+
+def lost_disks(path: Path, apart: Path) -> None:
+    model = Model(path, ("host", "ssd"), snapshot_path=apart)
+    model.steps(2)
+    model.save_snapshot("two")
+    model.steps(1)
+    model.members[0].save_snapshot("three")
+    model.steps(1)
+
+
+def test_snapshots_alone_are_enough_to_go_back_to_one_instant(tmp_path: Path) -> None:
+    killed(lost_disks, tmp_path / "local", tmp_path / "apart")
+    shutil.rmtree(tmp_path / "local")
+    model = Model(tmp_path / "local", ("ssd", "host"), snapshot_path=tmp_path / "apart")
+    assert model.at() == [2, 2]
+
+
+def with_a_third(path: Path) -> list[int]:
+    model = Model(path, ("host", "host", "host"))
+    found = model.at()
+    model.steps(1)
+    model.save_snapshot("of-three")
+    model.steps(1)
+    return found
+
+
+def three_again(path: Path) -> list[int]:
+    return at(path, ("host", "host", "host"))
+
+
+def without_it(path: Path) -> list[int]:
+    return at(path, ("host", "host"))
+
+
+def test_a_member_joins_and_leaves(tmp_path: Path) -> None:
+    killed(saved_together, tmp_path)
+    assert killed(with_a_third, tmp_path) == [2, 2, 0]
+    assert killed(without_it, tmp_path) == [3, 3]
+    assert killed(three_again, tmp_path) == [3, 3, 1]
+
+
+def saved_together(path: Path) -> None:
+    model = Model(path, ("host", "host"))
+    model.steps(2)
+    model.save_snapshot("two")
+    model.steps(1)
