@@ -42,6 +42,7 @@ def stat(store: Store, as_json: Json = False) -> None:
             "step": "unknown" if status.step is None else f"{status.step:,}",
             "on disk": sizes,
             "base": text(status.base or "none"),
+            **({"trained together with": ", ".join(map(text, status.together))} if status.together else {}),
             "a restart": _said(status),
         }
     )
@@ -132,6 +133,7 @@ def plain(status: StoreStatus) -> dict[str, Any]:
         "holder": status.holder,
         "live": status.live,
         "ranks": status.ranks,
+        "together": list(status.together),
         "rows": status.rows,
         "rows_by_table": status.rows_by_table,
         "step": status.step,

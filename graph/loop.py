@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..engine.errors import InputError
+from ..engine.modules.eager import EagerOptimizer
 from ..engine.modules.saved_rows import EXTRA, SavedRows, rows_apart
 from .graph import Graph
 from .state import checkpoint
@@ -44,6 +45,8 @@ def save_checkpoint(
     InputError for an argument of another kind.
     """
     training = _training(model, optimizers, schedulers, scaler)
+    if extra is not None and not isinstance(extra, Mapping):
+        raise InputError(f"extra={extra!r}: give a dict of plain values and tensors, or None")
     place = checkpoint.check_save(model, path, overwrite)
     with rows_apart():
         held = model.state_dict()
@@ -96,6 +99,9 @@ def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> Trai
             raise InputError(
                 f"optimizers: got {type(one).__name__}; give a torch optimizer, an EagerOptimizer, or a list of them"
             )
+    wrapped = [one.optimizer if isinstance(one, EagerOptimizer) else one for one in given]
+    if len({*map(id, wrapped)}) < len(wrapped):
+        raise InputError("optimizers: one is there twice; give an EagerOptimizer in the place of the one that it wraps")
     listed = schedulers if isinstance(schedulers, Sequence) else [schedulers]
     for one in listed:
         if not isinstance(one, LRScheduler):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...engine.durable import open_regular, read_record, unseal
+from ...engine.durable import TEMPORARY, open_regular, read_record, remove_folder, unseal
 from ...engine.errors import SnapshotError
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.linked import remove_snapshot
@@ -124,6 +124,11 @@ def prune(path: Path, keep_last: int) -> tuple[list[Kept], list[Kept]]:
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a checkpoint cannot be read: {error}") from error
     removed, left = found[:-keep_last], found[-keep_last:]
-    for one in removed:
-        remove_snapshot(one.path)
+    try:
+        for leftover in path.glob(f"{TEMPORARY}.*/"):  # of a removal that was killed
+            remove_folder(leftover)
+        for one in removed:
+            remove_snapshot(one.path)
+    except (OSError, SnapshotError) as error:
+        raise SnapshotError(f"checkpoints in {str(path)!r} cannot be removed: {error}") from error
     return left, removed

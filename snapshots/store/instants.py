@@ -398,7 +398,7 @@ def settle(
         if target is None:
             if for_load:
                 return None
-            raise StoreError(_no_instant(group))
+            raise StoreError(no_instant(group))
         _move(group, folders, target)
     return target
 
@@ -476,7 +476,7 @@ def _said(member: Member, version: Version, stays: bool) -> str:
     return f"{member.name!r} {to}" + (f", and {lost} lost" if reached > step else "")
 
 
-def _no_instant(group: Group) -> str:
+def no_instant(group: Group) -> str:
     """The error where there is no instant of which all stores have the rows."""
     has = []
     for member in group.members.values():

@@ -16,6 +16,7 @@ from ...engine.store.shares import RANKS, marks_in, share_folder
 from ...engine.store.table_counts import counts_in
 from ..files.reader import Snapshot, list_snapshots
 from .closed_ranks import mark_of_ranks
+from .instants import Group, no_instant
 
 CHECKPOINT = "graph.msgpack"  # the file of a checkpoint that no store folder has
 
@@ -45,7 +46,8 @@ class StoreStatus:
     "rows", "rocksdb", "ranks" or None. `ranks`: how many ranks share the live rows, None for one process. `rows`: how
     many live rows, None without a mark. `step`: of the live rows, None where it is not known. `base`: the snapshot that
     they go back to, if any. `bytes`: of the live rows, the snapshots and the rest; a file that two parts share counts
-    in the first. `restart`: what a run that starts now would do; with a holder, a run that starts after its kill.
+    in the first. `together`: the names of the others that it is trained together with. `restart`: what a run that starts
+    now would do; with a holder, a run that starts after its kill.
     """
 
     path: Path
@@ -58,6 +60,7 @@ class StoreStatus:
     bytes: dict[str, int]
     restart: Restart
     ranks: int | None = None
+    together: tuple[str, ...] = ()
 
     @property
     def rows_by_table(self) -> dict[str, int] | None:
@@ -85,6 +88,34 @@ class StoreStatus:
 def store_status(path: Path) -> StoreStatus:
     """The status of a store. StoreError where no store can be read, SnapshotError where its snapshots cannot be."""
     path = existing_store(Path(path))
+    group = Group(path, {})
+    others = [m.name for id, m in group.members.items() if id != group.first] + [*group.missing.values()]
+    if not others:
+        return _by_itself(path)
+    return _with_others(_by_itself(path), group, tuple(sorted(others)))
+
+
+def _with_others(status: StoreStatus, group: Group, others: tuple[str, ...]) -> StoreStatus:
+    """The status of a store of a group, whose recovery is that of the group."""
+    status = replace(status, together=others)
+    held = any(holder(member.path) is not None for member in group.members.values())
+    if status.restart.source == "elsewhere" or (not held and group.is_at_rest):
+        return status
+    target = group.target(killed=held)
+    if target is None:
+        return replace(status, restart=Restart("nowhere", problem=no_instant(group), lost_steps=None))
+    member, version = group.members[group.first], target.versions[group.first]
+    if not held and member.clean is not None and member.clean.now == version:
+        return status
+    snapshot = None if version is None else member.snapshot_of(version)
+    step = 0 if snapshot is None else int(snapshot.description["step"])
+    lost = None if member.reached is None else max(0, member.reached - step)
+    if snapshot is None:
+        return replace(status, restart=Restart("empty", lost_steps=lost))
+    return replace(status, restart=Restart("snapshot", step, snapshot.name, lost))
+
+
+def _by_itself(path: Path) -> StoreStatus:
     view = _AtOneInstant(path)
     mark, base, noted = view.read_mark(), view.base, view.noted_step
     if mark is None and (record := view.keeper.of_ranks) is not None:

@@ -51,6 +51,7 @@ def test_checkpoints_are_listed_inspected_verified_and_pruned(saved: Path, capsy
         "kept": ["four", "dense"],
         "dry_run": True,
     }
+    (saved / "kept" / ".tmp-.two").mkdir()  # of a removal that was killed
     assert "removed two\n1 of 3" in cli.says("prune", "--keep-last", "2")
     assert sorted(place.name for place in (saved / "kept").iterdir()) == ["dense", "four"]
     graph = rating("host", saved / "store")

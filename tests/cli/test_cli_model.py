@@ -139,3 +139,25 @@ def test_a_live_trainer_saves_all_at_one_step(tmp_path: Path, capsys: pytest.Cap
         pipe.send(0)
         child.wait()
     assert killed(at, tmp_path) == [7, 7]
+
+
+def test_stat_tells_what_all_would_go_back_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    killed(closed_and_saved, tmp_path)
+    for name, other in ("ab", "ba"):
+        cli = Cli(tmp_path / name, capsys, "store")
+        found = cli.json("stat")
+        assert found["together"] == [other]
+        restart = found["restart"]
+        assert (restart["from"], restart["snapshot"], restart["step"]) == ("snapshot", "two", 2)
+        assert "two, of step 2" in cli.says("stat").replace("'", "")
+    assert killed(at, tmp_path) == [2, 2]
+
+
+def closed_and_saved(path: Path) -> None:
+    model = Model(path, STORES)
+    model.steps(2)
+    model.save_snapshot("two")
+    model.steps(1)
+    model.members[1].save_snapshot("three")
+    model.steps(1)
+    model.members[0].save_snapshot("four")

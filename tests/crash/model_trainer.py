@@ -215,7 +215,9 @@ class ModelTrainer:
 
     def load(self) -> None:
         one = self.chance.choice(self.members.all)
-        snapshots = [held for held in self.snapshots(one.name) if not held.name.startswith("replaced-")]
+        snapshots = [
+            held for held in self.snapshots(one.name) if not held.name.startswith(("replaced-", "state_dict-"))
+        ]
         if snapshots:
             name = self.chance.choice(snapshots).name
             self.logged("load", lambda: one.load_snapshot(name), one.name, name)

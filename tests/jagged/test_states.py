@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from threading import Thread
+from time import sleep
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from support import tbe
 from support.two_towers import KINDS, stores
 from tierbed.engine import EagerOptimizer
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, OptimType
+from tierbed.snapshots import Snapshot
+from tierbed.snapshots.asking.asking import ask_save
 
 IDS = torch.randint(0, 30, (20, 2, 12), generator=torch.Generator().manual_seed(5))
 
@@ -75,3 +79,35 @@ def test_a_table_batched_embedding_comes_back_whole(tmp_path: Path, kind: str) -
     again = batched(kind, tmp_path)
     again.load_state_dict(held)
     assert passes(again, range(5, 10)) == expected
+
+
+def test_a_save_that_is_asked_for_amid_a_backward_pass_is_of_one_step(tmp_path: Path) -> None:
+    """Two embeddings are updated one after the other; a save of another process comes in between."""
+    made = batched("host folder", tmp_path)
+    passes(made, range(2))
+    parts = [embedding for _, embedding in made.each()]
+    stores, pins = [tmp_path / part.name for part in parts], list[str]()
+    saved: list[Any] = []
+    asking = Thread(target=lambda: saved.append(ask_save(stores[0], "now", "full", None, 60, False, stores)))
+
+    def watched(part: Any) -> None:
+        plain = part.pin
+
+        def pin(*given: Any) -> Any:
+            pins.append(part.name)
+            if len(pins) == 2:
+                asking.start()
+                while not part.group.gate.wanted:
+                    sleep(0.001)
+            return plain(*given)
+
+        part.pin = pin
+
+    for part in parts:
+        watched(part)
+    passes(made, range(2, 3))
+    asking.join()
+    assert len(set(pins)) == 2
+    assert saved
+    steps_of = [Snapshot.open(store / "snapshots" / "now").description["step"] for store in stores]
+    assert steps_of == [3, 3]
