@@ -46,8 +46,8 @@ class StoreStatus:
     "rows", "rocksdb", "ranks" or None. `ranks`: how many ranks share the live rows, None for one process. `rows`: how
     many live rows, None without a mark. `step`: of the live rows, None where it is not known. `base`: the snapshot that
     they go back to, if any. `bytes`: of the live rows, the snapshots and the rest; a file that two parts share counts
-    in the first. `together`: the names of the others that it is trained together with. `restart`: what a run that starts
-    now would do; with a holder, a run that starts after its kill.
+    in the first. `together`: the names of the others that it is trained together with. `restart`: what a run that
+    starts now would do; with a holder, a run that starts after its kill.
     """
 
     path: Path

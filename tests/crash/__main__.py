@@ -21,6 +21,7 @@ from rich.table import Column, Table
 from support import warm
 
 from .model_plan import ModelRound, draw_model_round
+from .model_ranks import ModelRankRounds
 from .model_rounds import ModelRounds
 from .plan import Round, draw_round
 from .rank_plan import RankRound, draw_rank_round
@@ -43,7 +44,7 @@ def main() -> None:
     ranks = arguments.ranks
     rounds: Any = Rounds(folder) if ranks is None else RankRounds(folder)
     if arguments.model:
-        rounds = ModelRounds(folder)
+        rounds = ModelRounds(folder) if ranks is None else ModelRankRounds(folder, ranks)
     results, failed = list[Result](), list[int]()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     with warm.servers(), contextlib.suppress(KeyboardInterrupt):  # the summary is of the rounds so far

@@ -53,13 +53,19 @@ def rows_after(steps: Steps, dim: int) -> dict[int, float]:
 class Members(ModelSnapshots, nn.Module):
     """Embeddings with these stores and dims, trained together by SGD."""
 
-    def __init__(self, path: Path, stores: list[str], dims: list[int], **more: Any) -> None:
+    def __init__(self, path: Path, stores: list[str], dims: list[int], world: Any = None, **more: Any) -> None:
         super().__init__()
         self.all: list[MultiTableEmbedding] = []
         more = {"state_dict_snapshots": True, **more}
         for name, store, dim in zip(NAMES, stores, dims, strict=False):
             one = MultiTableEmbedding(
-                name, dim, torch.float32, torch.int64, [make_constant_initializer(0.0)], options(store, path, **more)
+                name,
+                dim,
+                torch.float32,
+                torch.int64,
+                [make_constant_initializer(0.0)],
+                options(store, path, **more),
+                world=world,
             )
             optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
             one.attach(optimizer, optimizer.param_groups[0])
@@ -196,14 +202,17 @@ class ModelTrainer:
 
         def save() -> dict[str, str | None]:
             state = self.members.state_dict()
-            torch.save(state, kept / f"{name}.tmp")
-            fsync_file(kept / f"{name}.tmp")
-            (kept / f"{name}.tmp").rename(kept / f"{name}.pt")
-            fsync_dir(kept)
+            self.keep(state, kept / f"{name}.pt")
             extra = {one.name: bytes(state[f"{one.name}._extra_state"].tolist()) for one in self.members.all}
             return {member: json.loads(said)["snapshot"] for member, said in extra.items()}
 
         self.logged("state", save, name)
+
+    def keep(self, state: Any, place: Path) -> None:
+        torch.save(state, place.with_suffix(".tmp"))
+        fsync_file(place.with_suffix(".tmp"))
+        place.with_suffix(".tmp").rename(place)
+        fsync_dir(place.parent)
 
     def load_state(self) -> None:
         kept = sorted((self.path.parent / "kept").glob("state-*.pt"))

@@ -47,7 +47,7 @@ class RankRounds(AnyRounds):
         return RankCheck(place / "store", plan, expected, random.Random(session.seed))
 
 
-def run_until_killed(session: RankSession, place: Path, orders: dict[str, Any]) -> list[int]:
+def run_until_killed(session: RankSession, place: Path, orders: dict[str, Any], task: Any = train) -> list[int]:
     """The signal that ended each rank, or 0. The others end because the victim has."""
     from torch.distributed import TCPStore  # not where the workers of a run are started
 
@@ -55,7 +55,7 @@ def run_until_killed(session: RankSession, place: Path, orders: dict[str, Any]) 
     with contextlib.ExitStack() as group:
         ranks = []
         for rank in range(session.ranks):
-            child, pipe = with_pipe(train, str(place), orders, rank, store.port, server=SHIMMED)
+            child, pipe = with_pipe(task, str(place), orders, rank, store.port, server=SHIMMED)
             ranks.append((group.enter_context(child), group.enter_context(pipe)))
         victim = ranks[session.victim][0]
         if session.kill.inside is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from .model_plan import draw_model_round
+from .model_ranks import ModelRankRounds
 from .model_rounds import ModelRounds
 
 SEEDS, SLOW_SEEDS = range(401, 404), range(404, 412)
@@ -38,3 +39,9 @@ def test_a_broken_promise_is_found(tmp_path: Path, script: str) -> None:
             break
     assert found
     assert "ended by itself" not in found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(601, 607))
+def test_killed_ranks_of_a_model_are_of_an_instant_of_their_log(tmp_path: Path, seed: int) -> None:
+    ModelRankRounds(tmp_path, 2).run(draw_model_round(seed))
