@@ -32,6 +32,7 @@ from .saves import RankSnapshots
 from .table import ShardedTable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
@@ -238,22 +239,23 @@ class ShardedHeld:
         rows = np.concatenate([np.frombuffer(part, own.rows.dtype) for part in parts])
         return RowTensors({**own.description, NOT_WHOLE: self._world.rank > 0}, rows)
 
-    def load_tensors(self, held: RowTensors) -> None:
+    def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """As `HeldTable.load_tensors`: each rank takes its part. Every rank calls it, with the same rows."""
         op = f"load_state_dict() of embedding {self.name!r}"
 
-        def check() -> None:
+        def parsed() -> RowTensors:
             if self.home is not None:
                 raise SnapshotError(
                     f"embedding {self.name!r} has a persistent_path, and the state holds the rows themselves, which "
                     "ranks load into an embedding without one alone; load them there, and save a snapshot"
                 )
+            return RowTensors.parse(tensors)
 
-        everywhere(self._world, op, check)
+        held: RowTensors = everywhere(self._world, op, parsed)
         agree(self._world, op, same={"rows": len(held.rows), "their checksum": crc32(held.rows.tobytes())})
         rows = Part(self._world.rank, self._world.size).rows(held.rows)
         try:
-            everywhere(self._world, f"{op}: done", lambda: self.own.load_tensors(RowTensors(held.description, rows)))
+            everywhere(self._world, f"{op}: done", lambda: self.own.load_rows_of(RowTensors(held.description, rows)))
         except BaseException:
             self.close()  # some ranks may have the rows of the state, and others those before
             raise

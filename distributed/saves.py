@@ -159,9 +159,10 @@ class RankSnapshots:
     def load_for_state(self, name: str) -> None:
         """As `HeldTable.load_for_state`."""
         op = f"loading snapshot {name!r} of embedding {self._name!r} for a state_dict"
-        together: Instant | None = None
-        if self.membership is not None:
-            together = self.membership.instant_with(Snapshot.open(self.folder / name))
+        member, place = self.membership, self.folder / name
+        together: Instant | None = everywhere(
+            self._world, op, lambda: None if member is None else member.instant_with(Snapshot.open(place))
+        )
         self.load_from(op, self.folder / name, Selection(), name, together)
 
     def load(self, name: str, selection: Selection, strict: bool) -> LoadReport:

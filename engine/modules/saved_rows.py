@@ -243,9 +243,9 @@ class SavedRows(Rows):
         tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in given}
         if tensors and not are_apart():
             try:
-                self.opened(for_load=True).load_tensors(RowTensors.parse(tensors))
+                self.opened(for_load=True).load_tensors(tensors)
                 self._awaited.clear()
-            except (ValueError, TierbedError) as error:
+            except TierbedError as error:
                 errors.append(f"the rows of embedding {self.name!r} cannot be loaded: {error}")
                 self._awaited[:] = [] if _mode.get() == STAY else [UNKNOWN]
                 state_dict.pop(prefix + EXTRA, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,7 +108,7 @@ class Held(Protocol):
 
     def tensors(self) -> RowTensors: ...
 
-    def load_tensors(self, held: RowTensors) -> None: ...
+    def load_tensors(self, tensors: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 

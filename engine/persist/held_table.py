@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
@@ -275,8 +275,11 @@ class HeldTable:
         """All rows, copied."""
         return RowTensors.of(self.table)
 
-    def load_tensors(self, held: RowTensors) -> None:
+    def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Replace all rows. SnapshotError, StoreError, OptimizerError; where it raises, nothing has changed."""
+        self.load_rows_of(RowTensors.parse(tensors))
+
+    def load_rows_of(self, held: RowTensors) -> None:
         before = self.table
         self._replace(before, lambda: self._persistence.load_tensors(before.optimizer, held, before))
         if self.snapshots.membership is not None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...snapshots.files.format import check_description
+from ..errors import SnapshotError
 from ..optim.row_state import RowState
 from ..row_format import EMBEDDING, Chunks, RowForm, Rows
 from ..spec.table_spec import TableSpec
@@ -112,7 +113,14 @@ class RowTensors:
 
     @classmethod
     def parse(cls, tensors: Mapping[str, Any]) -> RowTensors:
-        """From `tensors()`. Raises ValueError that says what is wrong with them."""
+        """From `tensors()`. Raises SnapshotError that says what is wrong with them."""
+        try:
+            return cls._parse(tensors)
+        except ValueError as error:
+            raise SnapshotError(str(error)) from error
+
+    @classmethod
+    def _parse(cls, tensors: Mapping[str, Any]) -> RowTensors:
         lacking = [name for name in FIELDS if not isinstance(tensors.get(name), Tensor)]
         if lacking:
             raise ValueError(f"rows lack the tensors {lacking}")
