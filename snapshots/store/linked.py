@@ -24,14 +24,15 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
     """
     try:
         with made_aside(folder) as place:
-            for name in [MANIFEST, *snapshot.manifest.files]:
+            for name in snapshot.manifest.files:
                 _link(snapshot.folder / name, place / name)
             held = snapshot.manifest.rocksdb
             for name in () if held is None else held.files:
                 (place / ROCKSDB / name).parent.mkdir(parents=True, exist_ok=True)
                 _link(snapshot.folder / ROCKSDB / name, place / ROCKSDB / name)
-            for inside in (*place.glob(f"{ROCKSDB}/*"), *place.glob(ROCKSDB)):
+            for inside in (*place.glob(f"{ROCKSDB}/*"), *place.glob(ROCKSDB), place):
                 fsync_dir(inside)
+            _link(snapshot.folder / MANIFEST, place / MANIFEST)  # last: a folder that has it has all
     except OSError as error:
         raise SnapshotError(f"snapshot {snapshot.name!r} was not put into {str(folder.parent)!r}: {error}") from error
 
