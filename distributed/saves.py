@@ -17,13 +17,13 @@ from ..engine.store.versions import EMPTY
 from ..engine.table.watch import still_saving
 from ..snapshots.files.difference import changes_between
 from ..snapshots.files.format import check_name
-from ..snapshots.files.reader import Snapshot, list_snapshots
+from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
 from ..snapshots.files.row_writer import Progress
 from ..snapshots.files.writer import Together, check_over, clear_leftovers
 from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ..snapshots.store.retention import drop_unneeded, prune, prune_states
+from ..snapshots.store.retention import drop_unneeded, prune, prune_states, state_snapshot
 from ..snapshots.store.saving import Held, begin_save, check_kind, check_save, parent_for
 from ..snapshots.store.selection import LoadReport, Selection
 from .agreement import agree, attempt, everywhere, told
@@ -143,11 +143,8 @@ class RankSnapshots:
         now = self.membership.versions.rows.now
         if now == EMPTY:
             return "", False
-        made = next((one for one in list_snapshots(home.snapshots).snapshots if rows_of(one).now == now), None)
-        if made is not None:
-            place = home.snapshots / (OF_STATE + made.manifest.id)
-            if not place.is_dir():
-                link_snapshot(made, place)
+        place = state_snapshot(home.snapshots, now)
+        if place is not None:
             return place.name, False
         alone = self.membership.record is None
         self._for_state = Together(secrets.token_hex(16), None) if alone else self.membership.saved()

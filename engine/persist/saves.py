@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ...snapshots.files.format import Manifest, check_name
-from ...snapshots.files.reader import LONGEST_CHAIN, Snapshot, list_snapshots
+from ...snapshots.files.reader import LONGEST_CHAIN, Snapshot
 from ...snapshots.files.writer import Together, clear_leftovers, write_incremental, write_snapshot
 from ...snapshots.store.instants import rows_of
 from ...snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ...snapshots.store.retention import drop_unneeded, prune, prune_states
+from ...snapshots.store.retention import drop_unneeded, prune, prune_states, state_snapshot
 from ...snapshots.store.saving import Held, begin_save, check_save, save_held
 from ...snapshots.store.selection import LoadReport, Selection
 from ..errors import OptionError, SnapshotError
@@ -138,15 +138,12 @@ class TableSnapshots:
             now = self.membership.versions.rows.now
             if now == EMPTY:
                 return SavedAs(table.step, None, None)
-            snapshots = list_snapshots(folder.snapshots).snapshots
-            made = next((one for one in snapshots if rows_of(one).now == now), None)
-            together = together or Together(secrets.token_hex(16), None)
-            place = folder.snapshots / (OF_STATE + (together.id if made is None else made.manifest.id))
-            if made is None:
+            place = state_snapshot(folder.snapshots, now)
+            if place is None:
+                together = together or Together(secrets.token_hex(16), None)
+                place = folder.snapshots / (OF_STATE + together.id)
                 self._write_for_state(table, place, together)
                 self.membership.saved_as(together.id)
-            elif not place.is_dir():
-                link_snapshot(made, place)
             if keep is not None:
                 note_pruned(prune_states(folder, keep), keep)
         return self.read(place.name) or self.of_step(table.step)

@@ -10,9 +10,10 @@ from ...engine.errors import SnapshotError
 from ...engine.numeric import whole_option
 from ...engine.store.folder import StoreFolder
 from ...engine.store.folder_state import FolderState, snapshot_id
+from ...engine.store.versions import Version
 from ..files.may_replace import going_over
 from ..files.reader import Snapshot, list_snapshots
-from .instants import needed_snapshots
+from .instants import needed_snapshots, rows_of
 from .linked import OF_STATE, REPLACED, link_snapshot, remove_snapshot
 
 
@@ -70,6 +71,20 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
     bases = [*needed, *(state.base for state in noting)]
     snapshots = all_in(store.snapshots)
     return plan_prune(snapshots, keep_last, keep_every, bases, replaced, [s.name for s in snapshots if is_of_state(s)])
+
+
+def state_snapshot(folder: Path, now: Version) -> Path | None:
+    """The snapshot that a state of rows of this version names, linked where another one has them. SnapshotError.
+
+    None where no snapshot has them.
+    """
+    made = next((one for one in list_snapshots(folder).snapshots if rows_of(one).now == now), None)
+    if made is None:
+        return None
+    place = folder / (OF_STATE + made.manifest.id)
+    if not place.is_dir():
+        link_snapshot(made, place)
+    return place
 
 
 def is_of_state(snapshot: Snapshot) -> bool:
