@@ -49,6 +49,7 @@ class RankMembers(Members):
                 pinned.append((batch, number, len(ids), one.dim))
         for batch, number, count, dim in pinned:
             batch.update([torch.full((count, dim), float(number))], scale=1.0)
+            self.dense += number
 
     def firsts(self) -> list[tuple[int, float]]:
         """The step and the value of key 0 of each member."""

@@ -34,7 +34,8 @@ class Allowed:
         begin: Vector = ((),) * members
         self.now, self.true, self.bound = begin, [begin], -1
         self.snapshots: list[dict[str, Steps]] = [{} for _ in range(members)]
-        self.kept: dict[str, Vector] = {}  # by a checkpoint's name
+        self.kept: dict[str, Vector] = {}  # by the name of a checkpoint or a state
+        self.dense: dict[str, float] = {}  # as kept
         self.unsure: set[str] = set()  # names of saves of all that a prune or a replacement has touched
         self.clean = -1
         self.inside = "between"
@@ -49,6 +50,10 @@ class Allowed:
         for line in lines:
             self.inside = line["op"] if line["at"] == "begin" else "between"
             getattr(self, f"{line['at']}_{line['op']}", self._nothing)(*line.get("more", ()), **_named(line))
+            if (line["at"], line["op"]) in (("begin", "checkpoint"), ("begin", "state")):
+                self.dense[line["more"][0]] = line["dense"]
+            if (line["at"], line["op"]) in (("end", "restore"), ("end", "load_state")):
+                assert line["dense"] == self.dense[line["more"][0]], f"the dense part of {line}"
         return lines
 
     def _nothing(self, *more: Any, **named: Any) -> None:
@@ -78,7 +83,6 @@ class Allowed:
     begin_background = begin_save_all
 
     def begin_checkpoint(self, name: str) -> None:
-        self.begin_save_all(name, "")
         self.kept[name] = self.now
 
     def end_save_all(self, name: str, kind: str) -> None:

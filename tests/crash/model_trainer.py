@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from support.stores import options
-from tierbed import cli
+from tierbed import cli, load_checkpoint, save_checkpoint
 from tierbed.engine import MultiTableEmbedding, make_constant_initializer
 from tierbed.engine.durable import fsync_dir, fsync_file
 from tierbed.engine.errors import StoreError
-from tierbed.engine.modules.model_snapshots import ModelSnapshots, load_rows, save_rows
+from tierbed.engine.modules.model_snapshots import ModelSnapshots
 from tierbed.engine.persist.training_group import train_together
 from tierbed.engine.spec.inputs import Lookup
 from tierbed.snapshots import Snapshot, list_snapshots
@@ -56,6 +56,7 @@ class Members(ModelSnapshots, nn.Module):
     def __init__(self, path: Path, stores: list[str], dims: list[int], world: Any = None, **more: Any) -> None:
         super().__init__()
         self.all: list[MultiTableEmbedding] = []
+        self.register_buffer("dense", torch.zeros((), dtype=torch.float64))  # moves by each step of this process
         more = {"state_dict_snapshots": True, **more}
         for name, store, dim in zip(NAMES, stores, dims, strict=False):
             one = MultiTableEmbedding(
@@ -83,6 +84,7 @@ class Members(ModelSnapshots, nn.Module):
                 pinned.append((one.pin([Lookup(ids, torch.zeros_like(ids))]), number, len(ids), one.dim))
         for batch, number, count, dim in pinned:
             batch.update([torch.full((count, dim), float(number))])
+            self.dense += number
 
     def read(self) -> list[tuple[int, dict[int, float]]]:
         """The step and the rows of each member."""
@@ -183,17 +185,14 @@ class ModelTrainer:
                 )
 
     def checkpoint(self) -> None:
-        name = self.new_name("all")
-        places = [self.path.parent / "kept" / name / one.name / name for one in self.members.all]
-        self.logged("checkpoint", lambda: save_rows(self.members.all, places), name)
+        name = self.new_name("kept")
+        self.logged("checkpoint", lambda: save_checkpoint(self.path.parent / "kept" / name, self.members), name)
 
     def restore(self) -> None:
-        kept = sorted(place.name for place in (self.path.parent / "kept").glob("all-*"))
+        kept = sorted(place.parent for place in (self.path.parent / "kept").glob("kept-*/graph.msgpack"))
         if kept:
-            name = self.chance.choice(kept)
-            places = [self.path.parent / "kept" / name / one.name / name for one in self.members.all]
-            if all((place / "manifest.msgpack").exists() for place in places):
-                self.logged("restore", lambda: load_rows(self.members.all, places), name)
+            place = self.chance.choice(kept)
+            self.logged("restore", lambda: load_checkpoint(place, self.members), place.name)
 
     def state(self) -> None:
         """Keep a state_dict, which names a snapshot of each member whose rows were written."""
@@ -225,7 +224,7 @@ class ModelTrainer:
     def load(self) -> None:
         one = self.chance.choice(self.members.all)
         snapshots = [
-            held for held in self.snapshots(one.name) if not held.name.startswith(("replaced-", "state_dict-"))
+            held for held in self.snapshots(one.name) if not held.name.startswith(("replaced-", "state_dict-", "kept-"))
         ]
         if snapshots:
             name = self.chance.choice(snapshots).name
@@ -274,12 +273,12 @@ class ModelTrainer:
         return self.chance.choice(["full"] + ["incremental"] * based + ["checkpoint"] * on_disk)
 
     def logged(self, operation: str, call: Any, *more: Any) -> None:
-        self.say("begin", operation, more=more)
+        self.say("begin", operation, more=more, dense=float(self.members.dense))
         self._arm(operation)
         found = call()
         self._disarm()
         made = {"made": found} if operation == "state" else {}
-        self.say("end", operation, more=more, **made)
+        self.say("end", operation, more=more, dense=float(self.members.dense), **made)
 
     def _arm(self, operation: str) -> None:
         kill = self.orders["kill"]
