@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from support.forked import in_process
-from support.ranks import run_ranks
+from support.ranks import fails, run_ranks
 from support.two_towers import IDS, KINDS, TwoTowers, losses, optimizer_of, stores
 from tierbed.distributed import World
+from tierbed.engine import GroupError
 from tierbed.graph import Graph
 
 
@@ -88,3 +89,17 @@ def of_ranks(world: World, task: Any, kind: str, path: Path, at: Path) -> list[f
 def test_ranks_resume_to_the_bit(tmp_path: Path, kind: str, task: Any) -> None:
     first, second = (run_ranks(2, of_ranks, task, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))
     assert first == second
+
+
+def alone(world: World, kind: str, path: Path) -> str:
+    model = TwoTowers(stores(kind, path), world)
+    optimizer = optimizer_of(model)
+    list(losses(model, optimizer, IDS[:2]))
+    return fails(model.state_dict if world.rank else lambda: model.users.get([1]), GroupError)
+
+
+@pytest.mark.parametrize("kind", ["host", "host folder"])
+def test_a_state_that_one_rank_asks_for_alone_is_refused_on_all(tmp_path: Path, kind: str) -> None:
+    for said in run_ranks(2, alone, kind, tmp_path):
+        assert "ranks are in different calls" in said
+        assert "state_dict" in said
