@@ -11,7 +11,7 @@ from zlib import crc32
 
 import numpy as np
 
-from ..engine.errors import SnapshotError
+from ..engine.errors import SnapshotError, StoreError
 from ..engine.persist.held_table import HeldTable
 from ..engine.persist.rows_in_tensors import NOT_WHOLE, RowTensors
 from ..engine.persist.saved_as import saved_as
@@ -92,7 +92,7 @@ class ShardedHeld:
         self.table = ShardedTable(world, self.own, options.capacity if options.eviction == "none" else None)
         self.saves = RankSnapshots(world, spec.name, self.own, self.home, self.membership, self.close)
         self.table.between_steps = self.saves.at_step
-        self.table.requests = Requests(world, self.own, self.home, self.saves, spec.name)
+        self.table.requests = Requests(world, self, _held_at)
         self._service = Service()
         self._serve()
 
@@ -330,6 +330,14 @@ class ShardedHeld:
             self.membership.closed()
         if self.home is not None:
             self.home.release()
+
+
+def _held_at(store: str) -> ShardedHeld:
+    """What this process holds of the store in a folder, by its real path. StoreError."""
+    held = _by_folder.get(store)
+    if held is None or not held.own.is_open:
+        raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
+    return held
 
 
 def _described(world: Group, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:

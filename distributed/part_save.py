@@ -6,13 +6,16 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from threading import Event
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..engine.durable import fsync_dir
 from ..engine.errors import StoreError
 from ..engine.row_format import Change, Chunks
+from ..engine.store.image import KEPT_BYTES
 from ..snapshots.files.parts import Files, commit, place_of, write_changed_part, write_part
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part, RowFile
@@ -21,14 +24,13 @@ from ..snapshots.files.writer import Together, new_snapshot
 from .agreement import agree, attempt, everywhere, told
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from ..engine.persist.held_table import HeldTable
+    from ..engine.table.background_save import BackgroundSave
     from .group import Group
 
 log = logging.getLogger("tierbed")
-
-_GOING, _DONE, _FAILED = range(3)
 
 
 class PartSave:
@@ -137,31 +139,65 @@ class PartSave:
         return self._id
 
 
-class BackgroundPartSave:
-    """A `PartSave` that a thread of each rank writes while steps go on: a `Saving` of all ranks.
+def commit_together(
+    world: Group,
+    op: str,
+    saves: Sequence[PartSave],
+    errors: Sequence[BaseException | None],
+    then: Sequence[Callable[[], None]],
+) -> list[str]:
+    """Do `PartSave.commit` of several snapshots, all or none: all are there once the first is. Returns their ids."""
+    try:
+        for save, error in zip(saves, errors, strict=True):
+            save.gather(error)
+        if len(saves) > 1:
+            for save in saves:
+                everywhere(world, f"{op}: manifest", save.write_manifest)
+        return [save.put_in_place(noted) for save, noted in zip(saves, then, strict=True)]
+    except BaseException:
+        for save in saves:
+            save.drop()
+        raise
 
-    It is there when all ranks have come to `at_step` or `wait` after the last of them had written. `wait` is called by
-    all ranks.
+
+class BackgroundPartSave:
+    """Snapshots that a thread of each rank for each of them writes while steps go on: a `Saving` of all ranks.
+
+    They are there, all or none, when all ranks have come to `at_step` or `wait` after the last of them had written.
+    `wait` is called by all ranks.
     """
 
     def __init__(
-        self, world: Group, op: str, own: HeldTable, save: PartSave, then: Callable[[], None], what: str
+        self,
+        world: Group,
+        op: str,
+        parts: Sequence[tuple[HeldTable, PartSave]],
+        then: Sequence[Callable[[], None]],
+        what: str,
     ) -> None:
-        """then: called on rank 0 when the snapshot is there."""
+        """parts: this rank's rows, and their save. then: called on rank 0 when the snapshot of these is there."""
         self.what = what
-        self._world, self._op, self._own, self._save, self._then = world, op, own, save, then
+        self._world, self._op, self._then = world, op, then
+        self._saves = [save for _, save in parts]
+        self._watches = [own.table.watch for own, _ in parts]
         self._dropped = Event()
         self._over = False
         self._error: BaseException | None = None
-        self._watch = own.table.watch
-        begun, error = attempt(lambda: self._watch.save_in_background(what, lambda rows: save.write(self._rows(rows))))
+        self._threads: list[BackgroundSave] = []
+        _, error = attempt(self._begin)
         try:
             agree(world, f"{op}: threads", error)
         except BaseException:
             self.drop()
             raise
-        assert begun is not None
-        self._thread = begun
+
+    def _begin(self) -> None:
+        for watch, save in zip(self._watches, self._saves, strict=True):
+            write = partial(self._write, save)
+            self._threads.append(watch.save_in_background(self.what, write, KEPT_BYTES // len(self._saves)))
+
+    def _write(self, save: PartSave, chunks: Chunks) -> None:
+        save.write(self._rows(chunks))
 
     def _rows(self, chunks: Chunks) -> Chunks:
         for chunk in chunks:
@@ -180,7 +216,13 @@ class BackgroundPartSave:
         Raises what went wrong, on all ranks: then there is no snapshot. All ranks call it.
         """
         if not self._over:
-            _, error = attempt(lambda: self._thread.wait(timeout))
+            end = None if timeout is None else monotonic() + timeout
+            error = None
+            for thread in self._threads:
+                thread.hurry()
+            for thread in self._threads:
+                _, failed = attempt(partial(thread.wait, None if end is None else max(end - monotonic(), 0)))
+                error = error or failed
             self.at_step()  # which tells all ranks the error of the save
             if error is not None and not isinstance(error, Exception):
                 raise error  # Ctrl-C, which ends the wait alone
@@ -189,36 +231,36 @@ class BackgroundPartSave:
         return self._over
 
     def at_step(self) -> None:
-        """Let the snapshot be there where every rank has written. All ranks call it, between two steps."""
+        """Let the snapshots be there where every rank has written. All ranks call it, between two steps."""
         if self._over:
             return
-        notes = agree(self._world, f"{self._op}: written", note=self._state()).notes
-        if _GOING in notes:
+        goes_on = not all(thread.done for thread in self._threads)
+        if any(agree(self._world, f"{self._op}: written", note=goes_on).notes):
             return
         self._over = True
-        made, self._error = attempt(lambda: self._save.commit(self._failure(), self._then))
+        made, self._error = attempt(
+            lambda: commit_together(self._world, self._op, self._saves, self._failures(), self._then)
+        )
         if self._error is None:
-            self._watch.changes_saved(made)
+            for watch, id in zip(self._watches, made, strict=True):
+                watch.changes_saved(id)
         elif self._error is not self._world.told:
             raise self._error
         else:
             log.error("saving %s failed: %s", self.what, self._error)
 
     def drop(self) -> None:
-        """Give the save up, unless the snapshot is there. Waits for this rank's thread alone."""
+        """Give the save up, unless the snapshots are there. Waits for this rank's threads alone."""
         if self._over:
             return
         self._over = True
         self._error = StoreError(f"{self.what} was not saved: the embedding was closed before all ranks had written it")
         self._dropped.set()
-        self._watch.finish_saving()
-        self._save.drop()
+        for watch in self._watches:
+            watch.finish_saving()
+        for save in self._saves:
+            save.drop()
         log.error("%s", self._error)
 
-    def _state(self) -> int:
-        if not self._thread.done:
-            return _GOING
-        return _DONE if self._failure() is None else _FAILED
-
-    def _failure(self) -> BaseException | None:
-        return attempt(lambda: self._thread.wait(0))[1]
+    def _failures(self) -> list[BaseException | None]:
+        return [attempt(partial(thread.wait, 0))[1] for thread in self._threads]

@@ -1,4 +1,4 @@
-"""Snapshots of rows of all ranks for other processes: rank 0 is asked, and the ranks save at their next step."""
+"""What other processes ask of ranks: rank 0 is asked, and the ranks do it at their next step."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
-from ..engine.errors import GroupError, StoreError, TierbedError
+from ..engine.errors import GroupError, TierbedError
 from ..snapshots.files.reader import Snapshot, list_snapshots
-from .agreement import told
+from .agreement import everywhere, told
+from .together import save_together
 
 if TYPE_CHECKING:
-    from ..engine.persist.held_table import HeldTable
     from ..snapshots.files.format import Manifest
     from .group import Group
-    from .home import Home
-    from .saves import RankSnapshots
+    from .held import ShardedHeld
 
 _LOOK_AGAIN = 0.05  # seconds between two looks whether the asker still waits
 
@@ -27,30 +26,30 @@ class Requests:
     the headers of the next call of all ranks.
     """
 
-    def __init__(self, world: Group, own: HeldTable, home: Home | None, saves: RankSnapshots, name: str) -> None:
-        self._world, self._own, self._home, self._saves, self._name = world, own, home, saves, name
+    def __init__(self, world: Group, held: ShardedHeld, find: Callable[[str], ShardedHeld]) -> None:
+        """held: the rows. find: gives those of a store by its real path."""
+        self._world, self._held, self._find = world, held, find
         self._request: _Request | None = None
-        self._taking = Lock()
+        self._taking, self._asking = Lock(), Lock()
 
     @property
     def wanted(self) -> bool:
-        """Whether rank 0 was asked for a snapshot, and its rows are of a whole number of steps."""
-        if self._request is None or self._own.table.in_step:
+        """Whether rank 0 was asked for something, and the rows are of a whole number of steps."""
+        request = self._request
+        if request is None or any(held.own.table.in_step for held in request.tables):
             return False
-        return self._saves.membership is None or not self._saves.membership.is_amid_step
+        return all(held.membership is None or not held.membership.is_amid_step for held in request.tables)
 
     def serve(self) -> None:
-        """Save what rank 0 was asked for. Called by all ranks, where `wanted` was true on one. GroupError."""
-        op = f"a snapshot of embedding {self._name!r} for another process"
+        """Do what rank 0 was asked for. Called by all ranks, where `wanted` was true on one. GroupError."""
+        op = f"a wish of another process to embedding {self._held.name!r}"
         request = self._take(begin=True)
-        given = None if request is None else [request.name, request.kind, request.overwrite]
-        wish: list[Any] | None = told(self._world, op, lambda: given)[0]
+        wish: list[Any] | None = told(self._world, op, lambda: None if request is None else request.wish)[0]
         if wish is None:
             return
-        name, kind, overwrite = wish
         error: BaseException | None = None
         try:
-            self._saves.save(name, kind, overwrite, None if request is None else request.progress)
+            self._do(op, wish, request)
         except BaseException as caught:
             error = caught
             if self._world.failure is not None or not isinstance(error, TierbedError):
@@ -58,6 +57,20 @@ class Requests:
         finally:
             if request is not None:
                 request.end(error)
+
+    def _do(self, op: str, wish: list[Any], request: _Request | None) -> None:
+        match wish:
+            case ["save", name, kind, overwrite, []]:
+                self._held.saves.save(name, kind, overwrite, None if request is None else request.progress)
+            case ["save", name, kind, overwrite, stores]:
+                tables = everywhere(self._world, op, lambda: [self._find(store) for store in stores])
+                if request is not None:
+                    request.progress(0)
+                save_together(self._world, tables, name, kind, overwrite)
+            case ["get", table, key]:
+                rows = told(self._world, op, lambda: self._held.own.row(table, key))
+                if request is not None:
+                    request.row = next((row for row in rows if row), {})
 
     def save_between_steps(
         self,
@@ -68,42 +81,46 @@ class Requests:
         overwrite: bool = False,
         stores: Sequence[str] = (),
     ) -> Manifest | None:
-        """Let the ranks save a snapshot at their next step, as `Served.save_between_steps` says."""
-        if len(stores) > 1:
-            raise StoreError(
-                "ranks save one embedding for another process at a time: ask for each, or let the training script call "
-                "save_snapshot of its graph"
-            )
-        request = _Request(name, kind, overwrite, progress, give_up)
-        self._request = request
-        while not request.done.wait(_LOOK_AGAIN):
-            if give_up():
-                self._take()  # unless the ranks have
-        if not request.begun:
+        """Let the ranks save at their next step, as `Served.save_between_steps` says."""
+        several = list(stores) if len(stores) > 1 else []
+        tables = [self._find(store) for store in several] or [self._held]
+        if self._asked(_Request(["save", name, kind, overwrite, several], tables, give_up, progress)) is None:
             return None
-        if request.error is not None:
-            raise request.error
-        assert self._home is not None
-        return Snapshot.open(self._home.snapshots / name).manifest
+        return Snapshot.open(self._held.saves.folder / name).manifest
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
         """Prune on rank 0, which has the folder of the snapshots, as `Served.prune_between_steps` says."""
-        assert self._home is not None
-        with self._own.table.lock:
-            removed = self._saves.prune_here(self._home, keep_last, keep_every)
-        return removed, [one.name for one in list_snapshots(self._home.snapshots).snapshots]
+        home = self._held.home
+        assert home is not None
+        with self._held.own.table.lock:
+            removed = self._held.saves.prune_here(home, keep_last, keep_every)
+        return removed, [one.name for one in list_snapshots(home.snapshots).snapshots]
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """StoreError: rank 0 has not all rows."""
-        raise StoreError(
-            f"the rows of embedding {self._name!r} are spread over {self._world.size} ranks, which train: give "
-            "--snapshot, or get the row in the training script"
-        )
+        """Let the rank that has a row tell it at the next step, as `Served.row_between_steps` says."""
+        request = self._asked(_Request(["get", table, key], [self._held], give_up))
+        return None if request is None else request.row
 
     def status(self) -> dict[str, Any]:
         """The name, the step and the rows of rank 0, for another process."""
-        table = self._own.table
-        return {"name": self._name, "step": table.step, "rows": table.counts.rows, "ranks": self._world.size}
+        table = self._held.own.table
+        return {"name": self._held.name, "step": table.step, "rows": table.counts.rows, "ranks": self._world.size}
+
+    def _asked(self, request: _Request) -> _Request | None:
+        """The request, once the ranks have done it; None where they had not begun when the asker gave up."""
+        while not self._asking.acquire(timeout=_LOOK_AGAIN):  # one at a time
+            if request.give_up():
+                return None
+        try:
+            self._request = request
+            while not request.done.wait(_LOOK_AGAIN):
+                if request.give_up():
+                    self._take()  # unless the ranks have
+        finally:
+            self._asking.release()
+        if request.error is not None:
+            raise request.error
+        return request if request.begun else None
 
     def _take(self, begin: bool = False) -> _Request | None:
         """The request, if there is one that somebody waits for; with `begin`, to do it. One that is not is over."""
@@ -118,21 +135,26 @@ class Requests:
 
 
 class _Request:
-    """A snapshot that was asked for. `begun`: whether the ranks took it. `done` is set when it is over."""
+    """What was asked for. `begun`: whether the ranks took it. `done` is set when it is over."""
 
     def __init__(
-        self, name: str, kind: str, overwrite: bool, progress: Callable[[int], None], give_up: Callable[[], bool]
+        self,
+        wish: list[Any],
+        tables: Sequence[ShardedHeld],
+        give_up: Callable[[], bool],
+        progress: Callable[[int], None] = lambda rows: None,
     ) -> None:
-        self.name, self.kind, self.overwrite = name, kind, overwrite
-        self.progress, self.give_up = progress, give_up
+        """wish: for all ranks. tables: those that must be between two steps."""
+        self.wish, self.tables, self.give_up, self.progress = wish, tables, give_up, progress
         self.begun = False
         self.done = Event()
         self.error: TierbedError | None = None
+        self.row: dict[str, Any] = {}
 
     def end(self, error: BaseException | None) -> None:
         """The ranks are done with it, or have failed."""
         if isinstance(error, TierbedError):
             self.error = error
         elif error is not None:
-            self.error = GroupError(f"the ranks did not save {self.name!r}: {error!r}")
+            self.error = GroupError(f"the ranks did not do {self.wish}: {error!r}")
         self.done.set()

@@ -72,10 +72,10 @@ class RankSnapshots:
         """The name of the rows of a step. Local."""
         return of_step(step, self.place, self.base)
 
-    def check(self, name: str, kind: str, overwrite: bool) -> None:
+    def check(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
         """Raise what `save` would raise for these arguments."""
         op = self._op(f"checking snapshot {name!r}")
-        self._agree(name, kind, overwrite)
+        self._agree(name, kind, overwrite, background)
         everywhere(self._world, op, lambda: self._at_home(lambda home: self._check(home, name, kind, overwrite)))
 
     def save(self, name: str, kind: str, overwrite: bool, progress: Progress | None = None) -> None:
@@ -85,7 +85,7 @@ class RankSnapshots:
         self.at_step()
         table = self._own.table
         with table.lock:  # rows of one step
-            everywhere(self._world, op, self._check_not_saving)
+            self.check_not_saving(op)
             save, parent = self.begin(op, name, kind, overwrite)
             _, error = attempt(lambda: self.write(save, parent, progress))
             made = save.commit(error, self.noted())
@@ -98,9 +98,10 @@ class RankSnapshots:
         self.at_step()
         table = self._own.table
         with table.lock:
-            everywhere(self._world, op, self._check_not_saving)
+            self.check_not_saving(op)
             save, _ = self.begin(op, name, kind, overwrite)
-            self._saving = BackgroundPartSave(self._world, op, self._own, save, self.noted(), f"snapshot {name!r}")
+            what = f"snapshot {name!r}"
+            self._saving = BackgroundPartSave(self._world, op, [(self._own, save)], [self.noted()], what)
         return self._saving
 
     def at_step(self) -> None:
@@ -294,10 +295,14 @@ class RankSnapshots:
         self._own.table.opened()
         self._own.table.check()
 
-    def _check_not_saving(self) -> None:
-        """Raises StoreError while a snapshot of the background is not there yet, on all ranks alike."""
-        if self._saving is not None:  # also where this rank has written its part by now
-            raise StoreError(still_saving(self._saving.what))
+    def check_not_saving(self, op: str) -> None:
+        """Raises StoreError while a snapshot of the background is not there yet, on all ranks."""
+        saving = self._saving  # also where this rank has written its part by now
+        agree(self._world, op, None if saving is None else StoreError(still_saving(saving.what)))
+
+    def goes_on(self, saving: BackgroundPartSave) -> None:
+        """The rows are among those that are being saved in the background."""
+        self._saving = saving
 
     def _held(self) -> Held:
         table = self._own.table

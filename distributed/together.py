@@ -16,6 +16,7 @@ from ..snapshots.store.all_or_none import Decided
 from ..snapshots.store.instants import check_one_instant
 from ..snapshots.store.selection import LoadReport, Selection
 from .agreement import attempt, everywhere
+from .part_save import BackgroundPartSave, commit_together
 
 if TYPE_CHECKING:
     from .group import Group
@@ -24,37 +25,49 @@ if TYPE_CHECKING:
 
 
 def save_together(
-    world: Group, tables: Sequence[ShardedHeld], name: str, kind: str = "full", overwrite: bool = False
-) -> None:
-    """As `save_together` of one process."""
+    world: Group,
+    tables: Sequence[ShardedHeld],
+    name: str,
+    kind: str = "full",
+    overwrite: bool = False,
+    background: bool = False,
+) -> BackgroundPartSave | None:
+    """As `save_together` of one process, or as `save_together_in_background`."""
     for table in tables:
-        table.check_save(name, _kind(table, kind), overwrite)
+        table.saves.check(name, _kind(table, kind), overwrite, background)
         table.saves.at_step()
     op = f"saving snapshot {name!r} of {len(tables)} embeddings"
-    identity = secrets.token_hex(16)
-    saves: list[tuple[ShardedHeld, PartSave]] = []
+    identity, first = secrets.token_hex(16), tables[0].saves
+    of_all = None
+    if first.place is not None and first.membership is not None:
+        of_all = OfAll(name, first.membership, identity, Decided(first.place / name, identity, lambda: None))
+    saves: list[tuple[PartSave, Snapshot | None]] = []
     with ExitStack() as locks:
         for table in tables:
             locks.enter_context(table.own.table.lock)
+        noted = [table.saves.noted() for table in tables]
         try:
             for table in tables:
-                first = tables[0].saves
-                commit = None if first.place is None else Decided(first.place / name, identity, lambda: None)
-                of_all = None
-                if commit is not None and first.membership is not None:
-                    of_all = OfAll(name, first.membership, identity, commit)
-                save, parent = table.saves.begin(op, name, _kind(table, kind), overwrite, of_all)
-                saves.append((table, save))
-                _, error = attempt(partial(table.saves.write, save, parent, None))
-                save.gather(error)
-            for _, save in saves:
-                everywhere(world, f"{op}: manifests", save.write_manifest)
+                table.saves.check_not_saving(op)
+                saves.append(table.saves.begin(op, name, _kind(table, kind), overwrite, of_all))
         except BaseException:
-            for _, save in saves:
+            for save, _ in saves:
                 save.drop()
             raise
-        for table, save in saves:  # the first is the commit
-            table.saves.saved(kind, save.put_in_place(table.saves.noted()))
+        if background:
+            parts = [(table.own, save) for table, (save, _) in zip(tables, saves, strict=True)]
+            saving = BackgroundPartSave(world, op, parts, noted, f"snapshot {name!r} of {len(tables)} embeddings")
+            for table in tables:
+                table.saves.goes_on(saving)
+            return saving
+        errors = [
+            attempt(partial(table.saves.write, save, parent, None))[1]
+            for table, (save, parent) in zip(tables, saves, strict=True)
+        ]
+        made = commit_together(world, op, [save for save, _ in saves], errors, noted)
+        for table, id in zip(tables, made, strict=True):
+            table.saves.saved(kind, id)
+    return None
 
 
 def load_together(world: Group, tables: Sequence[ShardedHeld], name: str) -> list[LoadReport]:
@@ -95,9 +108,14 @@ def _load(tables: Sequence[ShardedHeld], places: Sequence[Path]) -> list[LoadRep
     members = [table.membership for table in tables if table.membership is not None]
     together = instant_of(members, [Snapshot.open(place) for place in places]) if members else None
     reports = []
-    for table, place in zip(tables, places, strict=True):
-        op = f"loading snapshot {place.name!r} of embedding {table.name!r}"
-        reports.append(table.saves.load_from(op, place, Selection(), place.name, together))
+    try:
+        for table, place in zip(tables, places, strict=True):
+            op = f"loading snapshot {place.name!r} of embedding {table.name!r}"
+            reports.append(table.saves.load_from(op, place, Selection(), place.name, together))
+    except BaseException as error:
+        if reports and members:
+            members[0].tear(f"a load of {len(tables)} embeddings raised amid its changes ({error!r})")
+        raise
     return reports
 
 

@@ -16,6 +16,7 @@ from ..engine.optim.optimizers import RowOptimizer
 from ..engine.persist.training_group import TrainingGroup
 from ..engine.spec.options import StoreOptions
 from ..engine.spec.table_spec import TableSpec
+from ..engine.table.background_save import Saving
 from ..snapshots.store.selection import LoadReport
 from . import together
 from .agreement import agree, raw_bytes
@@ -102,11 +103,11 @@ class World(Group):
         """Open the rows of an embedding over all ranks, as `ShardedHeld`."""
         return ShardedHeld(self, spec, options, optimizer, device, group, for_load)
 
-    def save_together(self, tables: Sequence[Any], name: str, kind: str, overwrite: bool, background: bool) -> None:
+    def save_together(
+        self, tables: Sequence[Any], name: str, kind: str, overwrite: bool, background: bool
+    ) -> Saving | None:
         """Save the rows of several embeddings as snapshot `name`, all or none: `tierbed.Graph.save_snapshot`."""
-        if background:
-            raise OptionError("background=True: ranks save several embeddings while steps wait; leave it out")
-        together.save_together(self, tables, name, kind, overwrite)
+        return together.save_together(self, tables, name, kind, overwrite, background)
 
     def load_together(self, tables: Sequence[Any], name: str) -> list[LoadReport]:
         """Load the snapshots `name` of several embeddings, as `tierbed.Graph.load_snapshot`."""

@@ -46,11 +46,10 @@ class ModelSnapshots:
                 raise OptionError(f"{argument}={value!r}: give True or False")
         tables, world = self._held(), self._world_of()
         if world is not None:
-            world.save_together(tables, snapshot_name, kind, overwrite, background)
-        elif background:
+            return world.save_together(tables, snapshot_name, kind, overwrite, background)
+        if background:
             return save_together_in_background(tables, snapshot_name, kind, overwrite)
-        else:
-            save_together(tables, snapshot_name, kind, overwrite)
+        save_together(tables, snapshot_name, kind, overwrite)
         return None
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:

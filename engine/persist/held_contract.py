@@ -128,7 +128,9 @@ class Ranks(Protocol):
     def meet(self, op: str, error: BaseException | None = None, note: int = 0) -> list[int]:
         """The notes of all ranks, in their order. Where a rank gives an error, raises on every rank."""
 
-    def save_together(self, tables: Sequence[Held], name: str, kind: str, overwrite: bool, background: bool) -> None:
+    def save_together(
+        self, tables: Sequence[Held], name: str, kind: str, overwrite: bool, background: bool
+    ) -> Saving | None:
         """Save the rows of several embeddings, all or none."""
 
     def load_together(self, tables: Sequence[Held], name: str) -> list[LoadReport]:

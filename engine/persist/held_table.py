@@ -370,9 +370,10 @@ class HeldTable:
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         """A row for another process, as `Served.row_between_steps` says."""
-        return self._visit(lambda: self._row(table, key), give_up)
+        return self._visit(lambda: self.row(table, key), give_up)
 
-    def _row(self, label: int | str, key: int) -> dict[str, Any]:
+    def row(self, label: int | str, key: int) -> dict[str, Any]:
+        """A row of this process as plain values; {} for none."""
         table = self.table
         number, _ = place_of(table.describe(), label, key)
         ids = torch.tensor([key], dtype=table.spec.key_type, device=self.device)

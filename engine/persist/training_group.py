@@ -145,7 +145,7 @@ class Membership:
 
     def rest(self) -> None:
         """Rows that were loaded and not written since are of an instant with the others when they are closed."""
-        if self.record is not None and (at := self.folder.at) is not None and at.by == "load":
+        if self.record is not None and not self.torn and (at := self.folder.at) is not None and at.by == "load":
             self.folder.note_group(self.record, **{AT: None})
 
     def closed(self) -> None:

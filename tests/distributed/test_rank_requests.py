@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from support.embeddings import make, train
-from support.ranks import answer, started
+from support.ranks import answer, run_ranks, started
 from support.stores import options
+from support.together import Model
 from tierbed.distributed import World
-from tierbed.engine import SnapshotError, StoreError
+from tierbed.engine import InputError, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.asking.asking import ask_save, ask_status
+from tierbed.snapshots.asking.asking import ask_prune, ask_row, ask_save, ask_status
 
 KEYS = torch.arange(100)
 
@@ -127,3 +128,44 @@ def test_a_close_does_not_wait_for_a_save_that_was_asked_for(tmp_path: Path) -> 
         with pytest.raises(SnapshotError, match="closed the store before snapshot 'asked' was whole"):
             ask_save(tmp_path / "rows", "asked")
         assert [answer(pipe) for _, pipe in group] == [True, True]
+
+
+def trains_both(world: World, folder: Path) -> list[int]:
+    """Steps of two embeddings, until the file `stop` is there. Returns their steps."""
+    model = Model(folder, ("host", "host"), world)
+    model.steps(2)
+    (folder / f"ready-{world.rank}").touch()
+    while not world.all_bytes("whether to stop", b"1" if (folder / "stop").exists() else b"")[0]:
+        model.steps(1)
+    return model.at()
+
+
+def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path: Path) -> None:
+    stores = [tmp_path / name for name in "ab"]
+    with asked(tmp_path, trains_both) as group:
+        until(tmp_path / "ready-0", tmp_path / "ready-1")
+        assert ask_save(stores[0], "asked", stores=stores) is not None
+        with pytest.raises(SnapshotError, match="asked' exists"):
+            ask_save(stores[1], "asked", stores=stores)
+        with pytest.raises(StoreError, match=r"does not have .* open; save that store by itself"):
+            ask_save(stores[1], "other", stores=[*stores, tmp_path / "c"])
+        snapshots = [Snapshot.open(store / "snapshots" / "asked") for store in stores]
+        some = [int(next(snapshots[0].chunks())[1]["key"][0]), 10**9]
+        rows = [ask_row(stores[0], 0, key) for key in some]
+        with pytest.raises(InputError):
+            ask_row(stores[0], 9, 1)
+        assert ask_prune(stores[0], 1, None) == ([], ["asked"])
+        (tmp_path / "stop").touch()
+        steps = [answer(pipe) for _, pipe in group]
+    assert steps[0] == steps[1]
+    assert snapshots[0].description["step"] == snapshots[1].description["step"] >= 2
+    assert rows[0]["key"] == some[0]
+    assert rows[0]["updates"] >= 2
+    assert rows[1] == {}
+    assert run_ranks(1, reopened, tmp_path) == [[snapshots[0].description["step"]] * 2]
+
+
+def reopened(world: World, folder: Path) -> list[int]:
+    model = Model(folder, ("host", "host"), world)
+    model.load_snapshot("asked")
+    return model.at()

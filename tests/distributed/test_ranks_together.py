@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.killed import step
-from support.ranks import run_ranks, started
+from support.ranks import fails, run_ranks, started
 from support.together import Model
 from tierbed.distributed import World
 from tierbed.engine.errors import StoreError
@@ -25,6 +26,10 @@ def trained(world: World, path: Path, store: str) -> None:
             model.save_snapshot("three")
         if number == 5:
             model.save_snapshot("five", "incremental")
+            saving = model.save_snapshot("background", background=True)
+            assert saving is not None
+        if number == 6:
+            assert saving.wait()
         if number in (6, 7):
             model.members[number - 6].save_snapshot(f"s{number}")
     world.sum(model.members[0].shadow.detach())  # all have come so far
@@ -56,7 +61,7 @@ def test_ranks_go_back_to_one_instant_of_all_embeddings(tmp_path: Path, store: s
     killed(2, trained, tmp_path, store)
     assert run_ranks(2, opened, tmp_path, store) == [[[5, 5], [3, 3]]] * 2
     names = [[one.name for one in list_snapshots(tmp_path / name / "snapshots").snapshots] for name in "ab"]
-    assert names == [["three", "five", "s6", "four"], ["three", "five", "s7", "four"]]
+    assert names == [["three", "five", "background", "s6", "four"], ["three", "five", "background", "s7", "four"]]
 
 
 def apart(world: World, path: Path) -> None:
@@ -83,3 +88,34 @@ def test_ranks_without_a_common_step_are_told_so_and_may_accept_what_is_there(tm
         assert "'a' has snapshot 'alone', of step 1, 'b' has snapshot 'alone', of step 2" in said
     assert run_ranks(2, refused, tmp_path, "mixed") == [[1, 2]] * 2
     assert run_ranks(1, refused, tmp_path, "resume") == [[1, 2]]
+
+
+def half_loaded(world: World, path: Path) -> list[str]:
+    """Rank 1 cannot read its part of the second embedding, once the first is loaded."""
+    model = Model(path, ("host", "host"), world)
+    model.steps(1)
+    model.save_snapshot("one")
+    model.steps(1)
+    b = model.members[1].opened()
+    load = b.own.load_from  # type: ignore[attr-defined]
+
+    def fail(*given: Any) -> Any:
+        if world.rank == 1:
+            raise StoreError("no memory is left")
+        return load(*given)
+
+    b.own.load_from = fail  # type: ignore[attr-defined]
+    said = [fails(lambda: model.load_snapshot("one"), StoreError), fails(lambda: step(model.members[0]), StoreError)]
+    model.close()
+    return said
+
+
+def at(world: World, path: Path) -> list[int]:
+    return Model(path, ("host", "host"), world).at()
+
+
+def test_ranks_that_loaded_some_embeddings_alone_neither_train_nor_close_them_as_one(tmp_path: Path) -> None:
+    for said in run_ranks(2, half_loaded, tmp_path):
+        assert "no memory is left" in said[0]
+        assert "a load of 2 embeddings raised amid its changes" in said[1]
+    assert run_ranks(2, at, tmp_path) == [[1, 1]] * 2
