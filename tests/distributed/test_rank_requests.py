@@ -137,7 +137,7 @@ def trains_both(world: World, folder: Path) -> list[int]:
     (folder / f"ready-{world.rank}").touch()
     while not world.all_bytes("whether to stop", b"1" if (folder / "stop").exists() else b"")[0]:
         model.steps(1)
-    return model.at()
+    return model.counts()
 
 
 def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path: Path) -> None:
@@ -168,4 +168,4 @@ def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path:
 def reopened(world: World, folder: Path) -> list[int]:
     model = Model(folder, ("host", "host"), world)
     model.load_snapshot("asked")
-    return model.at()
+    return model.counts()

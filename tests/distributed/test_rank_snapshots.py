@@ -203,8 +203,8 @@ def save_over_one_of_the_background(world: World, folder: Path) -> str:
     with opened(world, folder) as embedding:
         step(embedding)
         save: Any = embedding.save_snapshot("s", background=True)
-        save._thread.wait()  # written on all ranks, which have not told each other
-        said = fails(embedding.opened().saves._check_not_saving, StoreError)
+        save._threads[0].wait()  # written on all ranks, which have not told each other
+        said = fails(lambda: embedding.opened().saves.check_not_saving("saving"), StoreError)
         assert save.wait()
         embedding.save_snapshot("t")
     return said

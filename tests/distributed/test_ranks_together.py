@@ -38,9 +38,9 @@ def trained(world: World, path: Path, store: str) -> None:
 
 def opened(world: World, path: Path, store: str) -> list[list[int]]:
     model = Model(path, (store, "host"), world)
-    found = [[int(member.metrics()["table"]["step"]) for member in model.members]]
+    found = [model.counts()]
     model.load_snapshot("three")
-    found.append([int(member.metrics()["table"]["step"]) for member in model.members])
+    found.append(model.counts())
     for member in model.members:
         step(member)
     model.save_snapshot("four")
@@ -77,7 +77,7 @@ def apart(world: World, path: Path) -> None:
 def refused(world: World, path: Path, mode: str) -> list[int] | str:
     model = Model(path, ("host", "host"), world, open=mode)
     try:
-        return [int(member.metrics()["table"]["step"]) for member in model.members]
+        return model.counts()
     except StoreError as error:
         return str(error)
 
@@ -111,7 +111,7 @@ def half_loaded(world: World, path: Path) -> list[str]:
 
 
 def at(world: World, path: Path) -> list[int]:
-    return Model(path, ("host", "host"), world).at()
+    return Model(path, ("host", "host"), world).counts()
 
 
 def test_ranks_that_loaded_some_embeddings_alone_neither_train_nor_close_them_as_one(tmp_path: Path) -> None:

@@ -47,9 +47,13 @@ class Model(ModelSnapshots, nn.Module):
                 if not members or member.name in members:
                     step(member)
 
+    def counts(self) -> list[int]:
+        """The steps of the members, as they say."""
+        return [int(member.metrics()["table"]["step"]) for member in self.members]
+
     def at(self) -> list[int]:
         """The steps of the members, whose rows are those of these steps."""
-        found = [int(member.metrics()["table"]["step"]) for member in self.members]
+        found = self.counts()
         for member, count in zip(self.members, found, strict=True):
             holds(member, count)
         return found
