@@ -53,7 +53,7 @@ Tables = Annotated[
 def told_in_use(store: Path, as_json: bool) -> Iterator[None]:
     """A block that takes a store folder. Ends with `IN_USE` where another process has the folder."""
     from ..engine.errors import StoreError
-    from ..snapshots.store.status import holder
+    from ..engine.store.folder_state import holder
 
     try:
         yield

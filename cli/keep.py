@@ -94,11 +94,10 @@ class _Pruned(NamedTuple):
 
 def _pruned(store: Path, keep_last: int, keep_every: int | None, dry_run: bool, as_json: bool) -> _Pruned:
     """Prune one store: by this process, or by the one that has it open."""
-    from ..engine.store.folder_state import FolderState
+    from ..engine.store.folder_state import FolderState, holder
     from ..snapshots.asking.asking import ask_prune
     from ..snapshots.store.retention import plan_for
     from ..snapshots.store.retention import prune as prune_store
-    from ..snapshots.store.status import holder
 
     if dry_run or holder(store) is not None:
         plan = plan_for(FolderState(store), keep_last, keep_every)

@@ -37,10 +37,10 @@ def save_together(
     Raises StoreError, also for stores of several processes; SnapshotError, OptionError.
     """
     from ..engine.errors import StoreError
+    from ..engine.store.folder_state import holder
     from ..snapshots.asking.asking import ask_save
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.store.linked import remove_snapshot
-    from ..snapshots.store.status import holder
 
     held = {store: process for store in stores if (process := holder(store)) is not None}
     if len({*held.values()}) > 1:

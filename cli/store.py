@@ -96,9 +96,10 @@ def get(
     Example: tierbed store get store/users 42 --table 1
     """
     from ..engine.errors import InputError
+    from ..engine.store.folder_state import holder
     from ..snapshots.asking.asking import ask_row
     from ..snapshots.looking.row import live_row, plain_row, snapshot_row
-    from ..snapshots.store.status import existing_store, holder
+    from ..snapshots.store.status import existing_store
 
     found: dict[str, Any] = {}
 

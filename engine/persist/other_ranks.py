@@ -6,10 +6,9 @@ import logging
 from pathlib import Path
 
 from ...snapshots.store.saving import base_of
-from ...snapshots.store.status import holder
 from ..errors import StoreError
 from ..store.folder import StoreFolder
-from ..store.folder_state import RanksRecord
+from ..store.folder_state import RanksRecord, holder
 from ..store.shares import Shares, live_of, live_together, marks_in, remove_other_shares, share_folder
 from .opening import Base, Found, Opening, lost, not_closed, own_decision, restored
 

@@ -116,12 +116,18 @@ class Membership:
         self.holder: Callable[[], Any] = lambda: None  # gives what has the table
         self._formed: Instant | None = None  # of the last open or load of one of them, for the first write of each
         self._is_at = False  # whether MARK says that the rows are at a version
+        self._number = 0  # the largest of an instant in the snapshots: those of states are not in MARK
         self.torn = ""  # why its rows and those of the others are of different steps
 
     @property
     def id(self) -> str:
         """The store's, among those that it is trained together with."""
         return "" if self.record is None else self.record.id
+
+    @property
+    def number(self) -> int:
+        """The largest of an instant that the store knows of."""
+        return max(self._number, 0 if self.record is None else self.record.number)
 
     @property
     def table(self) -> OpenTable | None:
@@ -142,6 +148,13 @@ class Membership:
 
     def _begin(self, rows: Rows) -> Versions:
         return Versions(rows, self._epochs())
+
+    def _epochs(self) -> list[str]:
+        """Those of the rows of snapshots, whose numbers it notes as well."""
+        saved = list_snapshots(self.folder.snapshots).snapshots
+        of_group = (snapshot.manifest.instant for snapshot in saved)
+        self._number = max((one.instant.number for one in of_group if one is not None), default=0)
+        return [rows_of(snapshot).now[0] for snapshot in saved]
 
     def rest(self) -> None:
         """Rows that were loaded and not written since are of an instant with the others when they are closed."""
@@ -199,9 +212,6 @@ class Membership:
         known = None if self.group is None else self.group.ids.get(self.path)
         return known or secrets.token_hex(8)
 
-    def _epochs(self) -> list[str]:
-        return [rows_of(snapshot).now[0] for snapshot in list_snapshots(self.folder.snapshots).snapshots]
-
     def open_peers(self) -> list[Membership]:
         """Those of the others that this process has open."""
         if self.record is None:
@@ -215,16 +225,16 @@ class Membership:
         assert self.record is not None
         versions: dict[str, Version | None] = {self.record.id: self.versions.rows.now}
         version: Version | None
-        number = self.record.number
+        number = self.number
         steady = not self.is_amid_step
         for id, peer in self.record.peers.items():
             places = peer.places(self.store)
             other = next((_open[path] for place in places if (path := os.path.realpath(place)) in _open), None)
             if other is not None and other.table is not None and other.record is not None:
-                known, version = other.record.number, other.versions.rows.now
+                known, version = other.number, other.versions.rows.now
             else:
                 there = Member(next((place for place in places if place.is_dir()), places[1]), {})
-                known, version = 0 if there.record is None else there.record.number, there.present
+                known, version = there.number, there.present
             versions[id] = version if steady else None
             number = max(number, known)
         self.record = replace(self.record, number=number + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,3 +182,22 @@ class FolderState:
         except OSError as error:
             remedy = remedy_for(error, self.remedy)
             raise StoreError(f"cannot {action} store folder {str(self.path)!r}: {error}: {remedy}") from error
+
+
+def holder(path: Path) -> int | None:
+    """The id of the process that has a store folder open, 0 where it is unknown; None for no process. StoreError."""
+    try:
+        with open(path / "LOCK", "rb") as lock:
+            # the lock file of a holder that let go is blank; one of a killed process is locked here for an instant, as
+            # a holder would lock it, and so is an empty one, which a full disk had no room for
+            content = lock.read(20)
+            if content.isspace():
+                return None
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(content) if content.strip().isdigit() else 0
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderState.remedy}") from error
+    return None

@@ -20,7 +20,7 @@ from typing import Any
 
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.store.folder import StoreFolder
-from ...engine.store.folder_state import FolderState
+from ...engine.store.folder_state import FolderState, holder
 from ...engine.store.shares import Live as Share
 from ...engine.store.shares import live_of, live_together, marks_in, share_folder
 from ...engine.store.snapshot_place import SNAPSHOTS
@@ -81,6 +81,13 @@ class Member:
             return noting.group
         saved = self.snapshots[-1].manifest.instant
         return None if saved is None else GroupRecord(saved.id, saved.peers, number=saved.instant.number)
+
+    @cached_property
+    def number(self) -> int:
+        """The largest number of an instant that the store knows of: states have some that MARK lacks."""
+        noted = 0 if self.record is None else self.record.number
+        saved = (snapshot.manifest.instant for snapshot in self.snapshots)
+        return max([noted, *(one.instant.number for one in saved if one is not None)])
 
     @cached_property
     def clean(self) -> Rows | None:
@@ -215,7 +222,7 @@ class Group:
     @property
     def number(self) -> int:
         """The largest that a store knows of."""
-        return max((m.record.number for m in self.members.values() if m.record is not None), default=0)
+        return max((member.number for member in self.members.values()), default=0)
 
     @property
     def is_at_rest(self) -> bool:
@@ -376,6 +383,9 @@ def settle(
     group = Group(first.path, live, shares)
     if mode == "fresh" or len(group.members) + len(group.missing) < 2 or group.is_at_rest:
         return None
+    running = [member for member in group.members.values() if member.live is None and not member.is_at_rest]
+    if group.members[group.first].is_at_rest and all(holder(member.path) is not None for member in running):
+        return None  # other processes train the others
     if mode == "error":
         unclean = [repr(str(m.path)) for m in group.members.values() if m.live is None and not m.is_at_rest]
         raise StoreError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.spec.tables import labels_of, names_in
-from ...engine.store.folder_state import FolderState
+from ...engine.store.folder_state import FolderState, holder
 from ...engine.store.shares import RANKS, marks_in, share_folder
 from ...engine.store.table_counts import counts_in
 from ..files.reader import Snapshot, list_snapshots
@@ -174,25 +173,6 @@ def stores_in(path: Path) -> list[Path]:
 
 def _is_store(path: Path) -> bool:
     return os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")
-
-
-def holder(path: Path) -> int | None:
-    """The id of the process that has a store folder open, 0 where it is unknown; None for no process. StoreError."""
-    try:
-        with open(path / "LOCK", "rb") as lock:
-            # the lock file of a holder that let go is blank; one of a killed process is locked here for an instant, as
-            # a holder would lock it, and so is an empty one, which a full disk had no room for
-            content = lock.read(20)
-            if content.isspace():
-                return None
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return int(content) if content.strip().isdigit() else 0
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderState.remedy}") from error
-    return None
 
 
 def _after_kill(path: Path, base: str | None, noted: int | None) -> Restart:

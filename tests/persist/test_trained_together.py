@@ -10,7 +10,7 @@ import pytest
 
 from support.embeddings import make
 from support.forked import in_process
-from support.killed import remarks
+from support.killed import remarks, step
 from support.stores import options
 from support.together import Model, killed, killed_at
 from tierbed.engine.errors import SnapshotError, StoreError
@@ -398,3 +398,40 @@ def saved_together(path: Path) -> None:
     model.steps(2)
     model.save_snapshot("two")
     model.steps(1)
+
+
+def states_and_closed(path: Path) -> None:
+    model = Model(path, ("host", "host"), state_dict_snapshots=True)
+    model.save_snapshot("none")
+    for _ in range(4):
+        model.steps(1)
+        model.state_dict()
+    model.close()
+
+
+def late(path: Path) -> list[int]:
+    model = Model(path, ("host", "host"), state_dict_snapshots=True)
+    model.steps(3)
+    model.save_snapshot("late")
+    model.steps(1)
+    return model.at()
+
+
+def test_a_save_after_states_of_an_earlier_run_is_the_latest(tmp_path: Path) -> None:
+    in_process(states_and_closed, tmp_path)
+    assert killed(late, tmp_path) == [8, 8]
+    assert killed(at, tmp_path, ("host", "host")) == [7, 7]
+
+
+def test_a_closed_member_is_used_while_another_process_trains_the_others(tmp_path: Path) -> None:
+    in_process(states_and_closed, tmp_path)
+    running = Model(tmp_path, ("host", "host"))
+    running.steps(1, "b")
+    assert killed(one_step_of_a, tmp_path) == 5
+    running.close()
+
+
+def one_step_of_a(path: Path) -> int:
+    member = Model(path, ("host", "host")).members[0]
+    step(member)
+    return int(member.metrics()["table"]["step"])
