@@ -10,7 +10,8 @@ import pytest
 
 from support.embeddings import make
 from support.forked import in_process
-from support.killed import remarks, step
+from support.killed import remarks
+from support.killed import step as one_step
 from support.stores import options
 from support.together import Model, killed, killed_at
 from tierbed.engine.errors import SnapshotError, StoreError
@@ -433,5 +434,5 @@ def test_a_closed_member_is_used_while_another_process_trains_the_others(tmp_pat
 
 def one_step_of_a(path: Path) -> int:
     member = Model(path, ("host", "host")).members[0]
-    step(member)
+    one_step(member)
     return int(member.metrics()["table"]["step"])
