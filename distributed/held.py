@@ -16,6 +16,7 @@ from ..engine.persist.held_table import HeldTable
 from ..engine.persist.rows_in_tensors import NOT_WHOLE, RowTensors
 from ..engine.persist.saved_as import saved_as
 from ..engine.persist.share import Share
+from ..engine.persist.training_group import UNSETTLED
 from ..engine.store.shares import Live, remove_other_shares
 from ..engine.store.versions import EMPTY, Rows
 from ..engine.version import __version__
@@ -79,10 +80,14 @@ class ShardedHeld:
             folder = os.path.realpath(os.path.join(options.persistent_path, spec.name))
             self.home = everywhere(world, f"{op}: folder", lambda: self._take(str(folder), options))
         try:
+            unsettled = ""
             if self.home is not None and options.open != "fresh":
-                settle_ranks(world, op, self.home, options.open, for_load)
+                unsettled = settle_ranks(world, op, self.home, group, options.open, for_load)
             self.own, rows = self._open(op, spec, options, optimizer, device)
             self._enlist(op, group, rows, options.open == "fresh")
+            self.own.use_after_load(unsettled)
+            if self.membership is not None and unsettled:
+                self.membership.torn = UNSETTLED
         except BaseException:
             if self.home is not None:
                 self.home.release()
@@ -168,6 +173,16 @@ class ShardedHeld:
     def own_table(self) -> OpenTable:
         """The table of the rows that this rank has."""
         return self.own.table
+
+    @property
+    def unsettled(self) -> str:
+        return self.own.unsettled
+
+    def keep_rows(self) -> None:
+        """As `HeldTable.keep_rows`. Every rank calls it."""
+        if self.own.is_open:
+            op = f"keep_rows() of embedding {self.name!r}"
+            everywhere(self._world, op, (lambda: None) if self.membership is None else self.membership.keep)
 
     @property
     def base(self) -> str | None:

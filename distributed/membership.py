@@ -11,7 +11,7 @@ from ..engine.store.folder_state import FolderState
 from ..engine.store.shares import Live, live_in, share_folder
 from ..engine.store.versions import AT, Instant, Rows, Versions
 from ..snapshots.store.instants import Group, settle
-from .agreement import everywhere, told
+from .agreement import told
 
 if TYPE_CHECKING:
     from ..engine.persist.held_table import HeldTable
@@ -75,26 +75,32 @@ class RankMembership(Membership):
         return super().loaded(snapshot_rows, by, all_)
 
 
-def settle_ranks(world: Ranks, op: str, home: Home, mode: str, for_load: bool) -> None:
-    """Do `settle` on rank 0, with what the ranks on all hosts have. Raises on all ranks."""
+def settle_ranks(world: Ranks, op: str, home: Home, group: TrainingGroup | None, mode: str, for_load: bool) -> str:
+    """Do `settle` on rank 0, with what the ranks on all hosts have. Raises on all ranks, or returns what it returns."""
     op = f"{op}: those that are trained together"
+    stores = [] if group is None else [place for _, place in group.stores().values() if place != home.path]
 
     def shared() -> list[str]:
         if home.folder is None:
             return []
-        group = Group(home.path, open_rows())
-        found = [member.path for member in group.members.values() if member.live is None]
+        known = Group(home.path, open_rows(), stores=stores)
+        found = [member.path for member in known.members.values() if member.live is None]
         ours = [
             path for path in found if (r := FolderState(path).keeper.of_ranks) is not None and r.ranks == world.size
         ]
-        return [str(path) for path in ours] if len(group.members) + len(group.missing) > 1 else []
+        return [str(path) for path in ours] if len(known.members) + len(known.missing) > 1 else []
 
     paths: list[str] = told(world, op, shared)[0]
     shares: dict[str, list[Live | None]] = {}
     if paths:
         every = told(world, op, lambda: [_share(Path(path), world.rank, world.size) for path in paths])
         shares = {path: [one[at] and Live(*one[at]) for one in every] for at, path in enumerate(paths)}
-    everywhere(world, op, lambda: home.folder and settle(home.folder, mode, open_rows(), for_load, shares))
+
+    def settled() -> str:
+        return "" if home.folder is None else settle(home.folder, mode, open_rows(), for_load, shares, stores)
+
+    said: list[str] = told(world, op, settled)
+    return said[0]
 
 
 def _share(path: Path, rank: int, ranks: int) -> Live | None:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..engine.errors import InputError
 from ..engine.modules.eager import EagerOptimizer
 from ..engine.modules.saved_rows import EXTRA, SavedRows, rows_apart
+from ..engine.persist.training_group import train_together
 from .graph import Graph
 from .state import checkpoint
 from .state.extra_state import Training, check_extra_state, check_modules
@@ -93,6 +94,7 @@ def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> Trai
     if not isinstance(model, nn.Module) or isinstance(model, Graph):
         remedy = "call its save and load" if isinstance(model, Graph) else "give the nn.Module that is trained"
         raise InputError(f"model={type(model).__name__}: {remedy}")
+    train_together(model.modules())
     given = optimizers if isinstance(optimizers, Sequence) else [optimizers]
     for one in given:
         if not isinstance(one, Optimizer):

@@ -20,7 +20,7 @@ from ..optim.optimizers import RowOptimizer, row_optimizer
 from ..optim.row_state import RowState
 from ..persist.held_contract import Held, Ranks, TableOfAll
 from ..persist.held_table import HeldTable
-from ..persist.saved_as import SavedAs
+from ..persist.saved_as import UNKNOWN, SavedAs
 from ..spec.initializers import make_normal_initializer
 from ..spec.inputs import Lookup, check_lookup, check_output_dtype, check_weights
 from ..spec.option_makers import store_options_from_dict
@@ -299,6 +299,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     self._refused = error  # the rows can still be read
                     self._held = self._hold(None, device, for_load)
                 weakref.finalize(self, self._held.finish)
+                if self._held.unsettled:
+                    self._awaited[:] = self._awaited or [UNKNOWN]
             elif self._held.device != device:
                 self._held.move(device)
             held = self._held

@@ -149,6 +149,8 @@ class SavedRows(Rows):
 
     def keep_rows(self) -> None:
         """Go on with the rows as they are, though a loaded state_dict is of others."""
+        if self._awaited and not self._closed and self.store_options.persistent_path is not None:
+            self.opened(for_load=True).keep_rows()
         self._awaited.clear()
 
     def get_extra_state(self) -> Tensor:
@@ -214,6 +216,8 @@ class SavedRows(Rows):
         if found:
             self._awaited.clear()
             return
+        if held.unsettled:
+            raise StoreError(held.unsettled)
         said = said or unlike(self.name, held.named(), awaited)
         if _mode.get() == STAY:
             self._awaited.clear()

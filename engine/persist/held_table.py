@@ -107,6 +107,20 @@ class HeldTable:
         return self._table
 
     @property
+    def unsettled(self) -> str:
+        """Why rows that were opened for a load may not be used before it; "" if they may."""
+        return self._persistence.unsettled
+
+    def use_after_load(self, unsettled: str) -> None:
+        """Let rows that ranks share be used after a load alone, if `unsettled` says why."""
+        self._persistence.unsettled = unsettled
+
+    def keep_rows(self) -> None:
+        """The rows stay, whatever state was loaded into others."""
+        if self.snapshots.membership is not None and self._table is not None:
+            self.snapshots.membership.keep()
+
+    @property
     def own_open(self) -> OpenTable | None:
         """The table, if it is open in this process."""
         return self._table if self._process == os.getpid() else None
@@ -209,6 +223,7 @@ class HeldTable:
         """The rows of all ranks are those of a snapshot from here on."""
         assert self._persistence.life is not None
         self._persistence.life.run = run
+        self._persistence.unsettled = ""
         self._persistence.expect_first_write()
 
     def before_first_write(self, call: Callable[[], None]) -> None:

@@ -50,7 +50,7 @@ from .opening import Base, Decide, Found, Opening, found_in, lacks_space, lost, 
 from .other_ranks import decide_alone, forget_ranks
 from .rows_in_tensors import RowTensors
 from .share import Life, Share
-from .training_group import Membership, TrainingGroup, open_rows
+from .training_group import UNSETTLED, Membership, TrainingGroup, open_rows
 
 log = logging.getLogger("tierbed")
 
@@ -88,6 +88,7 @@ class TablePersistence:
         self._scratch = False  # whether the live rows in the folder differ from the table's
         self._unmarked = False  # whether it is known that the live rows carry no mark
         self._is_written = False  # whether MARK says that this run writes rows
+        self.unsettled = ""  # why the rows may not be used before a load, as `settle` returns it
         self.before_first_write: Callable[[], None] = lambda: None
 
     def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None, for_load: bool = False) -> OpenTable:
@@ -101,12 +102,15 @@ class TablePersistence:
         mode = "fresh" if self._fresh else self.options.open
         try:
             if self.membership is not None:
-                settle(self.folder, mode, open_rows(), for_load)
+                stores = self.membership.stores
+                self.unsettled = settle(self.folder, mode, open_rows(), for_load, stores=stores)
                 self.membership.record = self.folder.group
             self._is_written = False
             table = self._open_with(optimizer, (decide or self._own_decision)(found_in(self.folder)), self.folder)
             if self.life is None:
                 forget_ranks(self.folder)
+            if self.membership is not None and self.unsettled:
+                self.membership.torn = UNSETTLED
             return table
         except TierbedError as error:
             if not lacks_space(error):
@@ -151,7 +155,7 @@ class TablePersistence:
         """
         with table.lock:
             table.rest()  # first: a later call may fail, and no thread may be left when the process ends
-            is_torn = self.membership is not None and self.membership.torn != ""
+            is_torn = self.unsettled != "" or (self.membership is not None and self.membership.torn != "")
             if self.folder is not None and self._scratch and not table.is_lost and not is_torn:
                 try:
                     self.folder.check()
@@ -183,10 +187,11 @@ class TablePersistence:
             folder.clear_incoming()
             write_snapshot(folder.incoming, table.describe(), table.scan())
         self._unmarked = False  # not known from here on, even if a later call fails
+        closed = self.membership is None or not self.membership.is_pending
         if self._on_disk:
-            folder.set_mark(self._mark_of(table), closed=True)
+            folder.set_mark(self._mark_of(table), closed)
         else:
-            folder.replace_live(folder.incoming, self._mark_of(table), closed=True)
+            folder.replace_live(folder.incoming, self._mark_of(table), closed=closed)
 
     def after_failed_close(self, table: OpenTable) -> str:
         """What the next run would find if this run ended now, for the log."""
@@ -335,7 +340,8 @@ class TablePersistence:
         selected = selection.rows_of(snapshot, LoadReport())
         with contextlib.nullcontext() if running is None else running.lock:
             base = snapshot.name if selection.is_whole and self.life is None else None
-            to = None if base is None else (snapshot, "recovery" if running is None else "load", together)
+            by = "load" if running is not None else "open" if self.unsettled else "recovery"
+            to = None if base is None else (snapshot, by, together)
             table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, to, verified=verified)
             if self.folder is not None and self._scratch:
                 self.folder.note_step(table.step)
@@ -414,6 +420,8 @@ class TablePersistence:
             return
         folder.set_base(snapshot.name, *self.membership.loaded(rows_of(snapshot), by, together))
         self._is_written = False
+        if by != "open":
+            self.unsettled = ""
 
     def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
         """Load scanned rows, with room for the optimizer's state where they were put without one. Returns how many."""

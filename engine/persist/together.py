@@ -16,6 +16,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.all_or_none import Decided, all_or_none
 from ...snapshots.store.instants import check_one_instant, rows_of
 from ...snapshots.store.linked import link_snapshot, linked
+from ...snapshots.store.retention import drop_replaced
 from ...snapshots.store.selection import LoadReport, Selection
 from ..errors import OptionError, SnapshotError, StoreError
 from ..store.folder import StoreFolder
@@ -50,18 +51,21 @@ def save_together(tables: Tables, name: str, kind: str = "full", overwrite: bool
             table.snapshots.save(table.table, name, _kind(table, kind), overwrite=overwrite, of_all=of_all)
 
         all_or_none(members[0].folder.snapshots / name, [partial(saved, table) for table in tables])
+        for member in members:
+            drop_replaced(member.folder)
 
 
 def save_together_in_background(tables: Tables, name: str, kind: str = "full", overwrite: bool = False) -> SavingAll:
     """As `save_together`, of full snapshots of the rows as they are now, by a thread for each store."""
     members = _members(tables)
+    apart = any(member.record is None for member in members)
     with between_steps(members):
         _check(tables, name, kind, overwrite)
         saving = SavingAll(f"snapshot {name!r} of {len(tables)} embeddings", members[0].folder.snapshots / name)
         try:
             for number, table in enumerate(tables):
                 commit = Decided(saving.first, saving.id, saving.others if number == 0 else saving.until_made)
-                of_all = OfAll(name, members[0], saving.id, commit, KEPT_BYTES // len(tables))
+                of_all = None if apart else OfAll(name, members[0], saving.id, commit, KEPT_BYTES // len(tables))
                 saving.saves.append(
                     table.snapshots.save_in_background(table.table, name, kind, overwrite, of_all=of_all)
                 )
@@ -96,6 +100,8 @@ class SavingAll:
     def others(self) -> None:
         """Called in the thread of the first: return when all others are durable."""
         self.begun.wait()
+        if self.given_up:
+            raise StoreError(f"{self.what}: that of another embedding was not saved")
         while self._written < len(self.saves) - 1:
             self._look(self.saves[1:])
 
@@ -120,12 +126,13 @@ def load_together(tables: Tables, name: str) -> list[LoadReport]:
     Raises SnapshotError, also where they were saved at different instants, StoreError, OptimizerError. Where it raises
     amid the loads, the stores can neither be written nor saved until each is loaded.
     """
-    snapshots = [table.snapshots.snapshot(name) for table in tables]
-    check_one_instant([table.name for table in tables], snapshots)
-    for table, snapshot in zip(tables, snapshots, strict=True):
-        table.check_fit(snapshot, True)
-        snapshot.verify()
-    return _load(tables, snapshots)
+    with between_steps(_members(tables)):
+        snapshots = [table.snapshots.snapshot(name) for table in tables]
+        check_one_instant([table.name for table in tables], snapshots)
+        for table, snapshot in zip(tables, snapshots, strict=True):
+            table.check_fit(snapshot, True)
+            snapshot.verify()
+        return _load(tables, snapshots)
 
 
 def save_rows_together(tables: Tables, places: Sequence[Path]) -> None:
@@ -146,12 +153,11 @@ def load_rows_together(tables: Tables, places: Sequence[Path], state: bool = Tru
     for table, place in zip(tables, places, strict=True):
         if (table, place) not in stored:
             table.load_rows(place, state)
-    with ExitStack() as linking:
-        own = []
-        for table, place in stored:
-            own.append(linking.enter_context(_linked(table.snapshots.folder(), place)))
-        if stored:
-            _load([table for table, _ in stored], own)
+    if not stored:
+        return
+    with between_steps(_members([table for table, _ in stored])), ExitStack() as linking:
+        own = [linking.enter_context(_linked(table.snapshots.folder(), place)) for table, place in stored]
+        _load([table for table, _ in stored], own)
 
 
 def _linked(folder: StoreFolder, place: Path) -> AbstractContextManager[Snapshot]:

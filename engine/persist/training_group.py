@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -27,8 +28,13 @@ from ..table.between_steps import BetweenSteps
 if TYPE_CHECKING:
     from ..table.table import OpenTable
 
+log = logging.getLogger("tierbed")
+
 _open: WeakValueDictionary[str, Membership] = WeakValueDictionary()  # by the real path of the store
 os.register_at_fork(after_in_child=_open.clear)
+
+
+UNSETTLED = "they were opened for a load that raised, and are of no common step"
 
 
 class TrainingGroup:
@@ -51,7 +57,7 @@ class TrainingGroup:
 
     def check_passed(self) -> None:
         """Called before a forward pass: where the last backward pass raised amid its updates, rows differ in step."""
-        if self.gate.closed:
+        if self.gate.closed and torch._C._current_graph_task_id() == -1:  # not one that the pass makes again
             self.end_pass()
             member = next((one for path in self.stores() if (one := _open.get(path)) is not None), None)
             if member is not None:
@@ -156,9 +162,33 @@ class Membership:
         self._number = max((one.instant.number for one in of_group if one is not None), default=0)
         return [rows_of(snapshot).now[0] for snapshot in saved]
 
+    @property
+    def stores(self) -> list[Path]:
+        """The folders of the others, as this process has them."""
+        group = {} if self.group is None else self.group.stores()
+        return [place for path, (_, place) in group.items() if path != self.path]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a load of all has not come to every other store yet."""
+        at = None if self.record is None else self.folder.at
+        if self.record is None or at is None or at.all is None:
+            return False
+        others = [self._other(peer) for id, peer in self.record.peers.items() if id in at.all.versions]
+        noted = [one.folder.group if isinstance(one, Membership) else one.record for one in others]
+        return any(record is not None and record.number < at.all.number for record in noted)
+
+    def keep(self) -> None:
+        """The rows are of one instant with the others by the will of the user: no load awaits them. StoreError."""
+        if self.record is not None:
+            self.record = replace(self.record, number=self.instant().number)
+            self.folder.note_group(self.record)
+            self.reformed()
+
     def rest(self) -> None:
         """Rows that were loaded and not written since are of an instant with the others when they are closed."""
-        if self.record is not None and not self.torn and (at := self.folder.at) is not None and at.by == "load":
+        at = None if self.record is None or self.torn or self.is_pending else self.folder.at
+        if at is not None and at.by == "load":
             self.folder.note_group(self.record, **{AT: None})
 
     def closed(self) -> None:
@@ -171,7 +201,12 @@ class Membership:
         return {} if self.record is None else {LIVE: self.versions.rows.plain()}
 
     def enlist(self) -> None:
-        """Note the group as it is now, where this is not noted yet. StoreError."""
+        """Note the group as it is now, if this is not noted yet. StoreError."""
+        places = [] if self.group is None else self.group.stores()
+        with between_steps([self, *(_open[path] for path in places if path in _open)]):
+            self._enlist()
+
+    def _enlist(self) -> None:
         group = self.group
         others = {} if group is None else {path: store for path, store in group.stores().items() if path != self.path}
         if not others and self.record is None:
@@ -185,7 +220,7 @@ class Membership:
         self._form()
         for other in self.open_peers():
             if other.record is not None and record.id not in other.record.peers:
-                other.enlist()
+                other._enlist()
             other._form()
         if noted is not None and (noted.id, noted.peers, noted.joined) == (record.id, record.peers, record.joined):
             return
@@ -197,6 +232,14 @@ class Membership:
         mark = self.folder.read_mark()
         if mark is not None and LIVE not in mark:
             self.folder.set_mark({**mark, LIVE: rows.plain()})
+        saved = list_snapshots(self.folder.snapshots).snapshots
+        if noted is None and rows.now != EMPTY and not any(rows_of(snapshot).now == rows.now for snapshot in saved):
+            log.warning(
+                "embedding %r is trained together with %s from here on, and no snapshot has its rows: save a snapshot "
+                "of all of them, since after a kill they have no step in common before that",
+                self.store.name,
+                ", ".join(repr(peer.name) for peer in record.peers.values()),
+            )
         self._note_unwritten(rows)
 
     def _note_unwritten(self, rows: Rows) -> None:
@@ -224,21 +267,27 @@ class Membership:
         """That of now, with a new number. The caller holds the locks of all open stores (`between_steps`)."""
         assert self.record is not None
         versions: dict[str, Version | None] = {self.record.id: self.versions.rows.now}
-        version: Version | None
         number = self.number
         steady = not self.is_amid_step
         for id, peer in self.record.peers.items():
-            places = peer.places(self.store)
-            other = next((_open[path] for place in places if (path := os.path.realpath(place)) in _open), None)
-            if other is not None and other.table is not None and other.record is not None:
-                known, version = other.number, other.versions.rows.now
-            else:
-                there = Member(next((place for place in places if place.is_dir()), places[1]), {})
-                known, version = there.number, there.present
-            versions[id] = version if steady else None
-            number = max(number, known)
+            other = self._other(peer)
+            versions[id] = other.present if steady else None
+            number = max(number, other.number)
         self.record = replace(self.record, number=number + 1)
         return Instant(number + 1, versions)
+
+    @property
+    def present(self) -> Version | None:
+        """The version of the rows now."""
+        return self.versions.rows.now
+
+    def _other(self, peer: Peer) -> Membership | Member:
+        """Another store, as this process has it open, or as its folder says."""
+        places = [*(place for place in self.stores if place.name == peer.name), *peer.places(self.store)]
+        other = next((_open[path] for place in places if (path := os.path.realpath(place)) in _open), None)
+        if other is not None and other.table is not None and other.record is not None:
+            return other
+        return Member(next((one for one in places if one.is_dir()), places[-1]), {})
 
     def instant_with(self, snapshot: Snapshot) -> Instant | None:
         """The instant to which the load of a state that names `snapshot` moves all; None for a store by itself."""
@@ -274,16 +323,19 @@ class Membership:
         return self._is_at
 
     def loaded(self, snapshot_rows: Rows, by: str, all_: Instant | None = None) -> tuple[Any, ...]:
-        """What MARK has to note with the snapshot that rows go back to from here on; nothing for a store by itself."""
+        """What MARK has to note with the snapshot that rows go back to from here on; nothing for a store by itself.
+
+        by: "load", "recovery", or "open" for rows that are to be replaced by a load: these are of no instant.
+        """
         self.versions = self._begin(snapshot_rows)
         self.torn = ""
         if self.record is None:
             return ()
         if by == "load":
-            number = self.instant().number if all_ is None else all_.number
-            self.record = replace(self.record, number=number)
+            instant = self.instant() if all_ is None else all_
+            self.record = replace(self.record, instant=instant, number=max(self.number, instant.number))
         self._is_at = True
-        return At(snapshot_rows.now, by, all_), self.record
+        return At(snapshot_rows.now, "recovery" if by == "recovery" else "load", all_), self.record
 
     def tear(self, why: str) -> None:
         """Let none of the stores that are trained together be written or saved, or be marked clean, until it is loaded.
@@ -306,14 +358,20 @@ class Membership:
     def reformed(self) -> None:
         """After a load: what is open now is of one instant, by the user's will."""
         if self.record is not None:
-            formed = self.instant()
-            for one in [self, *self.open_peers()]:
-                one._formed = formed
+            with between_steps([self]):
+                formed = self.instant()
+                for one in [self, *self.open_peers()]:
+                    one._formed = formed
 
     def saved(self, of_all: OfAll | None = None) -> Together:
         """What a snapshot of the rows as they are now has beside them. of_all: of a save of several stores."""
         assert self.record is not None
         self.check_whole()
+        if any(one.is_pending for one in [self, *self.open_peers()]):
+            raise StoreError(
+                "a loaded state has not come to all embeddings that are trained together yet: load it into the others, "
+                "or call keep_rows() of these, then save"
+            )
         first, commit, identity = None, None, secrets.token_hex(16)
         if of_all is not None:
             commit, is_first = of_all.commit, of_all.first.path == self.path

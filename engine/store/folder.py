@@ -206,9 +206,9 @@ class StoreFolder(FolderState):
     def clear_mark(self, record: GroupRecord | None = None) -> None:
         """Declare the live rows scratch, durably. Called before any of them is written. Raises StoreError.
 
-        record: of the group, where the rows are about to be written, and are no more `at` a version.
+        record: of the group, if the rows are about to be written, and are no longer `at` a version.
         """
-        self._write(self._own() if record is None else {**self._own(closed=True), GROUP: record.plain()})
+        self._write(self._own_scratch() if record is None else {**self._own(closed=True), GROUP: record.plain()})
 
     def note_step(self, step: int) -> None:
         """Remember the step that the live rows came to, for messages after a kill. Costs a write of the page cache."""
@@ -226,7 +226,7 @@ class StoreFolder(FolderState):
 
     def drop_marks(self) -> None:
         """Declare the live rows scratch, and let them be no more `at` the version of a recovery. Raises StoreError."""
-        own = self._own(closed=self.at is not None and self.at.by == "recovery")
+        own = self._own_scratch()
         if (ranks := self.of_ranks) is not None:
             own["ranks"] = ranks._replace(run=secrets.token_hex(8))  # no share is of this run
         self._write(own)
@@ -334,6 +334,9 @@ class StoreFolder(FolderState):
 
     def _of_group(self) -> dict[str, Any]:
         return {field: value for field, value in self._read().items() if field in (GROUP, AT)}
+
+    def _own_scratch(self) -> dict[str, Any]:
+        return self._own(closed=self.at is not None and self.at.by == "recovery")
 
     def _own(self, closed: bool = False) -> dict[str, Any]:
         content = self._read()

@@ -167,6 +167,11 @@ class FolderState:
         """Whether rows were ever live in the folder. If not, its snapshots came from elsewhere."""
         return self._mark.exists() or self.live.exists() or self.noted_step is not None
 
+    @property
+    def lacks_mark(self) -> bool:
+        """Whether the file MARK is missing, or cannot be read. StoreError."""
+        return not self._read()
+
     def _read(self) -> dict[str, Any]:
         with self._errors("read the mark of"):
             try:

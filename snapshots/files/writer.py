@@ -114,6 +114,11 @@ def new_snapshot(
     except UnsyncedError as error:
         raise SnapshotError(f"snapshot {folder.name!r} was written to {str(folder.parent)!r}: {error}") from error
     except OSError as error:
+        if together is not None and together.commit is not None and together.commit.is_made:
+            raise SnapshotError(
+                f"snapshot {folder.name!r} is saved, and not in {str(folder.parent)!r} yet: {error}. The next open, "
+                "save or prune puts it there"
+            ) from error
         raise SnapshotError(f"snapshot {folder.name!r} was not written to {str(folder.parent)!r}: {error}") from error
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.store.folder import StoreFolder
-from ...engine.store.folder_state import FolderState, holder
+from ...engine.store.folder_state import MANIFEST, FolderState, holder
 from ...engine.store.shares import Live as Share
 from ...engine.store.shares import live_of, live_together, marks_in, share_folder
 from ...engine.store.snapshot_place import SNAPSHOTS
@@ -75,12 +75,16 @@ class Member:
 
     @cached_property
     def record(self) -> GroupRecord | None:
-        """What the store notes of its group, or, where MARK is lost or new, what its latest snapshot says."""
+        """What the store notes of its group, or, if MARK is lost, damaged or new, what its latest snapshot says."""
         noting = self.state.noting
-        if noting.group is not None or noting.was_open or not self.snapshots:
+        if noting.group is not None or not noting.lacks_mark or not self.snapshots:
             return noting.group
         saved = self.snapshots[-1].manifest.instant
         return None if saved is None else GroupRecord(saved.id, saved.peers, number=saved.instant.number)
+
+    def is_named(self, id: str) -> bool:
+        """Whether the others know the store by this id."""
+        return self.record is not None and self.record.id == id
 
     @cached_property
     def number(self) -> int:
@@ -194,7 +198,8 @@ class Group:
     `missing`: those whose folders are not found, by id. `first`: the id of the one in `path`, "" if it trains alone.
     """
 
-    def __init__(self, path: Path, live: Live, shares: Shares | None = None) -> None:
+    def __init__(self, path: Path, live: Live, shares: Shares | None = None, stores: Sequence[Path] = ()) -> None:
+        """stores: of the embeddings that this process trains together with it, which may have moved."""
         self.members: dict[str, Member] = {}
         self.missing: dict[str, str] = {}
         first = Member(Path(os.path.abspath(path)), live, shares)
@@ -207,12 +212,14 @@ class Group:
             for id, peer in member.record.peers.items():
                 if id in self.members or any(one.record and one.record.id == id for one in waiting):
                     continue
-                places = peer.places(member.path)
+                moved = [place for place in stores if place.name == peer.name]
+                places = [*moved, *peer.places(member.path)]
                 there = [Member(place, live, shares) for place in places if place.is_dir()]
                 apart = member.state.keeper.path.parent / peer.name / SNAPSHOTS  # as snapshot_path has them
                 if not there and member.state.keeper.path != member.path and apart.is_dir():
                     there = [Member(places[0], live, apart=apart)]
-                found = next((one for one in there if _is_mutual(member, one, id)), None)
+                found = next((one for one in there if one.path in moved and one.is_named(id)), None)
+                found = found or next((one for one in there if _is_mutual(member, one, id)), None)
                 if found is not None:
                     waiting.append(found)
                 elif not there:
@@ -258,8 +265,8 @@ class Group:
 
     def needed(self, id: str) -> set[str]:
         """The names of the snapshots of a store that recovery may go back to."""
-        member, target = self.members[id], self.target(killed=True)
-        wanted = {target.versions.get(id)} if target is not None else set()
+        member, targets = self.members[id], [self.target(killed) for killed in (True, False)]
+        wanted = {target.versions.get(id) for target in targets if target is not None}
         wanted |= {one.at.all.versions.get(id) for one in self.members.values() if one.at is not None and one.at.all}
         names = {snapshot.name for snapshot in member.snapshots if rows_of(snapshot).now in wanted}
         if self.missing:  # what they have is not known
@@ -270,7 +277,7 @@ class Group:
 
 def _is_mutual(member: Member, other: Member, id: str) -> bool:
     """Whether `other` is the store that `member` names `id`, and names it in turn."""
-    if other.record is None or other.record.id != id or member.record is None:
+    if other.record is None or not other.is_named(id) or member.record is None:
         return False
     back = other.record.peers.get(member.record.id)
     mine = os.path.realpath(member.path)
@@ -304,8 +311,11 @@ class ClosedStore:
         rows = self._member.clean
         if rows is None or rows.now == _UNKNOWN:
             rows = Rows((id, 0))
-        versions = {one: member.present for one, member in self._group.members.items()} | {self.record.id: rows.now}
+        versions = {**self._versions(), self.record.id: rows.now}
         return Saved(self.record.id, rows, self._next(versions), self.record.peers, first)
+
+    def _versions(self) -> dict[str, Version | None]:
+        return {id: member.present for id, member in self._group.members.items()}
 
     def loaded(self, rows: Rows, all_: Instant | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Fields of MARK for live rows that are replaced by those of this version: of the rows, and of the group.
@@ -314,8 +324,8 @@ class ClosedStore:
         """
         if self.record is None:
             return {}, {}
-        number = self._next({}).number if all_ is None else all_.number
-        self.record = replace(self.record, number=number, began=None)
+        instant = self._next({**self._versions(), self.record.id: rows.now}) if all_ is None else all_
+        self.record = replace(self.record, instant=instant, number=max(self.record.number, instant.number), began=None)
         at = {} if all_ is None else {AT: At(rows.now, "load", all_).plain()}
         return {LIVE: rows.plain()}, {GROUP: self.record.plain(), **at}
 
@@ -358,36 +368,47 @@ def needed_snapshots(path: Path) -> set[str]:
     return group.needed(group.first)
 
 
-def is_left_behind(path: Path, name: str) -> bool:
-    """Whether a recovery went back behind the snapshot `name` of a store, which the run may then make once more."""
+def left_behind(path: Path) -> set[str]:
+    """The names of the snapshots of a store that a recovery has cut off, which the run may then save again."""
     member = Member(Path(os.path.abspath(path)), {})
-    left = next((one for one in member.snapshots if one.name == name), None)
-    saved = None if left is None else left.manifest.instant
-    if member.record is None or saved is None:
-        return False
-    low, high = member.record.cut
-    return low < saved.instant.number <= high and not member.rows(killed=False).went_through(saved.rows.now)
+    if member.record is None:
+        return set()
+    (low, high), rows = member.record.cut, member.rows(killed=False)
+    saved = ((snapshot.name, snapshot.manifest.instant) for snapshot in member.snapshots)
+    return {
+        name
+        for name, one in saved
+        if one is not None and low < one.instant.number <= high and not rows.went_through(one.rows.now)
+    }
 
 
 def settle(
-    first: StoreFolder, mode: str, live: Live, for_load: bool = False, shares: Shares | None = None
-) -> Instant | None:
-    """Bring the stores that are trained together with `first` to one instant, where a run ended uncleanly.
+    first: StoreFolder,
+    mode: str,
+    live: Live,
+    for_load: bool = False,
+    shares: Shares | None = None,
+    stores: Sequence[Path] = (),
+) -> str:
+    """Bring the stores that are trained together with `first` to one instant, if a run ended uncleanly.
 
-    first: held, about to be opened. mode: its option `open`. live: of the stores that this process has open.
-    for_load: whether its rows are about to be replaced: then it goes back by itself where there is no such instant.
-    shares: of rows that ranks share, what each rank has.
-    Returns the instant that they were moved to; None where they are of one already. Raises StoreError where there is
-    none, where a store is held by another process, and as `open="error"` asks.
+    first: locked, about to be opened. mode: its option `open`. live: of the stores that this process has open.
+    for_load: whether its rows are about to be replaced: then it may be opened by itself if there is no such instant,
+    and the error is returned, which is to be raised if it is used without that load; else "" is returned.
+    shares: of rows that ranks share, what each rank has. stores: as of `Group`.
+    Raises StoreError if there is no such instant, if a store is missing or held by another process, and as
+    `open="error"` asks.
     """
-    group = Group(first.path, live, shares)
+    if mode not in ("fresh", "mixed"):
+        _check_not_lost(first, live, stores)
+    group = Group(first.path, live, shares, stores)
     if mode == "fresh" or len(group.members) + len(group.missing) < 2 or group.is_at_rest:
-        return None
+        return ""
     running = [member for member in group.members.values() if member.live is None and not member.is_at_rest]
     if group.members[group.first].is_at_rest and all(holder(member.path) is not None for member in running):
-        return None  # other processes train the others
+        return ""  # other processes train the others
     if mode == "error":
-        unclean = [repr(str(m.path)) for m in group.members.values() if m.live is None and not m.is_at_rest]
+        unclean = [repr(str(m.path)) for m in running]
         raise StoreError(
             f"{', '.join(unclean)} of the store folders that are trained together were not closed by their last run, "
             'so their live rows cannot be used; open="resume" goes back to the last instant of which all have the rows'
@@ -398,19 +419,41 @@ def settle(
             if member.live is None:
                 own = os.path.realpath(member.path) == os.path.realpath(first.path)
                 folders[id] = first if own else holding.enter_context(_held(member, first))
-        group = Group(first.path, live, shares)  # anew: now nobody changes them
-        for member in group.members.values():
-            for error in member.listing.damaged.values():
-                raise SnapshotError(f"it is unknown which instant is the latest: {error}") from error
+        group = Group(first.path, live, shares, stores)  # again: now no other process changes them
+        for member in () if for_load else group.members.values():
+            for name, error in member.listing.damaged.items():
+                is_snapshot = os.path.lexists((member.apart or member.state.snapshots) / name / MANIFEST)
+                if is_snapshot and (mode != "mixed" or name == member.state.noting.base):
+                    raise SnapshotError(f"it is unknown which instant is the latest: {error}") from error
         target = group.target()
         if target is None and mode == "mixed":
             target = _accepted(group)
+        if target is None and for_load:
+            return no_instant(group)
         if target is None:
-            if for_load:
-                return None
             raise StoreError(no_instant(group))
         _move(group, folders, target)
-    return target
+    return ""
+
+
+def _check_not_lost(first: StoreFolder, live: Live, stores: Sequence[Path]) -> None:
+    """Raises StoreError if a store that this process trains has lost its folder, and another one knows of its rows."""
+    members = {os.path.realpath(path): Member(path, live) for path in (first.path, *stores)}
+    new = {place for place, one in members.items() if one.record is None and not one.state.begun}
+    for member in members.values():
+        for id, peer in () if member.record is None else member.record.peers.items():
+            here = [*(one.path for one in members.values() if one.path.name == peer.name), *peer.places(member.path)]
+            known = max(member.instants(killed=False), key=lambda instant: instant.number, default=None)
+            if known is None or known.versions.get(id, EMPTY) == EMPTY:
+                continue
+            apart = member.state.keeper.path.parent / peer.name / SNAPSHOTS  # as snapshot_path has them
+            has_apart = member.state.keeper.path != member.path and apart.is_dir()
+            if not has_apart and any(os.path.realpath(place) in new for place in here):
+                raise StoreError(
+                    f"the rows of embedding {peer.name!r}, which was trained together with {member.name!r}, are gone: "
+                    f'{str(here[0])!r} is new. Put its folder back; or start over with the store option open="fresh" '
+                    f'in {peer.name!r}; or accept it without rows with open="mixed" in both'
+                )
 
 
 def _held(member: Member, first: StoreFolder) -> StoreFolder:

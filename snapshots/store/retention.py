@@ -106,7 +106,9 @@ def prune_states(store: StoreFolder, keep: int) -> list[Snapshot]:
 def keep_replaced(folder: Path) -> None:
     """Give a snapshot that a save is about to replace a second name, as recovery may go back to it. SnapshotError."""
     snapshot = Snapshot.open(folder)
-    link_snapshot(snapshot, folder.with_name(f"{REPLACED}{snapshot.manifest.id}"))
+    place = folder.with_name(f"{REPLACED}{snapshot.manifest.id}")
+    if not place.is_dir():  # a save that failed left it
+        link_snapshot(snapshot, place)
 
 
 def drop_replaced(store: StoreFolder) -> None:

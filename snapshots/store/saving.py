@@ -14,9 +14,11 @@ from ...engine.store.folder import StoreFolder
 from ...engine.store.versions import GroupRecord
 from ..files.difference import changes_between
 from ..files.format import KINDS, Manifest
-from ..files.reader import LONGEST_CHAIN, Snapshot, latest_snapshot
+from ..files.may_replace import going_over
+from ..files.reader import LONGEST_CHAIN, Snapshot, latest_snapshot, list_snapshots
 from ..files.writer import Progress, Together, check_free, clear_leftovers, write_incremental, write_snapshot
-from .instants import is_left_behind, needed_snapshots
+from .instants import left_behind, needed_snapshots
+from .linked import remove_snapshot
 from .retention import drop_replaced, keep_replaced
 
 if TYPE_CHECKING:
@@ -50,7 +52,9 @@ def check_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: 
     """
     check_kind(kind)
     place = store.snapshots / name
-    check_free(place, overwrite or is_left_behind(store.path, name))
+    left = left_behind(store.path)
+    if name not in left or not left.issuperset(going_over(place)):
+        check_free(place, overwrite or name in left)
     if kind == "checkpoint" and held.rocksdb is None:
         raise OptionError("kind='checkpoint' is of RocksDB's files, for cached_ssd stores alone; give 'full'")
     return place
@@ -60,6 +64,11 @@ def begin_save(store: StoreFolder, name: str, kind: str, held: Held, overwrite: 
     """Do `check_save`, and let live rows go back to the snapshot after a kill, once it is there. StoreError too."""
     place = check_save(store, name, kind, held, overwrite)
     clear_leftovers(store)
+    drop_replaced(store)
+    if name in left_behind(store.path):
+        for other in reversed(list_snapshots(store.snapshots).snapshots):
+            if any(one.name == name for one in other.chain[:-1]):
+                remove_snapshot(other.folder)  # left behind as well
     if os.path.lexists(place) and name in needed_snapshots(store.path):
         keep_replaced(place)
     store.expect_base(name, held.record)

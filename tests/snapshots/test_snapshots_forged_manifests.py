@@ -83,8 +83,8 @@ def check(
         assert command("diff", snapshots.parent, kind, "full")[0] in ((0, 1) if loads else (0, 1, 2))
         try:
             embedding.load_snapshot(kind)
-        except TierbedError:
-            assert not loads
+        except TierbedError as error:
+            assert not loads or isinstance(error, OptimizerError)  # of an optimizer that verify does not know
             assert contents(embedding).tobytes() == before
             return
         assert loads

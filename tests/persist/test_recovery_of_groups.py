@@ -1,0 +1,342 @@
+"""Recovery of stores that are trained together after lost files, later loads, prunes, failed saves and failed loads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from support import tbe
+from support.embeddings import make
+from support.forked import in_process
+from support.killed import step
+from support.ranks import fails
+from support.stores import options
+from support.together import Model, killed
+from support.two_towers import stores
+from tierbed.engine.errors import SnapshotError, StoreError
+from tierbed.engine.persist.training_group import train_together
+from tierbed.engine.store.folder import StoreFolder
+from tierbed.snapshots import list_snapshots
+from tierbed.snapshots.asking.asking import ask_save
+
+TWO = ("host", "host")
+
+
+def at(path: Path, mode: str = "resume") -> list[int]:
+    model = Model(path, TWO, open=mode)
+    found = model.at()
+    model.steps(1)
+    return found
+
+
+def names(path: Path) -> list[set[str]]:
+    return [{one.name for one in list_snapshots(path / name / "snapshots").snapshots} for name in "ab"]
+
+
+def apart(path: Path, closes: bool = False) -> None:
+    """Saves of all at 2, of each alone at 3 and 4; then step 5."""
+    model = Model(path, TWO)
+    model.steps(2)
+    model.save_snapshot("two")
+    for number, member in enumerate(model.members):
+        model.steps(1)
+        member.save_snapshot(f"s{3 + number}")
+    model.steps(1)
+    if closes:
+        model.close()
+
+
+def alone(path: Path) -> None:
+    """Two stores that are not trained together, saved at 3 and 5, closed at 9."""
+    for name in "ab":
+        member = make(options("host", path), "adagrad", name=name, tables=1, seed=0)
+        for number in range(1, 10):
+            step(member)
+            if number in (3, 5):
+                member.save_snapshot(f"s{number}")
+        member.close()
+
+
+def load_killed(path: Path) -> None:
+    """Killed in a load of all after the first join: the marks of a are gone, and its rows are not replaced."""
+    model = Model(path, TWO)
+    model.counts()
+    real = StoreFolder.set_base
+
+    def die(self: StoreFolder, *given: Any) -> None:
+        if self.path.name == "a":
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, *given)
+
+    StoreFolder.set_base = die  # type: ignore[method-assign]
+    model.load_snapshot("s3")
+
+
+def test_a_load_killed_before_it_replaced_rows_that_no_snapshot_has_is_no_recovery(tmp_path: Path) -> None:
+    in_process(alone, tmp_path)
+    with pytest.raises(EOFError):
+        killed(load_killed, tmp_path)
+    assert "'a' has snapshot 's5', of step 5, 'b' was closed at step 9" in killed(at, tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["damaged", "missing"])
+def test_a_store_whose_mark_is_lost_is_no_store_by_itself(tmp_path: Path, damage: str) -> None:
+    killed(apart, tmp_path)
+    mark = tmp_path / "a" / "MARK"
+    if damage == "missing":
+        mark.unlink()
+    else:
+        mark.write_bytes(mark.read_bytes()[:-3] + b"xyz")
+    assert killed(at, tmp_path) == [2, 2]
+
+
+def test_a_folder_that_is_lost_is_an_error_until_that_is_accepted(tmp_path: Path) -> None:
+    in_process(apart, tmp_path, True)
+    (tmp_path / "b").rename(tmp_path / "aside")
+    for _ in range(2):
+        said = killed(at, tmp_path)
+        assert "the rows of embedding 'b', which was trained together with 'a', are gone" in said
+        assert 'open="fresh"' in said
+    (tmp_path / "aside").rename(tmp_path / "b")
+    assert killed(at, tmp_path) == [5, 5]
+    shutil.rmtree(tmp_path / "b")
+    assert killed(at, tmp_path, "mixed")[1] == 0
+
+
+def moved(path: Path, other: Path, order: str) -> list[int]:
+    members = {
+        n: make(options("host", p), "adagrad", name=n, tables=1, seed=0)
+        for n, p in zip("ab", (path, other), strict=True)
+    }
+    train_together(members.values())
+    return [int(members[name].metrics()["table"]["step"]) for name in order]
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_store_that_was_copied_to_another_disk_is_the_one_that_is_trained(tmp_path: Path, order: str) -> None:
+    killed(apart, tmp_path / "one")
+    shutil.copytree(tmp_path / "one" / "b", tmp_path / "two" / "b", ignore=shutil.ignore_patterns("SOCKET"))
+    assert killed(moved, tmp_path / "one", tmp_path / "two", order) == [2, 2]
+
+
+def test_what_is_no_snapshot_and_damage_elsewhere_leave_ways_out(tmp_path: Path) -> None:
+    killed(apart, tmp_path)
+    (tmp_path / "a" / "snapshots" / "notes").mkdir()
+    assert killed(at, tmp_path) == [2, 2]
+    (tmp_path / "b" / "snapshots" / "s4" / "manifest.msgpack").write_bytes(b"xyz")
+    assert killed(at, tmp_path).startswith("SnapshotError")
+    assert killed(at, tmp_path, "mixed") == [2, 2]
+
+
+def frozen_and_closed(path: Path) -> None:
+    model = Model(path, ("host", "host", "host"))
+    model.steps(5, "a")
+    model.close()
+
+
+def prune_beside_frozen(path: Path, way: str) -> None:
+    model = Model(path, ("host", "host", "host"))
+    model.steps(4, "b", "c")
+    for member in model.members[1:]:
+        member.save_snapshot("four")
+    for number, member in enumerate(model.members[1:]):
+        model.steps(1, "b", "c")
+        member.save_snapshot("four" if way == "overwrite" else f"s{number}", overwrite=way == "overwrite")
+        if way == "prune":
+            member.prune_snapshots(keep_last=1)
+    model.steps(1, "b", "c")
+
+
+def three_at(path: Path) -> list[int]:
+    return Model(path, ("host", "host", "host")).at()
+
+
+@pytest.mark.parametrize("way", ["prune", "overwrite"])
+def test_what_is_in_common_with_a_frozen_store_that_was_never_saved_is_kept(tmp_path: Path, way: str) -> None:
+    in_process(frozen_and_closed, tmp_path)
+    killed(prune_beside_frozen, tmp_path, way)
+    assert killed(three_at, tmp_path) == [5, 4, 4]
+
+
+def back_and_forth(path: Path) -> None:
+    model = Model(path, TWO)
+    for count, name in ((1, "one"), (8, "nine"), (1, "ten")):
+        model.steps(count)
+        model.save_snapshot(name)
+    model.load_snapshot("one")
+    model.steps(1)
+    model.load_snapshot("nine")
+
+
+def test_a_load_of_a_later_snapshot_is_what_a_kill_comes_back_to(tmp_path: Path) -> None:
+    killed(back_and_forth, tmp_path)
+    assert killed(at, tmp_path) == [9, 9]
+
+
+def failed_overwrite(path: Path) -> list[str]:
+    model = Model(path, TWO)
+    model.steps(1)
+    model.save_snapshot("latest")
+    model.steps(1)
+    said = []
+    for _ in range(2):
+        (path / "a" / "snapshots" / ".tmp-latest").write_text("in the way of the new folder")
+        said.append(fails(lambda: model.members[0].save_snapshot("latest", overwrite=True), SnapshotError))
+        (path / "a" / "snapshots" / ".tmp-latest").unlink()
+    for _ in range(4):
+        model.save_snapshot("latest", overwrite=True, background=True).wait()  # type: ignore[union-attr]
+        model.steps(1)
+    return said
+
+
+def test_a_failed_overwrite_is_in_the_way_of_none_and_copies_do_not_pile_up(tmp_path: Path) -> None:
+    assert ["not written" in said for said in killed(failed_overwrite, tmp_path)] == [True, True]
+    assert all(len(of_store) <= 3 for of_store in names(tmp_path))
+    assert killed(at, tmp_path) == [5, 5]
+
+
+def background_refused(path: Path) -> str:
+    model = Model(path, TWO)
+    model.steps(1)
+    model.save_snapshot("one")
+    saving = model.members[1].save_snapshot("alone", background=True)
+    assert saving is not None
+    said = fails(lambda: model.save_snapshot("all", background=True), StoreError)
+    saving.wait()
+    return said
+
+
+def test_a_background_save_of_all_that_cannot_begin_for_one_leaves_none(tmp_path: Path) -> None:
+    said = killed(background_refused, tmp_path)
+    assert "one save at a time" in said or "saving" in said
+    assert not any("all" in of_store for of_store in names(tmp_path))
+
+
+def incremental_again(path: Path, first: bool) -> list[int]:
+    model = Model(path, TWO)
+    found = model.counts()
+    if first:
+        model.steps(1)
+        model.save_snapshot("s1")
+    for number in (2, 3):
+        model.steps(1)
+        model.members[0].save_snapshot(f"s{number}", "incremental")
+    model.steps(1)
+    return found
+
+
+def test_a_run_after_a_recovery_saves_its_increments_by_the_same_names(tmp_path: Path) -> None:
+    killed(incremental_again, tmp_path, True)
+    for _ in range(2):
+        assert killed(incremental_again, tmp_path, False) == [1, 1]
+
+
+def checkpointed(path: Path) -> int:
+    made = tbe.ours(tbe.TABLES, tbe.MAP, store_options=stores("host folder", path))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        batches = [tbe.batch(tbe.TABLES, tbe.MAP, [4] * len(tbe.MAP)) for _ in range(2)]
+        losses = [checkpoint(lambda i, o: made(i, o).sum(), b.indices, b.offsets, use_reentrant=False) for b in batches]
+        (losses[0] + losses[1]).backward()
+    made.save_snapshot("three")
+    return seed
+
+
+def test_forwards_that_a_backward_pass_repeats_are_no_sign_of_a_failed_one(tmp_path: Path) -> None:
+    assert killed(checkpointed, tmp_path) == 2
+
+
+def shell_amid_load(path: Path) -> str:
+    model = Model(path, TWO)
+    model.counts()
+    second = model.members[1].opened()
+    load = second.load_from  # type: ignore[attr-defined]
+    said = []
+
+    def slow(*given: Any, **named: Any) -> Any:
+        ask = lambda: ask_save(path / "a", "shell", stores=[path / "a", path / "b"], timeout=0.2)  # noqa: E731
+        said.append(fails(ask, StoreError))
+        return load(*given, **named)
+
+    second.load_from = slow  # type: ignore[attr-defined]
+    model.load_snapshot("two")
+    return said[0]
+
+
+def test_another_process_gets_no_snapshot_of_a_half_done_load(tmp_path: Path) -> None:
+    killed(apart, tmp_path)
+    assert "came to no end of a step" in killed(shell_amid_load, tmp_path)
+    assert not any("shell" in of_store for of_store in names(tmp_path))
+    assert killed(at, tmp_path) == [2, 2]
+
+
+def saved_at_two_steps(path: Path) -> None:
+    model = Model(path, TWO)
+    for number, member in enumerate(model.members):
+        model.steps(2)
+        member.save_snapshot(f"s{number}")
+    model.steps(1)
+
+
+def load_of_none(path: Path) -> list[str]:
+    model = Model(path, TWO)
+    said = [fails(partial(member.load_snapshot, "nope"), SnapshotError) for member in model.members]
+    said += [fails(partial(member.get, [1]), StoreError) for member in model.members]
+    model.close()
+    return said
+
+
+def test_a_load_that_fails_as_the_first_use_does_not_settle_what_the_steps_are(tmp_path: Path) -> None:
+    killed(saved_at_two_steps, tmp_path)
+    for _ in range(2):
+        said = in_process(load_of_none, tmp_path)
+        assert all("no step of which all have the rows" in one for one in said[2:])
+
+
+def state_of_three(path: Path, part: str) -> list[int] | None:
+    model = Model(path, TWO, state_dict_snapshots=True)
+    if part == "train":
+        model.steps(3)
+        torch.save(model.state_dict(), path / "state")
+        model.steps(3)
+    elif part == "load":
+        model.load_state_dict(torch.load(path / "state"))
+        model.members[0].size()  # the first has the rows of the state, the second is not used yet
+    elif part == "keep":
+        model.load_state_dict(torch.load(path / "state"))
+        model.members[0].size()
+        model.members[1].keep_rows()
+    else:
+        return model.at()
+    model.close()
+    return None
+
+
+def test_a_state_that_was_loaded_into_some_alone_is_loaded_into_all_by_the_next_run(tmp_path: Path) -> None:
+    for part in ("train", "load"):
+        in_process(state_of_three, tmp_path, part)
+    assert in_process(state_of_three, tmp_path, "at") == [3, 3]
+
+
+def test_rows_that_were_kept_are_not_replaced_by_the_next_run(tmp_path: Path) -> None:
+    for part in ("train", "keep"):
+        in_process(state_of_three, tmp_path, part)
+    assert in_process(state_of_three, tmp_path, "at") == [3, 6]
+
+
+def test_rows_that_join_and_are_in_no_snapshot_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    in_process(alone, tmp_path)
+    with caplog.at_level(logging.WARNING, "tierbed"):
+        model = Model(tmp_path, TWO)
+        model.counts()
+    assert sum("no snapshot has its rows" in record.getMessage() for record in caplog.records) == 2
+    model.close()
