@@ -174,9 +174,12 @@ class Membership:
         at = None if self.record is None else self.folder.at
         if self.record is None or at is None or at.all is None:
             return False
-        others = [self._other(peer) for id, peer in self.record.peers.items() if id in at.all.versions]
-        noted = [one.folder.group if isinstance(one, Membership) else one.record for one in others]
-        return any(record is not None and record.number < at.all.number for record in noted)
+        for id, version in at.all.versions.items():
+            other = self._other(self.record.peers[id]) if id in self.record.peers else None
+            noted = other.folder.group if isinstance(other, Membership) else other and other.record
+            if other is not None and other.present != version and noted and noted.number < at.all.number:
+                return True
+        return False
 
     def keep(self) -> None:
         """The rows are of one instant with the others by the will of the user: no load awaits them. StoreError."""
@@ -314,7 +317,10 @@ class Membership:
         self._is_at = False
         if self.record is None:
             return None
-        self.record = replace(self.record, instant=self._formed or self.record.instant)
+        instant = self._formed or self.record.instant
+        self.record = replace(
+            self.record, instant=instant, number=max(self.record.number, instant.number if instant else 0)
+        )
         return self.record
 
     @property
@@ -332,8 +338,8 @@ class Membership:
         if self.record is None:
             return ()
         if by == "load":
-            instant = self.instant() if all_ is None else all_
-            self.record = replace(self.record, instant=instant, number=max(self.number, instant.number))
+            number = (self.instant() if all_ is None else all_).number
+            self.record = replace(self.record, instant=all_ or self.record.instant, number=max(self.number, number))
         self._is_at = True
         return At(snapshot_rows.now, "recovery" if by == "recovery" else "load", all_), self.record
 
