@@ -19,7 +19,7 @@ from ..files.reader import LONGEST_CHAIN, Snapshot, latest_snapshot, list_snapsh
 from ..files.writer import Progress, Together, check_free, clear_leftovers, write_incremental, write_snapshot
 from .instants import left_behind, needed_snapshots
 from .linked import remove_snapshot
-from .retention import drop_replaced, keep_replaced
+from .retention import drop_replaced, is_of_state, keep_replaced
 
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
@@ -124,19 +124,18 @@ def base_of(store: StoreFolder) -> Snapshot | None:
 
 
 def parent_for(store: StoreFolder, name: str) -> Snapshot | None:
-    """The snapshot that the incremental one `name` is to go over. None, logged, where the chain would be too long.
+    """The parent of the incremental snapshot `name`. Raises as `parent_of`.
 
-    Raises as `parent_of`.
+    None, logged, if the chain would be too long, or a `state_dict()` made that parent: users have no snapshots on those.
     """
     parent = parent_of(store)
-    if len(parent.chain) < LONGEST_CHAIN:
+    if is_of_state(parent):
+        why = "the rows were loaded from it, and a state_dict made it"
+    elif len(parent.chain) >= LONGEST_CHAIN:
+        why = f"it has a chain of {LONGEST_CHAIN - 1} parents, and no more are read as one table"
+    else:
         return parent
-    log.warning(
-        "snapshot %r is full, not incremental: %r goes over %d others, and no more are read as one table",
-        name,
-        parent.name,
-        LONGEST_CHAIN - 1,
-    )
+    log.warning("snapshot %r is full, not incremental upon %r: %s", name, parent.name, why)
     return None
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.embeddings import DIM, ask_to_leave, attach, contents, train
+from support.embeddings import DIM, ask_to_leave, attach, contents, make, train
 from support.kinds import TYPES, grow, kinds_of, open_at
 from support.small_snapshots import save
-from support.stores import STORES
+from support.stores import STORES, options
 from tierbed.engine.errors import InputError, OptionError, SnapshotError
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot
@@ -88,8 +88,20 @@ def test_a_save_over_as_many_as_can_be_read_is_full(
     kinds = [Snapshot.open(tmp_path / "rows" / "snapshots" / name).kind for name in "abcdef"]
     assert kinds == ["full", "incremental", "incremental", "full", "incremental", "incremental"]
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "snapshot 'd' is full, not incremental: 'c' goes over 2 others, and no more are read as one table"
+        "snapshot 'd' is full, not incremental upon 'c': it has a chain of 2 parents, and no more are read as one table"
     ]
+
+
+def test_a_snapshot_that_a_state_names_is_no_parent(tmp_path: Path) -> None:
+    with make(options("host", tmp_path, state_dict_snapshots=True), "adagrad") as embedding:
+        train(embedding, range(9))
+        state = embedding.state_dict()
+        train(embedding, range(9))
+        embedding.load_state_dict(state)
+        embedding.save_snapshot("a", "incremental")
+        embedding.save_snapshot("b", "incremental")
+    kinds = [Snapshot.open(tmp_path / "rows" / "snapshots" / name).kind for name in "ab"]
+    assert kinds == ["full", "incremental"]
 
 
 def test_rows_that_a_broken_off_erase_left_are_in_no_count(tmp_path: Path) -> None:
