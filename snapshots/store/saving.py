@@ -126,7 +126,7 @@ def base_of(store: StoreFolder) -> Snapshot | None:
 def parent_for(store: StoreFolder, name: str) -> Snapshot | None:
     """The parent of the incremental snapshot `name`. Raises as `parent_of`.
 
-    None, logged, if the chain would be too long, or a `state_dict()` made that parent: users have no snapshots on those.
+    None, logged, if the chain would be too long, or if a `state_dict()` made that parent.
     """
     parent = parent_of(store)
     if is_of_state(parent):
