@@ -43,9 +43,15 @@ def inspect(path: Place, as_json: Json = False) -> None:
 
     Example: tierbed checkpoint inspect runs/epoch-3
     """
-    from ..graph.state.kept import kept
+    from ..graph.state.kept import kept_at
 
-    one = kept(_one(path, as_json))
+    found, damaged = kept_at(path)
+    names = sorted([*(one.path.name for one in found), *damaged])
+    if len(names) > 1:
+        fail(f"{str(path)!r} holds the checkpoints {', '.join(names)}: give the path of one", as_json=as_json)
+    for error in damaged.values():
+        raise error
+    (one,) = found
     tensors = {name: [of["dtype"], *of["shape"]] for name, of in one.tensors().items()}
     if as_json:
         print_json({**_entry(one), "tensors": tensors})
@@ -97,12 +103,12 @@ def prune(
 
     Example: tierbed checkpoint prune runs/ --keep-last 3
     """
-    from ..graph.state.kept import STATE, kept_at
+    from ..graph.state.kept import STATE
     from ..graph.state.kept import prune as prune_kept
 
     if (path / STATE).exists():
         fail(f"{str(path)!r} is one checkpoint: give the folder that holds several", as_json=as_json)
-    kept, removed = prune_kept(path, keep_last) if not dry_run else _split(kept_at(path)[0], keep_last)
+    kept, removed = prune_kept(path, keep_last, dry_run)
     if as_json:
         names = {"removed": [one.path.name for one in removed], "kept": [one.path.name for one in kept]}
         print_json({**names, "dry_run": dry_run})
@@ -110,21 +116,6 @@ def prune(
     for one in removed:
         print(f"{'would remove' if dry_run else 'removed'} {text(one.path.name)}")
     print(f"{len(removed)} of {len(kept) + len(removed)} checkpoints")
-
-
-def _split(found: list[Kept], keep_last: int) -> tuple[list[Kept], list[Kept]]:
-    return found[-keep_last:], found[:-keep_last]
-
-
-def _one(path: Path, as_json: bool) -> Path:
-    """The checkpoint `path`, or the only one in it."""
-    from ..graph.state.kept import kept_at
-
-    found, damaged = kept_at(path)
-    names = sorted([*(one.path.name for one in found), *damaged])
-    if len(names) > 1:
-        fail(f"{str(path)!r} holds the checkpoints {', '.join(names)}: give the path of one", as_json=as_json)
-    return path if path.name == names[0] else path / names[0]
 
 
 def _entry(one: Kept) -> dict[str, Any]:

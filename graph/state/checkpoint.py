@@ -22,6 +22,7 @@ import contextlib
 import logging
 import os
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
@@ -146,7 +147,8 @@ def _write(place: Path, record: dict[str, Any], tensors: dict[str, Tensor], fold
         # equal bytes are written for each tensor: safetensors refuses tensors that share memory
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, place / TENSORS)
         fsync_file(place / TENSORS)
-        (place / STATE).write_bytes(_sealed({**record, "checksum": checksum(place / TENSORS)}))
+        written = {"checksum": checksum(place / TENSORS), "created": time.time_ns()}
+        (place / STATE).write_bytes(_sealed({**record, **written}))
         fsync_file(place / STATE)
 
 

@@ -24,19 +24,17 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Kept:
-    """One checkpoint. of: "graph" or "loop". rows: the snapshot of each embedding, by its path in the model."""
+    """One checkpoint. of: "graph" or "loop". rows: the snapshot of each embedding, by its path in the model.
+
+    bytes: of all its files; rows may be shared with a store folder.
+    """
 
     path: Path
     of: str
-    created: int  # seconds since 1970
+    created: int  # nanoseconds since 1970
+    bytes: int
     checksum: int
     rows: dict[str, Snapshot]
-
-    @property
-    def bytes(self) -> int:
-        """Of all its files; rows may be shared with a store folder."""
-        dense = sum((self.path / name).stat().st_size for name in (STATE, TENSORS))
-        return dense + sum(snapshot.manifest.total_bytes for snapshot in self.rows.values())
 
     def tensors(self) -> dict[str, Any]:
         """What the header of the file of tensors says of each. Raises SnapshotError."""
@@ -65,8 +63,10 @@ def kept(folder: Path) -> Kept:
         record = read_format(folder)
         names = record["embeddings"]
         rows = {path: Snapshot.open(folder / ROWS / str(at) / record["snapshot"]) for at, path in enumerate(names)}
-        created = int((folder / STATE).stat().st_mtime)
-        return Kept(folder, record.get("of", "graph"), created, record["checksum"], rows)
+        files = [(folder / name).stat() for name in (STATE, TENSORS)]
+        size = sum(file.st_size for file in files) + sum(snapshot.manifest.total_bytes for snapshot in rows.values())
+        created = record.get("created", files[0].st_mtime_ns)  # earlier versions did not write it
+        return Kept(folder, record.get("of", "graph"), int(created), size, record["checksum"], rows)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
 
@@ -94,7 +94,7 @@ def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
     Raises SnapshotError where there is none.
     """
     found, damaged = [], {}
-    for folder in _folders(path):
+    for folder in _folders(path.resolve()):
         try:
             found.append(kept(folder))
         except SnapshotError as error:
@@ -112,18 +112,22 @@ def _folders(path: Path) -> Iterator[Path]:
     if os.path.lexists(path / STATE):
         yield path
     elif path.is_dir():
-        yield from (one for one in sorted(path.iterdir()) if not one.name.startswith(".") and (one / STATE).is_file())
+        there = (one for one in sorted(path.iterdir()) if not one.name.startswith(".") and not one.is_symlink())
+        yield from (one for one in there if (one / STATE).is_file())
 
 
-def prune(path: Path, keep_last: int) -> tuple[list[Kept], list[Kept]]:
+def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[Kept], list[Kept]]:
     """Remove the checkpoints in a folder but the latest `keep_last`, the oldest first. Returns kept and removed.
 
-    A kill leaves each whole or not at all. Snapshots in store folders stay. SnapshotError where one cannot be read.
+    A kill leaves each complete or absent. Snapshots in store folders stay. dry_run: remove nothing. Raises
+    SnapshotError if one cannot be read.
     """
     found, damaged = kept_at(path)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a checkpoint cannot be read: {error}") from error
     removed, left = found[:-keep_last], found[-keep_last:]
+    if dry_run:
+        return left, removed
     try:
         for leftover in path.glob(f"{TEMPORARY}.*/"):  # of a removal that was killed
             remove_folder(leftover)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.spec.tables import labels_of, names_in
-from ...engine.store.folder_state import FolderState, holder
+from ...engine.store.folder_state import MANIFEST, FolderState, holder
 from ...engine.store.shares import RANKS, marks_in, share_folder
 from ...engine.store.table_counts import counts_in
 from ..files.reader import Snapshot, list_snapshots
@@ -155,23 +155,25 @@ class _AtOneInstant(FolderState):
 
 def existing_store(path: Path) -> Path:
     """The path, if there is a store. Raises StoreError otherwise: a mistyped path must not become a store."""
-    if _is_store(path):
+    if _may_be_store(path):
         return path
-    if os.path.lexists(path / CHECKPOINT) or any(path.glob(f"*/{CHECKPOINT}")):
-        raise StoreError(f"{str(path)!r} is no store folder, and has checkpoints: use `tierbed checkpoint` for it")
     inside = ", ".join(repr(str(store)) for store in stores_in(path))
+    if not inside and (os.path.lexists(path / CHECKPOINT) or any(path.glob(f"*/{CHECKPOINT}"))):
+        raise StoreError(f"{str(path)!r} is no store folder, and has checkpoints: use `tierbed checkpoint` for it")
     remedy = f"give the path of one of its stores, {inside}" if inside else "give <persistent_path>/<embedding name>"
     raise StoreError(f"{str(path)!r} is no store folder: {remedy}")
 
 
 def stores_in(path: Path) -> list[Path]:
-    """The store folders in the folder of a model; none in a store folder."""
-    if _is_store(path) or not os.path.isdir(path):
+    """The store folders in the folder of a model, without what others keep there; none in a store folder."""
+    if _may_be_store(path) or not os.path.isdir(path):
         return []
-    return sorted(place for place in path.iterdir() if _is_store(place))
+    return sorted(
+        place for place in path.iterdir() if (place / "MARK").is_file() or any(place.glob(f"snapshots/*/{MANIFEST}"))
+    )
 
 
-def _is_store(path: Path) -> bool:
+def _may_be_store(path: Path) -> bool:
     return os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -22,9 +24,7 @@ def saved(tmp_path: Path) -> Path:
     graph = rating("host", tmp_path / "store")
     for name in ("two", "four"):
         steps(graph, IDS[:2])
-        graph.save(tmp_path / "kept" / name)
-    for at, name in enumerate(("two", "four")):
-        os.utime(tmp_path / "kept" / name / "graph.msgpack", (10**9 + at, 10**9 + at))
+        graph.save(tmp_path / "kept" / name)  # within a second, and not in the order of names
     save_checkpoint(tmp_path / "kept" / "dense", torch.nn.Linear(2, 3), extra={"epoch": 1})
     graph.rows.close()
     return tmp_path
@@ -65,11 +65,16 @@ def test_damage_is_told_and_nothing_is_pruned_then(saved: Path, capsys: pytest.C
     tensors.write_bytes(content)
     (saved / "kept" / "dense" / "graph.msgpack").write_bytes(b"x")
     cli = Cli(saved / "kept", capsys, "checkpoint")
+    for dry_run in ([], ["--dry-run"]):
+        assert "nothing is pruned" in cli.fails("prune", "--keep-last", "1", *dry_run)
     code, out, err = cli.run("verify")
     assert (code, out) == (1, "sound: four\n")
     assert "damaged: two" in err
     assert "damaged: dense" in err
-    assert "nothing is pruned" in cli.fails("prune", "--keep-last", "1")
+    tensors.unlink()
+    code, out, err = cli.run("list")
+    assert (code, out.count("\n")) == (1, 2)
+    assert "damaged: two: " in err
     assert len([*(saved / "kept").iterdir()]) == 3
 
 
@@ -81,7 +86,27 @@ def test_each_command_names_the_other_for_a_folder_of_the_other(
             assert "use `tierbed checkpoint`" in Cli(path, capsys, group).fails(command)
     for path in (saved / "store", saved / "store" / "rows"):
         assert "use `tierbed snapshot`" in Cli(path, capsys, "checkpoint").fails("list")
+    (saved / "kept" / "two").rename(saved / "store" / "two")
+    for group, command, *more in (("store", "stat"), ("snapshot", "inspect", "x")):
+        said = Cli(saved / "store", capsys, group).fails(command, *more)
+        assert f"give the path of one of its stores, '{saved}/store/rows'" in said
     assert "is no checkpoint and holds none" in Cli(saved / "none", capsys, "checkpoint").fails("list")
+
+
+def test_ages_names_and_links(saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = saved / "kept"
+    (kept / "best").symlink_to("two")
+    for name in ("two", "four"):
+        os.utime(kept / name / "graph.msgpack", (10**9, 10**9))  # as a copy has it
+    cli = Cli(kept, capsys, "checkpoint")
+    listed = cli.json("list")["checkpoints"]
+    assert [one["name"] for one in listed] == ["two", "four", "dense"]
+    assert all(datetime.now(UTC) - datetime.fromisoformat(one["created"]) < timedelta(hours=1) for one in listed)
+    assert cli.json("prune", "--keep-last", "2")["removed"] == ["two"]
+    shutil.move(kept / "four", saved / "four" / "four")
+    assert Cli(saved / "four", capsys, "checkpoint").json("inspect")["name"] == "four"
+    monkeypatch.chdir(saved / "four" / "four")
+    assert Cli(Path("."), capsys, "checkpoint").json("inspect")["name"] == "four"
 
 
 def test_listing_loads_no_torch(saved: Path) -> None:
