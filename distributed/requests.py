@@ -64,9 +64,8 @@ class Requests:
                 self._held.saves.save(name, kind, overwrite, None if request is None else request.progress)
             case ["save", name, kind, overwrite, stores]:
                 tables = everywhere(self._world, op, lambda: [self._find(store) for store in stores])
-                if request is not None:
-                    request.progress(0)
-                save_together(self._world, tables, name, kind, overwrite)
+                progress = None if request is None else request.progress
+                save_together(self._world, tables, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
                 rows = told(self._world, op, lambda: self._held.own.row(table, key))
                 if request is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..engine.persist.together import instant_of
 from ..engine.persist.training_group import OfAll
 from ..snapshots.files.reader import Snapshot
+from ..snapshots.files.row_writer import Progress
 from ..snapshots.store.all_or_none import Decided
 from ..snapshots.store.instants import check_one_instant
 from ..snapshots.store.selection import LoadReport, Selection
@@ -31,8 +32,9 @@ def save_together(
     kind: str = "full",
     overwrite: bool = False,
     background: bool = False,
+    progress: Progress | None = None,
 ) -> BackgroundPartSave | None:
-    """As `save_together` of one process, or as `save_together_in_background`."""
+    """As `save_together` of one process, or as `save_together_in_background`. progress: of this rank's rows."""
     for table in tables:
         table.saves.check(name, _kind(table, kind), overwrite, background)
         table.saves.at_step()
@@ -61,7 +63,7 @@ def save_together(
                 table.saves.goes_on(saving)
             return saving
         errors = [
-            attempt(partial(table.saves.write, save, parent, None))[1]
+            attempt(partial(table.saves.write, save, parent, progress))[1]
             for table, (save, parent) in zip(tables, saves, strict=True)
         ]
         made = commit_together(world, op, [save for save, _ in saves], errors, noted)

@@ -17,19 +17,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...snapshots.asking.serving import Service
 from ...snapshots.files.format import Manifest
 from ...snapshots.files.reader import Snapshot, list_snapshots
-from ...snapshots.looking.row import place_of, plain_floats
+from ...snapshots.looking.row import place_of, plain_row, read_row
 from ...snapshots.store.selection import LoadReport, Selection
 from ..durable import remedy_for
 from ..errors import ClosedError, OptimizerError, StoreError
 from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
-from ..spec.inputs import Lookup
 from ..spec.options import StoreOptions
 from ..spec.table_spec import TableSpec
-from ..spec.tables import numbered
 from ..store.versions import Instant
 from ..table.background_save import BackgroundSave
-from ..table.report import where
 from ..table.table import OpenTable
 from .open_and_close import TablePersistence
 from .opening import Decide
@@ -373,7 +370,7 @@ class HeldTable:
             progress(0)
             if len(others) < 2:
                 return self.snapshots.save(self.table, name, kind, progress, overwrite)
-            save_together(others, name, kind, overwrite)
+            save_together(others, name, kind, overwrite, progress)
             return self.snapshots.snapshot(name).manifest
 
         return self._visit(save, give_up, others)
@@ -390,15 +387,11 @@ class HeldTable:
     def row(self, label: int | str, key: int) -> dict[str, Any]:
         """A row of this process as plain values; {} for none."""
         table = self.table
-        number, _ = place_of(table.describe(), label, key)
-        ids = torch.tensor([key], dtype=table.spec.key_type, device=self.device)
-        lookup = Lookup(ids, torch.tensor([number], device=self.device))
-        tiers, _ = where(table, lookup)
-        if not tiers or not tiers[0]["updates"]:
-            return {}
-        row = {"embedding": plain_floats(table.get(lookup)[0].cpu().numpy()), "states": {}}
-        named = numbered(number, table.spec.table_names)
-        return {**named, "key": key, **row, "updates": tiers[0]["updates"], "step": tiers[0]["last_step"]}
+        with table.lock:
+            table.check()
+            description = table.describe()
+            row = read_row(table.use(), table.form, *place_of(description, label, key))
+        return {} if row is None else plain_row(row[0], description)
 
     def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[HeldTable] = ()) -> T | None:
         """The result of a call between two steps, of all tables that are trained together with this and `others`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -32,23 +32,29 @@ log = logging.getLogger("tierbed")
 Tables = Sequence[Any]  # of HeldTable, whose file imports this one
 
 
-def save_together(tables: Tables, name: str, kind: str = "full", overwrite: bool = False) -> None:
+def save_together(
+    tables: Tables,
+    name: str,
+    kind: str = "full",
+    overwrite: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> None:
     """Save the rows of all as snapshot `name`, in each store folder, between two steps.
 
-    An incremental one is full in a store that has no snapshot to go over. Raises SnapshotError, StoreError,
-    OptionError, and then there is none of them.
+    An incremental one is full in a store that has no snapshot to go over. progress: called with the rows of each chunk.
+    Raises SnapshotError, StoreError, OptionError, and then there is none of them.
     """
     members = _members(tables)
     if len(tables) == 1 or any(member.record is None for member in members):  # they are not trained together
         for table in tables:
-            table.snapshots.save(table.table, name, _kind(table, kind), overwrite=overwrite)
+            table.snapshots.save(table.table, name, _kind(table, kind), progress, overwrite)
         return
     with between_steps(members):
         _check(tables, name, kind, overwrite)
 
         def saved(table: Any, commit: Decided) -> None:
             of_all = OfAll(name, members[0], commit.id, commit)
-            table.snapshots.save(table.table, name, _kind(table, kind), overwrite=overwrite, of_all=of_all)
+            table.snapshots.save(table.table, name, _kind(table, kind), progress, overwrite, of_all)
 
         all_or_none(members[0].folder.snapshots / name, [partial(saved, table) for table in tables])
         for member in members:

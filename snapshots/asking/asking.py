@@ -14,7 +14,7 @@ from ...engine.errors import InputError, OptionError, SnapshotError, StoreError,
 from ...engine.store.folder_state import snapshot_id
 from ..files.format import Manifest, check_name
 from ..files.reader import Snapshot
-from .channel import SOCKET, Message, connect, peer_of, receive, send
+from .channel import MAX_PACKETS, SOCKET, Message, connect, peer_of, receive, send
 
 TIMEOUT = 60.0  # seconds without an answer
 
@@ -64,7 +64,9 @@ def ask_save(
     place = store / "snapshots" / name
     before = snapshot_id(place)
     paths = [os.path.realpath(path) for path in stores]
-    request = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite, "stores": paths}
+    request: Message = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
+    if len(paths) > 1:  # an older trainer does not know this request, and would save one store by the other
+        request |= {"do": "save all", "stores": paths}
     for answer in trainer.answers(request, f"save snapshot {name!r}"):
         if "done" in answer:
             return Snapshot.open(place).manifest
@@ -147,14 +149,14 @@ class _Trainer:
         try:
             self._connection.settimeout(max(deadline - monotonic(), 1e-3))
             with suppress(ConnectionResetError):  # comes first where the trainer closed without reading all
-                return receive(self._connection)
-            return receive(self._connection)
+                return receive(self._connection, MAX_PACKETS)
+            return receive(self._connection, MAX_PACKETS)
         except TimeoutError:
             found = "came to no end of a step, or of a read," if self._waits else "did not answer"
             raise StoreError(
-                f"process {self.pid} was asked to {wish} and {found} for {self._timeout:g} seconds. Where it is at "
-                "work, see whether it did so after all, and ask again with a longer timeout; where it is stopped, let "
-                "it go on or end it, and save from the closed store"
+                f"process {self.pid} was asked to {wish} and {found} for {self._timeout:g} seconds. If it is at work, "
+                "see whether it did so after all, and ask again with a longer timeout; if it is stopped, let it "
+                "continue, or end it and use the closed store"
             ) from None
         except ValueError as error:
             raise StoreError(f"process {self.pid} gave an answer that is none: {error}") from error

@@ -1,12 +1,13 @@
 """The socket in the folder of an open store, by which other processes of its user ask the trainer that holds it.
 
 A message is one JSON document in one packet of a Unix socket (SOCK_SEQPACKET), so it is bounded and comes whole or not
-at all. The client sends the first message, the request:
+at all. A longer answer comes in several, of which all but the last begin with a zero byte. The client sends the first
+message, the request:
 
 - `{"do": "status"}`, answered by `{"status": {...}}`;
-- `{"do": "save", "name": ..., "kind": ..., "overwrite": true or false, "stores": [...]}`, answered by
-  `{"waiting": ...}` at once, `{"rows": n, "of": m or null}` several times, and `{"done": {...}}`. `stores`: several, to
-  be saved together;
+- `{"do": "save", "name": ..., "kind": ..., "overwrite": true or false}`, answered by `{"waiting": ...}` at once,
+  `{"rows": n, "of": m or null}` several times, and `{"done": {...}}`;
+- `{"do": "save all", ..., "stores": [...]}`, of several stores together, answered in the same way;
 - `{"do": "prune", "keep_last": n, "keep_every": m or null}`, answered by `{"done": {"removed": [...], "kept": [...]}}`;
 - `{"do": "get", "table": ..., "key": ...}`, answered by `{"done": {...}}` with the row, empty where there is none.
 
@@ -24,8 +25,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SOCKET = "SOCKET"
-LIMIT = 1 << 16  # bytes of a message
+LIMIT = 1 << 16  # bytes of a packet
+MAX_PACKETS = 1024  # of an answer
 
+_MORE = b"\0"  # begins a packet that another one continues
 _WAITING = 64  # clients that wait to be accepted
 
 Message = dict[str, Any]
@@ -92,16 +95,28 @@ def peer_of(connection: socket.socket) -> Peer:
 
 def send(connection: socket.socket, message: Message) -> None:
     """Send a message. Raises OSError where it cannot be sent."""
-    connection.send(json.dumps(message).encode())
+    data = json.dumps(message).encode()
+    while len(data) > LIMIT:
+        connection.send(_MORE + data[: LIMIT - 1])
+        data = data[LIMIT - 1 :]
+    connection.send(data)
 
 
-def receive(connection: socket.socket) -> Message | None:
-    """The next message; None at the end of the connection. Raises OSError, TimeoutError, ValueError for no message."""
-    data, _, flags, _ = connection.recvmsg(LIMIT)
-    if not data:
-        return None
-    if flags & socket.MSG_TRUNC:
-        raise ValueError(f"a message of more than {LIMIT} bytes")
+def receive(connection: socket.socket, packets: int = 1) -> Message | None:
+    """The next message, in at most that many packets; None at the end of the connection.
+
+    Raises OSError, TimeoutError, and ValueError for anything that is not a message.
+    """
+    data = b""
+    for _ in range(packets):
+        packet, _, flags, _ = connection.recvmsg(LIMIT)
+        if not packet:
+            return None
+        if flags & socket.MSG_TRUNC:
+            raise ValueError(f"a packet of more than {LIMIT} bytes")
+        data += packet.removeprefix(_MORE)
+        if not packet.startswith(_MORE):
+            break
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -55,8 +55,8 @@ class Served(Protocol):
         stores: the real paths of the stores of which there is to be one each, all or none.
 
         Returns None, and nothing is saved, where `give_up` returned True before the save began. `progress` is called
-        with 0 when the save begins, then with the rows of each chunk; what it raises undoes the save. Raises
-        TierbedError.
+        with 0 when the save begins, then with the rows of each chunk of each store; what it raises undoes the save.
+        Raises TierbedError.
         """
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
@@ -211,8 +211,10 @@ class StoreServer:
                 saving = None if save is None else {"name": save.name, "rows": save.rows, "of": save.of}
                 return {"status": {**self._served.status(), "pid": os.getpid(), "saving": saving}}
             case {"do": "save", "name": str(name), "kind": str(kind), **more}:
-                stores = [store for store in _listed(more.get("stores")) if isinstance(store, str)]
-                return self._save_for(client, peer.pid, name, kind, more.get("overwrite") is True, stores)
+                return self._save_for(client, peer.pid, name, kind, more.get("overwrite") is True)
+            case {"do": "save all", "name": str(name), "kind": str(kind), "stores": list(stores), **more}:
+                overwrite = more.get("overwrite") is True
+                return self._save_for(client, peer.pid, name, kind, overwrite, [str(store) for store in stores])
             case {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}:
                 removed, kept = self._served.prune_between_steps(keep_last, keep_every)
                 return {"done": {"removed": removed, "kept": kept}}
@@ -224,9 +226,9 @@ class StoreServer:
         raise StoreError(f"process {os.getpid()} runs another version of tierbed, and knows no such request")
 
     def _save_for(
-        self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str]
+        self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str] = ()
     ) -> Message:
-        save = _Save(client, self._stopping, self._served, name, kind)
+        save = _Save(client, self._stopping, self._served, name, kind == "full" and not stores)
         if (gone := save.given_up()) or not self._saving.acquire(blocking=False):
             client.settimeout(_PATIENCE)
             if gone:  # while this process was stopped: in nobody's way
@@ -254,14 +256,15 @@ class StoreServer:
 class _Save:
     """A save that a client asked for. The client is told how far it came, as long as the client takes messages."""
 
-    def __init__(self, client: socket.socket, stopping: Event, served: Served, name: str, kind: str) -> None:
+    def __init__(self, client: socket.socket, stopping: Event, served: Served, name: str, is_whole: bool) -> None:
+        """is_whole: whether it has all rows of the store, and of no other."""
         self.name = name
         self.rows = 0
-        self.of: int | None = None  # rows in all; unknown before the save begins, and for an incremental save
+        self.of: int | None = None  # rows in all; unknown before the save begins, and if it is not of all rows
         self._client = client
         self._stopping = stopping
         self._served = served
-        self._whole = kind == "full"
+        self._is_whole = is_whole
         self._due = 0.0
         client.setblocking(False)
 
@@ -287,7 +290,7 @@ class _Save:
     def progress(self, count: int) -> None:
         if self._stopping.is_set():
             raise self.undone()
-        if self._whole and self.of is None:
+        if self._is_whole and self.of is None:
             self.of = self._served.status()["rows"]
         self.rows += count
         if monotonic() >= self._due:
@@ -297,10 +300,6 @@ class _Save:
     def tell(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # the client went away, or takes nothing: the save goes on
             send(self._client, message)
-
-
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
 
 
 def _error(error: Exception) -> Message:

@@ -14,6 +14,7 @@ from ...engine.errors import InputError, StoreError
 from ...engine.row_format import KEY as ROW_NAME
 from ...engine.row_format import Chunks, RowForm
 from ...engine.spec.tables import choices, names_in, numbered, table_number
+from ...engine.store.contract import Store, Tier
 from ...engine.store.folder import StoreFolder
 from ...engine.store.shares import SHARE, share_folder
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
@@ -116,12 +117,17 @@ def _among(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
 def _find_in_rocksdb(folder: Path, form: RowForm, shards: int, table: int, key: int) -> Row | None:
     from ...engine.store.rocksdb import RocksDB  # loaded only where RocksDB holds the rows
 
+    with closing(RocksDB(folder, form.width, shards, read_only=True)) as tier:
+        return read_row(tier, form, table, key)
+
+
+def read_row(tier: Tier | Store[Any], form: RowForm, table: int, key: int) -> Row | None:
+    """The row of a tier, or of a stack of them, whose rows are of that form; None if it was never written."""
     row = np.zeros(1, form.dtype)
     row["table"], row["key"] = table, key
     line = np.zeros(-(-row.dtype.itemsize // 16) * 2, np.uint64)  # no shorter than a line: it lacks table and key
-    with closing(RocksDB(folder, form.width, shards, read_only=True)) as tier:
-        found = tier.read(row["table"].copy(), row["key"].copy(), np.array([line.ctypes.data], np.uint64))
-    if not found[0]:
+    address = np.array([line.ctypes.data], np.uint64)
+    if not tier.read(row["table"].copy(), row["key"].copy(), address, touch=False)[0]:
         return None
     row.view(np.uint8)[ROW_NAME.itemsize :] = line.view(np.uint8)[: form.dtype.itemsize - ROW_NAME.itemsize]
     return row

@@ -17,6 +17,7 @@ from support.together import Model
 from tierbed.distributed import World
 from tierbed.engine import InputError, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot
+from tierbed.snapshots.asking import serving
 from tierbed.snapshots.asking.asking import ask_prune, ask_row, ask_save, ask_status
 
 KEYS = torch.arange(100)
@@ -132,6 +133,7 @@ def test_a_close_does_not_wait_for_a_save_that_was_asked_for(tmp_path: Path) -> 
 
 def trains_both(world: World, folder: Path) -> list[int]:
     """Steps of two embeddings, until the file `stop` is there. Returns their steps."""
+    serving._EVERY = 0
     model = Model(folder, ("host", "host"), world)
     model.steps(2)
     (folder / f"ready-{world.rank}").touch()
@@ -144,7 +146,9 @@ def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path:
     stores = [tmp_path / name for name in "ab"]
     with asked(tmp_path, trains_both) as group:
         until(tmp_path / "ready-0", tmp_path / "ready-1")
-        assert ask_save(stores[0], "asked", stores=stores) is not None
+        told: list[int] = []
+        assert ask_save(stores[0], "asked", progress=lambda rows, of: told.append(rows), stores=stores) is not None
+        assert told[-1] > 0
         with pytest.raises(SnapshotError, match="asked' exists"):
             ask_save(stores[1], "asked", stores=stores)
         with pytest.raises(StoreError, match=r"does not have .* open; save that store by itself"):

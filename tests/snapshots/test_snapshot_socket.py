@@ -327,6 +327,21 @@ def test_bad_clients_hurt_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         holds(embedding, 4)
 
 
+def test_a_save_of_several_stores_is_a_request_that_older_versions_refuse(tmp_path: Path) -> None:
+    """They know "save" alone, and leave out what else it says."""
+    stores = [tmp_path / "a", tmp_path / "b"]
+    folder = channel.open_folder(tmp_path)
+    with channel.listen(folder) as listener:
+        answer = ask.submit(ask_save, tmp_path, "s", stores=stores)
+        with listener.accept()[0] as client:
+            asked = channel.receive(client)
+            channel.send(client, {"error": "knows no such request", "type": "StoreError"})
+        with pytest.raises(StoreError, match="knows no such request"):
+            answer.result(60)
+    os.close(folder)
+    assert asked == {"do": "save all", "name": "s", "kind": "full", "overwrite": False, "stores": [*map(str, stores)]}
+
+
 def test_a_folder_without_a_socket_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / STORE / "SOCKET" / "in the way").mkdir(parents=True)
     with caplog.at_level("INFO", "tierbed"), embedding_at(tmp_path, "device") as embedding:
