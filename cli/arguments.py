@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -49,16 +49,21 @@ Tables = Annotated[
 ]
 
 
+Timeout = Annotated[
+    float, typer.Option(help="Seconds that a process which has the store may take without a sign of progress.", min=0)
+]
+
+
 @contextmanager
-def told_in_use(store: Path, as_json: bool) -> Iterator[None]:
-    """A block that takes a store folder. Ends with `IN_USE` where another process has the folder."""
+def told_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
+    """A block that takes store folders. Ends with `IN_USE` if another process has one of them."""
     from ..engine.errors import StoreError
     from ..engine.store.folder_state import holder
 
     try:
         yield
     except StoreError as error:
-        if holder(store) is None:
+        if all(holder(store) is None for store in stores):
             raise
         fail(str(error), IN_USE, as_json)
 
@@ -69,7 +74,7 @@ def hold(store: Path, as_json: bool) -> Iterator[StoreFolder]:
     from ..engine.store.folder import StoreFolder
     from ..snapshots.store.status import existing_store
 
-    with told_in_use(store, as_json):
+    with told_in_use([store], as_json):
         folder = StoreFolder(existing_store(store))
     with folder:
         yield folder

@@ -114,7 +114,7 @@ def import_(
     ids = None if table_ids is None else table_of(table_ids)
     if isinstance(ids, str) and ids.endswith(".npy") and not Path(ids).is_file():
         raise typer.BadParameter(f"--table-ids {ids!r}: give a table id or name, or a .npy file that is there")
-    with told_in_use(store, as_json), progress("importing") as told:
+    with told_in_use([store], as_json), progress("importing") as told:
         manifest = import_snapshot(store, name, source, keys=keys, table_ids=ids, tensor=names, progress=told)
     report("imported", name, manifest, begin, as_json)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .arguments import Json, Name, NewName, Overwrite, Store, hold, open_snapshot
+from .arguments import Json, Name, NewName, Overwrite, Store, Timeout, hold, open_snapshot, told_in_use
 from .entries import report
-from .model import stores_at
+from .model import served, stores_at
 from .output import print_json, progress, size, text
+
+if TYPE_CHECKING:
+    from ..snapshots.store.retention import Retained
 
 
 def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, as_json: Json = False) -> None:
@@ -48,69 +51,67 @@ def prune(
         int | None, typer.Option(help="Keep the first that reached each multiple of so many steps as well.", min=1)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; tell what would be.")] = False,
+    timeout: Timeout = 60,
     as_json: Json = False,
 ) -> None:
     """Remove old snapshots, but none that a kept one or the live rows go over or back to.
 
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
+    from ..engine.store.folder_state import FolderState
     from ..snapshots.store.linked import REPLACED
+    from ..snapshots.store.retention import plan_for
 
     stores = stores_at(store)
-    found = {one: _pruned(one, keep_last, keep_every, dry_run, as_json) for one in stores}
+    plans = {one: plan_for(FolderState(one), keep_last, keep_every) for one in stores}
+    if not dry_run:
+        _prune(plans, keep_last, keep_every, timeout, as_json)
     if as_json:
         documents = {
             one.name: {
-                "removed": done.removed,
-                "kept": done.kept,
-                "kept_for_live_rows": done.for_live_rows,
-                "removed_bytes": done.bytes,
+                "removed": [snapshot.name for snapshot in done.removed],
+                "kept": [snapshot.name for snapshot in done.kept],
+                "kept_for_live_rows": [snapshot.name for snapshot in done.for_live_rows],
+                "removed_bytes": sum(snapshot.manifest.total_bytes for snapshot in done.removed),
                 "dry_run": dry_run,
             }
-            for one, done in found.items()
+            for one, done in plans.items()
         }
         print_json(documents[store.name] if stores == [store] else {"stores": documents})
         return
-    for one, done in found.items():
+    for one, done in plans.items():
         prefix = "" if stores == [store] else f"{text(one.name)}/"
-        for name in done.removed:
-            print(f"{'would remove' if dry_run else 'removed'} {prefix}{text(name)}")
-        for name in done.for_live_rows:
-            why = "a save replaced it, and " if name.startswith(REPLACED) else ""
+        for snapshot in done.removed:
+            print(f"{'would remove' if dry_run else 'removed'} {prefix}{text(snapshot.name)}")
+        for snapshot in done.for_live_rows:
+            why = "a save replaced it, and " if snapshot.name.startswith(REPLACED) else ""
             kept = "would keep" if dry_run else "kept"
-            print(f"{kept} {prefix}{text(name)}: {why}live rows go back to it after a kill")
-        count = len(done.removed) + len(done.kept)
-        print(f"{prefix and prefix + ' '}{len(done.removed)} of {count} snapshots, {size(done.bytes)}")
+            print(f"{kept} {prefix}{text(snapshot.name)}: {why}live rows go back to it after a kill")
+        count, bytes = len(done.removed) + len(done.kept), sum(s.manifest.total_bytes for s in done.removed)
+        print(f"{prefix and prefix + ' '}{len(done.removed)} of {count} snapshots, {size(bytes)}")
 
 
-class _Pruned(NamedTuple):
-    """Names of snapshots, and the bytes of those removed."""
-
-    removed: list[str]
-    kept: list[str]
-    for_live_rows: list[str]
-    bytes: int
-
-
-def _pruned(store: Path, keep_last: int, keep_every: int | None, dry_run: bool, as_json: bool) -> _Pruned:
-    """Prune one store: by this process, or by the one that has it open."""
-    from ..engine.store.folder_state import FolderState, holder
+def _prune(plans: dict[Path, Retained], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
+    """Prune stores, by the process that has one open or by this, and let `plans` say what was done."""
+    from ..engine.errors import TierbedError
+    from ..engine.store.folder import StoreFolder
     from ..snapshots.asking.asking import ask_prune
-    from ..snapshots.store.retention import plan_for
-    from ..snapshots.store.retention import prune as prune_store
+    from ..snapshots.store import retention
 
-    if dry_run or holder(store) is not None:
-        plan = plan_for(FolderState(store), keep_last, keep_every)
-    if not dry_run and holder(store) is not None:
-        answer = ask_prune(store, keep_last, keep_every)
-        if answer is not None:
-            sizes = {s.name: s.manifest.total_bytes for s in plan.removed}
-            removed, kept = answer
-            for_live = [s.name for s in plan.for_live_rows if s.name in kept]
-            return _Pruned(removed, kept, for_live, sum(sizes.get(name, 0) for name in removed))
-    if not dry_run:
-        with hold(store, as_json) as folder:
-            plan = prune_store(folder, keep_last, keep_every)
-    removed_bytes = sum(s.manifest.total_bytes for s in plan.removed)
-    removed, kept, for_live = ([s.name for s in part] for part in (plan.removed, plan.kept, plan.for_live_rows))
-    return _Pruned(removed, kept, for_live, removed_bytes)
+    held = served(plans, timeout, as_json)
+    removed: list[str] = []
+    with told_in_use([one for one in plans if one not in held], as_json):
+        try:
+            for one, plan in plans.items():
+                if one in held and (answer := ask_prune(one, keep_last, keep_every, timeout)) is not None:
+                    gone, every = answer[0], [*plan.kept, *plan.removed]
+                    kept, for_live = ([s for s in part if s.name not in gone] for part in (every, plan.for_live_rows))
+                    plans[one] = retention.Retained(kept, [s for s in every if s.name in gone], for_live)
+                else:
+                    with StoreFolder(one) as folder:
+                        plans[one] = retention.prune(folder, keep_last, keep_every)
+                removed += [f"{one.name}/{snapshot.name}" for snapshot in plans[one].removed]
+        except TierbedError as error:
+            if not removed:
+                raise
+            raise type(error)(f"{error}. Removed before that: {', '.join(removed)}") from error

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from .arguments import hold, told_in_use
+from .output import IN_USE, Progress, fail
 
 if TYPE_CHECKING:
     from ..engine.store.folder import StoreFolder
@@ -29,77 +32,100 @@ def held_together(stores: list[Path]) -> Iterator[list[StoreFolder]]:
         yield [holding.enter_context(StoreFolder(store)) for store in stores]
 
 
-def save_together(
-    stores: list[Path], name: str, kind: str, overwrite: bool, timeout: float, told: Callable[[int], None]
-) -> list[Manifest]:
-    """Save a snapshot of each store, all or none: by the process that has them open, or of closed ones by this.
+def served(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
+    """The processes that have stores open and answer, by the store.
 
-    Raises StoreError, also for stores of several processes; SnapshotError, OptionError.
+    Ends with `IN_USE` if a process has one and does not serve it, such as a command. StoreError if one is stopped.
     """
-    from ..engine.errors import StoreError
     from ..engine.store.folder_state import holder
-    from ..snapshots.asking.asking import ask_save
-    from ..snapshots.files.reader import Snapshot
-    from ..snapshots.store.linked import remove_snapshot
+    from ..snapshots.asking.asking import ask_status
 
     held = {store: process for store in stores if (process := holder(store)) is not None}
+    for store in [store for store in held if ask_status(store, timeout) is None]:
+        with hold(store, as_json):  # unless it was closed by now, this says who has it
+            del held[store]
+    return held
+
+
+def save_together(
+    stores: list[Path], name: str, kind: str, overwrite: bool, timeout: float, told: Progress, as_json: bool
+) -> list[Manifest]:
+    """Save a snapshot of each store: by the process that has some open, all of these or none, then closed ones by this.
+
+    Ends with `IN_USE` for stores of several processes. Raises StoreError, SnapshotError, OptionError.
+    """
+    from ..engine.errors import SnapshotError, StoreError, TierbedError
+    from ..snapshots.asking.asking import ask_save
+    from ..snapshots.files.reader import Snapshot
+
+    held = served(stores, timeout, as_json)
     if len({*held.values()}) > 1:
         those = ", ".join(f"{str(store)!r} in process {process}" for store, process in held.items())
-        raise StoreError(f"several processes have these stores open, and no step is one of all: {those}; save each")
+        message = f"several processes have these stores open, and no step is one of all: {those}; save each"
+        fail(message, IN_USE, as_json)
+    for store in [*held][:1]:
+        if ask_save(store, name, kind, since(told), timeout, overwrite, [*held]) is None:
+            raise StoreError(f"process {held[store]} has closed {str(store)!r}: save again")
     closed = [store for store in stores if store not in held]
-    with held_together(closed) as folders:
-        made = _save_closed(folders, name, kind, overwrite, told) if folders else []
-        try:
-            if held:
-                first, *others = held
-                ask_save(first, name, kind, None, timeout, overwrite, [first, *others])
-        except BaseException:
-            for folder in folders:
-                remove_snapshot(folder.snapshots / name)
+    try:  # after the others: while they are saved, their step may open one of these
+        with told_in_use(() if held else closed, as_json), held_together(closed) as folders:
+            _save_closed(folders, name, kind, overwrite, told)
+    except TierbedError as error:
+        if not held:
             raise
-    return made + [Snapshot.open(store / "snapshots" / name).manifest for store in held]
+        saved, left = (", ".join(store.name for store in some) for some in (held, closed))
+        raise SnapshotError(f"snapshot {name!r} was saved of {saved}, and not of {left}: {error}") from error
+    return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]
 
 
-def _save_closed(
-    folders: list[StoreFolder], name: str, kind: str, overwrite: bool, told: Callable[[int], None]
-) -> list[Manifest]:
+def _save_closed(folders: list[StoreFolder], name: str, kind: str, overwrite: bool, told: Progress) -> None:
     from ..snapshots.store.all_or_none import Decided, all_or_none
     from ..snapshots.store.closed_ranks import save_closed
     from ..snapshots.store.closed_store import OfAll
 
-    made: dict[int, Manifest] = {}
-
-    def save(number: int, commit: Decided) -> None:
-        folder = folders[number]
+    def save(folder: StoreFolder, commit: Decided) -> None:
         own = kind if kind != "incremental" or folder.noting.base else "full"
-        made[number] = save_closed(folder, name, told, own, overwrite, OfAll(folders[0].path, commit))
+        save_closed(folder, name, told, own, overwrite, OfAll(folders[0].path, commit))
 
-    all_or_none(folders[0].snapshots / name, [partial(save, number) for number in range(len(folders))])
-    return [made[number] for number in range(len(folders))]
+    if folders:
+        all_or_none(folders[0].snapshots / name, [partial(save, folder) for folder in folders])
 
 
-def load_together(folders: list[StoreFolder], name: str, told: Callable[[int], None]) -> list[Manifest]:
+def load_together(folders: list[StoreFolder], name: str, told: Progress) -> list[Manifest]:
     """Make a snapshot of each store its live rows, verified before any is replaced; a kill is finished by the next run.
 
     Raises SnapshotError, also for snapshots that were saved apart; StoreError.
     """
     from ..engine.store.versions import Instant
     from ..snapshots.files.reader import Snapshot
-    from ..snapshots.store.closed_store import load_live
+    from ..snapshots.store.closed_store import check_load, load_live
     from ..snapshots.store.instants import ClosedStore, Group, check_one_instant, rows_of
 
     snapshots = [Snapshot.open(folder.snapshots / name) for folder in folders]
     check_one_instant([folder.path.name for folder in folders], snapshots)
-    for snapshot in snapshots:
-        snapshot.verify()
-    group = Group(folders[0].path, {})
-    versions = {id: member.present for id, member in group.members.items()}
     for folder, snapshot in zip(folders, snapshots, strict=True):
-        record = ClosedStore(folder).record
-        if record is not None:
-            versions[record.id] = rows_of(snapshot).now
-    together = Instant(group.number + 1, versions) if versions else None
-    made = [load_live(f, s, told, together=together)[0] for f, s in zip(folders, snapshots, strict=True)]
+        check_load(folder, snapshot)
+        snapshot.verify()
+    groups = [Group(folder.path, {}) for folder in folders]  # not all of one, if the folder has several models
+    number = 1 + max(group.number for group in groups)
+    loaded = {group.first: rows_of(snapshot).now for group, snapshot in zip(groups, snapshots, strict=True)}
+    made = []
+    for folder, snapshot, group in zip(folders, snapshots, groups, strict=True):
+        versions = {id: loaded.get(id, member.present) for id, member in group.members.items()}
+        together = Instant(number, versions) if versions else None
+        made.append(load_live(folder, snapshot, told, together=together)[0])
     for folder in folders:
         ClosedStore(folder).rest()
     return made
+
+
+def since(told: Progress) -> Callable[[int, int | None], None]:
+    """A function of the rows done in all, and of how many, which calls `told` with the rows that came since."""
+    done = 0
+
+    def all_told(rows: int, of: int | None) -> None:
+        nonlocal done
+        told(rows - done)
+        done = rows
+
+    return all_told

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .arguments import Json, Name, NewName, Overwrite, Store, check_tables, hold, open_snapshot, told_in_use
+from .arguments import Json, Name, NewName, Overwrite, Store, Timeout, check_tables, hold, open_snapshot, told_in_use
 from .entries import HEADER, RIGHT, complain_of, entry, lines, list_all, report, report_all
-from .model import held_together, load_together, save_together, stores_at
-from .output import Progress, print_fields, print_json, print_table, progress
+from .model import held_together, load_together, save_together, since, stores_at
+from .output import print_fields, print_json, print_table, progress
 
 
 class Kind(StrEnum):
@@ -28,9 +27,7 @@ def save(
     store: Store,
     name: NewName,
     kind: Annotated[Kind, typer.Option(help="What it holds: see docs/snapshots.md.")] = Kind.full,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds that a process which has the store may take without telling more.", min=0)
-    ] = 60,
+    timeout: Timeout = 60,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -48,14 +45,14 @@ def save(
     begin = time.monotonic()
     stores = stores_at(store)
     if stores != [store]:
-        with told_in_use(store, as_json), progress("saving") as told:
-            saved = save_together(stores, name, kind.value, overwrite, timeout, told)
+        with progress("saving") as told:
+            saved = save_together(stores, name, kind.value, overwrite, timeout, told, as_json)
         report_all("saved", name, dict(zip(stores, saved, strict=True)), begin, as_json)
         return
     manifest = None
     with progress("saving") as told:
         if holder(store) is not None:
-            manifest = ask_save(store, name, kind.value, _since(told), timeout, overwrite)
+            manifest = ask_save(store, name, kind.value, since(told), timeout, overwrite)
     if manifest is None:
         with hold(store, as_json) as folder:
             mark = folder.read_mark() or {}
@@ -98,7 +95,7 @@ def load(
     if stores != [store]:
         if table or weights_only or convert:
             raise typer.BadParameter("--table, --weights-only and --convert are of one store: give its folder")
-        with told_in_use(store, as_json), held_together(stores) as folders, progress("loading") as told:
+        with told_in_use(stores, as_json), held_together(stores) as folders, progress("loading") as told:
             loaded = load_together(folders, name, told)
         report_all("loaded", name, dict(zip(stores, loaded, strict=True)), begin, as_json)
         return
@@ -170,15 +167,3 @@ def inspect(
     for row in first:
         print()
         print_fields(row)
-
-
-def _since(told: Progress) -> Callable[[int, int | None], None]:
-    """A function of the rows done in all, and of how many, which calls `told` with the rows that came since."""
-    done = 0
-
-    def all_told(rows: int, of: int | None) -> None:
-        nonlocal done
-        told(rows - done)
-        done = rows
-
-    return all_told

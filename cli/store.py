@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .arguments import Json, Store, complete_names, hold, open_snapshot, table_of
+from .arguments import Json, Store, Timeout, complete_names, hold, open_snapshot, table_of
 from .output import INTERRUPTED, NO_ROW, fail, print_fields, print_json, progress, size, span, tell_interrupted, text
 
 if TYPE_CHECKING:
@@ -87,11 +87,12 @@ def get(
         str | None,
         typer.Option(help="Of this snapshot, not of the live rows.", show_default=False, autocompletion=complete_names),
     ] = None,
+    timeout: Timeout = 60,
     as_json: Json = False,
 ) -> None:
     """Print a row of a store, or of a snapshot. Exits with 4 where it was never written.
 
-    Of a store that is in use, the process that has it tells the embedding, between two steps.
+    Of a store that is in use, the process that has it reads the row between two steps.
 
     Example: tierbed store get store/users 42 --table 1
     """
@@ -107,7 +108,9 @@ def get(
         if snapshot is not None:
             opened = open_snapshot(store, snapshot)
             row, description = snapshot_row(opened, table_of(table), key), opened.description
-        elif holder(existing_store(store)) is not None and (asked := ask_row(store, table_of(table), key)) is not None:
+        elif holder(existing_store(store)) is not None and (
+            (asked := ask_row(store, table_of(table), key, timeout)) is not None
+        ):
             found, row = asked, None
         else:
             with hold(store, as_json) as folder:

@@ -68,7 +68,7 @@ def save_live(
 def together_with(store: StoreFolder, name: str, of_all: OfAll | None) -> tuple[Together | None, GroupRecord | None]:
     """What a snapshot of a closed store's live rows, and its MARK, have of the stores that are trained with it."""
     closed = ClosedStore(store)
-    if closed.record is None:
+    if closed.record is None and of_all is None:
         return None, None
     id, first = secrets.token_hex(16), None
     if of_all is not None:
@@ -76,9 +76,7 @@ def together_with(store: StoreFolder, name: str, of_all: OfAll | None) -> tuple[
         id = of_all.commit.id if is_first else id
         peer = Peer.of(of_all.first.name, store.path, of_all.first)
         first = None if is_first else (peer, name, of_all.commit.id)
-    saved = closed.saved(id, first)
-    assert saved is not None
-    return Together(id, saved, None if of_all is None else of_all.commit), closed.record
+    return Together(id, closed.saved(id, first), None if of_all is None else of_all.commit), closed.record
 
 
 def load_live(
@@ -97,21 +95,12 @@ def load_live(
     rows with a mark stay as they were. StoreError for a folder that has the snapshots of other store folders, and no
     live rows.
     """
-    mark = store.read_mark()
-    _check_for_rows(store)
-    theirs = snapshot.description
-    for field in ("key_type", "columns"):
-        if mark is not None and mark.get(field) != theirs[field]:
-            raise SnapshotError(
-                f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
-                f"is {theirs[field]!r}, theirs {mark.get(field)!r}. Load it in the store it came from"
-            )
-    selection = _fitting(store, mark, snapshot, selection)
-    if mark is None:
+    selection = check_load(store, snapshot, selection)
+    if store.read_mark() is None:
         store.discard_live()  # this makes room: no run uses these rows again
     report = LoadReport()
     chosen = selection.rows_of(snapshot, report, progress)
-    description = selection.description(theirs)
+    description = selection.description(snapshot.description)
     try:
         manifest = write_snapshot(store.incoming, description, chosen)
         base = snapshot.name if selection.is_whole else store.noting.base
@@ -124,6 +113,20 @@ def load_live(
     finally:
         remove_folder(store.incoming)  # not there where the rows were replaced
     return manifest, report
+
+
+def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
+    """What `load_live` selects of a snapshot, with the types that it converts to. Raises what it raises at once."""
+    mark = store.read_mark()
+    _check_for_rows(store)
+    theirs = snapshot.description
+    for field in ("key_type", "columns"):
+        if mark is not None and mark.get(field) != theirs[field]:
+            raise SnapshotError(
+                f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
+                f"is {theirs[field]!r}, theirs {mark.get(field)!r}. Load it in the store it came from"
+            )
+    return _fitting(store, mark, snapshot, selection)
 
 
 def _fitting(store: StoreFolder, mark: Mapping[str, Any] | None, snapshot: Snapshot, selection: Selection) -> Selection:

@@ -7,14 +7,27 @@ import shutil
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
+from time import sleep
+from typing import Any
 
 import pytest
+import torch
 
+from support.embeddings import make
 from support.forked import in_process, with_pipe
+from support.killed import step
 from support.shell import Cli
+from support.stores import options
 from support.together import Model, killed, killed_at
 from tierbed.cli import main
+from tierbed.engine.persist.together import save_together
+from tierbed.engine.persist.training_group import train_together
+from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.store.folder import StoreFolder
+from tierbed.engine.store.folder_state import FolderState, snapshot_id
 from tierbed.snapshots import list_snapshots
+from tierbed.snapshots.asking import serving
+from tierbed.snapshots.asking.asking import ask_save, ask_status
 
 STORES = ("host", "ssd")
 
@@ -161,3 +174,147 @@ def closed_and_saved(path: Path) -> None:
     model.members[1].save_snapshot("three")
     model.steps(1)
     model.members[0].save_snapshot("four")
+
+
+def alone(path: Path, name: str) -> Any:
+    return make(options("host", path), "adagrad", name=name, tables=1)
+
+
+def test_stores_that_train_apart_are_found_saved_and_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        with alone(tmp_path, name) as embedding:
+            step(embedding)
+    (tmp_path / "pipeline" / "incoming" / "data").mkdir(parents=True)
+    (tmp_path / "pipeline" / "snapshots").mkdir()
+    (tmp_path / "database").mkdir()
+    (tmp_path / "database" / "LOCK").touch()
+    cli = Cli(tmp_path, capsys)
+    assert set(cli.json("save", "one")["stores"]) == {"a", "b"}
+    assert (tmp_path / "pipeline" / "incoming" / "data").exists()
+    assert steps_of(tmp_path) == {name: [("one", 1)] for name in "ab"}
+    with alone(tmp_path, "a") as embedding:
+        step(embedding)
+    fresh = options("host", tmp_path, open="fresh")
+    with make(fresh, "adagrad", name="b", tables=1, dtype=torch.bfloat16) as embedding:
+        step(embedding)
+    assert "is of rows of dtype float32" in cli.fails("load", "one")  # of b, before a has changed
+    assert Cli(tmp_path / "a", capsys, "store").json("stat")["step"] == 2
+
+
+def pair(path: Path, names: str) -> list[Any]:
+    members = [alone(path, name) for name in names]
+    train_together(members)
+    return members
+
+
+def two_models(path: Path) -> None:
+    for names, saves in (("ab", 1), ("cd", 4)):
+        members = pair(path, names)
+        for number in range(saves):
+            for member in members:
+                step(member)
+            save_together([member.opened() for member in members], f"s{number}")
+        for member in members:
+            step(member)
+            member.close()
+
+
+def test_two_models_of_one_folder_are_loaded_each_with_its_own_instant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed(two_models, tmp_path)
+    before = {name: FolderState(tmp_path / name).noting.group for name in "abcd"}
+    Cli(tmp_path, capsys).json("load", "s0")
+    for name, group in before.items():
+        after = FolderState(tmp_path / name).noting.group
+        assert group is not None
+        assert after is not None
+        assert after.number > group.number
+    for names in ("ab", "cd"):
+        members = pair(tmp_path, names)
+        assert [member.metrics()["table"]["step"] for member in members] == [1, 1]
+
+
+def test_a_store_that_another_process_has_keeps_all_as_they_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed(closed, tmp_path)
+    cli = Cli(tmp_path, capsys)
+    cli.json("save", "three")
+    before = {name: snapshot_id(tmp_path / name / "snapshots" / "two") for name in "ab"}
+    with StoreFolder(tmp_path / "b"):  # as a command has it, which answers nobody
+        for command, *more in (["save", "two", "--overwrite"], ["load", "two"], ["prune", "--keep-last", "1"]):
+            assert f"b' is in use by process {os.getpid()}" in cli.fails(command, *more, code=3)
+    assert {name: snapshot_id(tmp_path / name / "snapshots" / "two") for name in "ab"} == before
+    (tmp_path / "b" / "snapshots" / ".tmp-.two").touch()  # nothing can be renamed to it
+    said = cli.fails("prune", "--keep-last", "1")
+    assert "two' cannot be removed" in said
+    assert "Removed before that: a/two" in said
+
+
+def trains_in_steps(path: Path, pipe: Connection) -> None:
+    """Is in a step of a until it is told; then opens c in the middle of a step that another process waits for."""
+    model = Model(path, STORES)
+    model.steps(4)
+    model.save_snapshot("all")
+    model.steps(1)
+    first = model.members[0]
+    ids = torch.arange(3)
+    for _ in pipe.recv():
+        pinned = first.pin([Lookup(ids, torch.zeros_like(ids))])
+        pipe.send("in a step")
+        if pipe.recv() == "open c":
+            assert first.group is not None
+            while not first.group.gate.wanted:
+                sleep(0.001)
+            opened = alone(path, "c")
+            step(opened)
+        pinned.update([torch.ones_like(pinned.gather(0))])
+    pipe.send("done")
+    pipe.recv()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    child, pipe = with_pipe(trains_in_steps, tmp_path)
+    cli = Cli(tmp_path, capsys)
+    with child, pipe:
+        with alone(tmp_path, "c") as here:
+            step(here)
+            here.save_snapshot("all")
+            pipe.send(["a step", "and one"])
+            assert pipe.recv() == "in a step"
+            said = cli.fails("save", "new", code=3)
+            assert f"a' in process {child.pid}, " in said
+            assert f"c' in process {os.getpid()}; save each" in said
+        kept = snapshot_id(tmp_path / "c" / "snapshots" / "all")
+        assert "came to no end of a step" in cli.fails("save", "all", "--overwrite", "--timeout", "0.3")
+        assert snapshot_id(tmp_path / "c" / "snapshots" / "all") == kept
+        assert f"in use by process {child.pid}" in cli.fails("load", "all", code=3)
+        while ask_status(tmp_path / "a")["saving"] is not None:  # type: ignore[index]
+            pass
+        pipe.send("go on")
+        assert pipe.recv() == "in a step"
+        pipe.send("open c")
+        said = cli.fails("save", "new")
+        assert f"'new' was saved of a, b, and not of c: store folder '{tmp_path}/c' is in use by process" in said
+        assert pipe.recv() == "done"
+        assert set(cli.json("save", "newer")["stores"]) == set("abc")
+        pruned = cli.json("prune", "--keep-last", "1")["stores"]
+        assert {name: (of["removed"], of["kept_for_live_rows"]) for name, of in pruned.items()} == {
+            **{name: (["all"], ["new"]) for name in "ab"},  # the same rows as those of "newer"
+            "c": (["all"], []),
+        }
+        pipe.send("end")
+        child.wait()
+
+
+def test_progress_of_a_save_of_all_counts_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_EVERY", 0)
+    model = Model(tmp_path, ("host", "host"))
+    model.steps(2)
+    stores, seen = [tmp_path / name for name in "ab"], list[tuple[int, int | None]]()
+    ask_save(stores[0], "all", progress=lambda rows, of: seen.append((rows, of)), stores=stores)
+    assert seen[0] == (0, None)
+    assert seen[-1] == (sum(member.size() for member in model.members), None)
+    model.close()

@@ -11,7 +11,8 @@ import torch
 from support.embeddings import DIM, attach, contents, make, train
 from support.shell import Cli
 from support.stores import STORES, options
-from tierbed.engine import _core
+from tierbed.engine import MultiTableEmbedding, _core
+from tierbed.engine.spec.inputs import Lookup
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot
 
@@ -269,6 +270,39 @@ def test_a_dense_table_is_imported_and_trained_on(cli: Cli, tmp_path: Path) -> N
     with make(options("device", tmp_path), "adam", tables=1) as embedding:
         assert torch.equal(embedding.get(torch.arange(50)), dense)
         train(embedding, [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("store", "optimizer"), [("device", "adam"), pytest.param("ssd", "catch-up", marks=NEEDS_ROCKSDB)]
+)
+def test_a_live_trainer_gives_the_row_that_its_closed_store_has(
+    cli: Cli, tmp_path: Path, store: str, optimizer: str
+) -> None:
+    """A row that takes several packets."""
+    made = options(store, tmp_path, budget_mb=4)
+    with MultiTableEmbedding("rows", 4096, torch.float32, torch.int64, None, made) as embedding:
+        attach(embedding, optimizer)
+        train(embedding, [1, -2])
+        train(embedding, [1])
+        live = [cli.json("store get", key) for key in ("1", "-2")]
+        assert "there is no row of table 0, key 3" in cli.fails("store get", "3", code=4)
+    assert live == [cli.json("store get", key) for key in ("1", "-2")]
+    assert len(live[0]["states"]["exp_avg"]) == 4096
+
+
+def test_a_trainer_that_does_not_answer_in_time_is_named(cli: Cli, tmp_path: Path) -> None:
+    with make(options("device", tmp_path), "adam") as embedding:
+        train(embedding, [1])
+        ids = torch.tensor([1])
+        embedding.pin([Lookup(ids, torch.zeros_like(ids))])
+        assert "was asked to read a row and did not answer for 0.2 seconds" in cli.fails(
+            "store get", "1", "--timeout", "0.2"
+        )
+        embedding.opened().release()
+        with embedding.opened().own_table.lock:
+            said = cli.fails("prune", "--keep-last", "1", "--timeout", "0.5")
+        assert "did not answer for 0.5 seconds" in said
+        assert "end it and use the closed store" in said
 
 
 def test_prune_keeps_what_it_is_told_and_what_that_goes_over(cli: Cli, tmp_path: Path) -> None:
