@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from support.ranks import fails, run_ranks
 from support.two_towers import IDS, KINDS, TwoTowers, stores
-from tierbed.engine import EagerOptimizer
+from tierbed.distributed import World
+from tierbed.engine import EagerOptimizer, OptimizerError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -25,9 +28,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the package
 class Trained(pl.LightningModule):
     """manual: whether the steps are called here."""
 
-    def __init__(self, store_options: Any, manual: bool = False) -> None:
+    def __init__(self, store_options: Any, manual: bool = False, world: World | None = None) -> None:
         super().__init__()
-        self.model, self.automatic_optimization = TwoTowers(store_options), not manual
+        self.model, self.automatic_optimization = TwoTowers(store_options, world), not manual
         self.losses: list[float] = []
 
     def configure_optimizers(self) -> EagerOptimizer:
@@ -97,3 +100,28 @@ def test_the_best_of_twenty_epochs_comes_back_whole(tmp_path: Path, kind: str) -
     for ids in IDS[6:9]:
         module.eval(), second.eval()
         assert float(module.model(ids)) == float(second.model(ids))
+
+
+def over_ranks(world: World, path: Path) -> str:
+    """Lightning's own data parallelism, in processes that torchrun has started."""
+    os.environ.update({"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": str(world.rank), "GROUP_RANK": "0"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = Trained(stores("host", path), world=world)
+        trainer = pl.Trainer(
+            default_root_dir=path,
+            max_epochs=1,
+            accelerator="cpu",
+            strategy="ddp",
+            devices=2,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        return fails(lambda: trainer.fit(module, DataLoader(IDS[:6], batch_size=1)), OptimizerError)  # type: ignore[arg-type]
+
+
+def test_over_ranks_it_wraps_the_rows_too_and_that_is_refused_by_name(tmp_path: Path) -> None:
+    for said in run_ranks(2, over_ranks, tmp_path):
+        assert "is in a DistributedDataParallel" in said
