@@ -63,9 +63,9 @@ def save_together(
         those = ", ".join(f"{str(store)!r} in process {process}" for store, process in held.items())
         message = f"several processes have these stores open, and no step is one of all: {those}; save each"
         fail(message, IN_USE, as_json)
-    for store in [*held][:1]:
-        if ask_save(store, name, kind, since(told), timeout, overwrite, [*held]) is None:
-            raise StoreError(f"process {held[store]} has closed {str(store)!r}: save again")
+    first = next(iter(held), None)
+    if first is not None and ask_save(first, name, kind, since(told), timeout, overwrite, [*held]) is None:
+        raise StoreError(f"process {held[first]} has closed {str(first)!r}: save again")
     closed = [store for store in stores if store not in held]
     try:  # after the others: while they are saved, their step may open one of these
         with told_in_use(() if held else closed, as_json), held_together(closed) as folders:

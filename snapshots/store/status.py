@@ -169,7 +169,7 @@ def stores_in(path: Path) -> list[Path]:
     if _may_be_store(path) or not os.path.isdir(path):
         return []
     return sorted(
-        place for place in path.iterdir() if (place / "MARK").is_file() or any(place.glob(f"snapshots/*/{MANIFEST}"))
+        one for one in path.iterdir() if os.path.isfile(one / "MARK") or any(one.glob(f"snapshots/*/{MANIFEST}"))
     )
 
 
