@@ -14,7 +14,7 @@ import numpy as np
 from ..engine.errors import SnapshotError, StoreError
 from ..engine.persist.held_table import HeldTable
 from ..engine.persist.rows_in_tensors import NOT_WHOLE, RowTensors
-from ..engine.persist.saved_as import saved_as
+from ..engine.persist.saved_as import is_at, saved_as
 from ..engine.persist.share import Share
 from ..engine.persist.training_group import UNSETTLED
 from ..engine.store.shares import Live, remove_other_shares
@@ -24,7 +24,7 @@ from ..snapshots.asking.serving import Service
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
 from ..snapshots.store.instants import rows_of, rows_of_ranks
-from .agreement import agree, attempt, everywhere, raw_bytes
+from .agreement import agree, attempt, everywhere, raw_bytes, told
 from .home import Home
 from .live_rows import LiveRows
 from .membership import RankMembership, settle_ranks
@@ -33,7 +33,7 @@ from .saves import RankSnapshots
 from .table import ShardedTable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -170,6 +170,14 @@ class ShardedHeld:
         return self.own.device
 
     @property
+    def awaited(self) -> Sequence[SavedAs]:
+        return self.own.awaited
+
+    @awaited.setter
+    def awaited(self, rows: Sequence[SavedAs]) -> None:
+        self.own.awaited = rows
+
+    @property
     def own_table(self) -> OpenTable:
         """The table of the rows that this rank has."""
         return self.own.table
@@ -243,16 +251,28 @@ class ShardedHeld:
     def save_for_state(self, keep: int | None) -> SavedAs:
         return self.saves.save_for_state(keep)
 
-    def load_for_state(self, name: str) -> None:
-        self.saves.load_for_state(name)
+    def go_to(self, awaited: SavedAs) -> bool:
+        """As `HeldTable.go_to`. Every rank calls it."""
+        op = f"loading the state of embedding {self.name!r}"
+        agree(self._world, op, same={"state_dict": awaited._asdict()})
+        found: bool | None = told(self._world, op, lambda: is_at(self, awaited))[0]
+        if found is None and awaited.snapshot is not None:
+            self.saves.load_for_state(awaited.snapshot)
+        return found is not False
+
+    def check_not_awaiting(self) -> None:
+        self.own.check_not_awaiting()
 
     def tensors(self) -> RowTensors:
         """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
         op = f"state_dict() of embedding {self.name!r}"
-        own: RowTensors = everywhere(self._world, op, self.own.tensors)
-        parts = raw_bytes(self._world, op, own.rows.tobytes(), readers=1)
-        rows = np.concatenate([np.frombuffer(part, own.rows.dtype) for part in parts])
-        return RowTensors({**own.description, NOT_WHOLE: self._world.rank > 0}, rows)
+        table = everywhere(self._world, op, lambda: self.own_table)
+        with table.lock:
+            own: bytes = everywhere(self._world, f"{op}: rows", lambda: _scanned(table))
+            parts = raw_bytes(self._world, op, own, readers=1)
+            rows = [np.frombuffer(part, table.form.dtype) for part in parts]
+            described = {**table.describe(), NOT_WHOLE: self._world.rank > 0}
+        return RowTensors.filled(described, sum(map(len, rows)), rows)
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """As `HeldTable.load_tensors`: each rank takes its part. Every rank calls it, with the same rows."""
@@ -267,19 +287,21 @@ class ShardedHeld:
             return RowTensors.parse(tensors)
 
         held: RowTensors = everywhere(self._world, op, parsed)
-        agree(self._world, op, same={"rows": len(held.rows), "their checksum": crc32(held.rows.tobytes())})
-        rows = Part(self._world.rank, self._world.size).rows(held.rows)
+        checksum = 0
+        for _, rows in held.chunks():
+            checksum = crc32(rows.tobytes(), checksum)
+        agree(self._world, op, same={"rows": len(held), "their checksum": checksum})
+        part = Part(self._world.rank, self._world.size)
+        mine = [part.rows(rows) for _, rows in held.chunks()]
+        own = RowTensors.filled(held.description, sum(map(len, mine)), mine)
         try:
-            everywhere(self._world, f"{op}: done", lambda: self.own.load_rows_of(RowTensors(held.description, rows)))
+            everywhere(self._world, f"{op}: done", lambda: self.own.load_rows_of(own))
         except BaseException:
             self.close()  # some ranks may have the rows of the state, and others those before
             raise
 
     def read(self, snapshot: str) -> SavedAs | None:
         return saved_as(self.saves.place, snapshot)
-
-    def has_rows_of(self, snapshot: str) -> bool:
-        return False  # rank 0 alone would know it, and all ranks are to load or none
 
     @property
     def exchanged(self) -> dict[str, dict[str, int]]:
@@ -353,6 +375,11 @@ def _held_at(store: str) -> ShardedHeld:
     if held is None or not held.own.is_open:
         raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
     return held
+
+
+def _scanned(table: OpenTable) -> bytes:
+    table.check()
+    return b"".join(rows.tobytes() for _, rows in table.scan())
 
 
 def _described(world: Group, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:

@@ -83,6 +83,8 @@ class Requests:
         """Let the ranks save at their next step, as `Served.save_between_steps` says."""
         several = list(stores) if len(stores) > 1 else []
         tables = [self._find(store) for store in several] or [self._held]
+        for one in tables:
+            one.check_not_awaiting()
         if self._asked(_Request(["save", name, kind, overwrite, several], tables, give_up, progress)) is None:
             return None
         return Snapshot.open(self._held.saves.folder / name).manifest

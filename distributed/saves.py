@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..engine.errors import OptionError, SnapshotError, StoreError
-from ..engine.persist.saved_as import SavedAs, note_pruned, of_step, saved_as
-from ..engine.store.versions import EMPTY
+from ..engine.persist.saved_as import SavedAs, of_step, saved_as
+from ..engine.store.folder_state import FolderState
+from ..engine.store.versions import EMPTY, Version
 from ..engine.table.watch import still_saving
 from ..snapshots.files.difference import changes_between
 from ..snapshots.files.format import check_name
@@ -23,7 +24,7 @@ from ..snapshots.files.row_writer import Progress
 from ..snapshots.files.writer import Together, check_over, clear_leftovers
 from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ..snapshots.store.retention import drop_unneeded, prune, prune_states, state_snapshot
+from ..snapshots.store.retention import drop_unneeded, prune, state_snapshot
 from ..snapshots.store.saving import Held, begin_save, check_kind, check_save, parent_for
 from ..snapshots.store.selection import LoadReport, Selection
 from .agreement import agree, attempt, everywhere, told
@@ -70,7 +71,15 @@ class RankSnapshots:
 
     def named(self, step: int | None) -> SavedAs:
         """The name of the rows of a step. Local."""
-        return of_step(step, self.place, self.base)
+        return of_step(step, self.place, self.base, self._now())
+
+    def _now(self) -> Version | None:
+        """The version of the rows, known to each rank by what rank 0 notes; None without a folder. Local."""
+        record = None if self._home is None else FolderState(self._home.snapshots.parent).of_ranks
+        if record is None or (record.run, record.saved) != (self._own.run, self._own.writes):
+            return None if self._home is None else (self._own.run, self._own.writes)
+        saved = saved_as(self.place, record.snapshot) if record.snapshot else SavedAs(0, version=EMPTY)
+        return (record.run, record.saved) if saved is None else saved.version
 
     def check(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
         """Raise what `save` would raise for these arguments."""
@@ -124,7 +133,8 @@ class RankSnapshots:
         table = self._own.table
         with table.lock:
             everywhere(self._world, op, table.check)
-            name, is_new = told(self._world, f"{op}: what is there", lambda: self._at_home(self._state_place))[0]
+            place_of = partial(self._state_place, keep=keep)
+            name, is_new = told(self._world, f"{op}: its place", lambda: self._at_home(place_of))[0]
             if name and is_new:
                 rows, place = table.counts.rows, self.folder / name
                 save = PartSave(self._world, op, place, table.describe(), rows, together=self._for_state)
@@ -132,30 +142,24 @@ class RankSnapshots:
                 made = save.commit(error)
                 if self.membership is not None:
                     self.membership.saved_as(made)
-        if keep is not None:
-            prune = partial(self._prune_states, keep=keep)
-            everywhere(self._world, f"{op}: those before", lambda: self._at_home(prune))
-        return saved_as(self.place, name) or SavedAs(table.step, None, None)
+        return saved_as(self.place, name) or self.named(table.step)
 
-    def _state_place(self, home: Home) -> tuple[str, bool]:
+    def _state_place(self, home: Home, keep: int | None) -> tuple[str, bool]:
         """On rank 0: the name of a snapshot for a state, "" for rows never written, and whether it is to be made."""
         assert self.membership is not None
         self._for_state = None
         now = self.membership.versions.rows.now
         if now == EMPTY:
             return "", False
-        place = state_snapshot(home.snapshots, now)
+        place = state_snapshot(home.keeper, now, keep)
         if place is not None:
             return place.name, False
         alone = self.membership.record is None
         self._for_state = Together(secrets.token_hex(16), None) if alone else self.membership.saved()
         return OF_STATE + self._for_state.id, True
 
-    def _prune_states(self, home: Home, keep: int) -> None:
-        note_pruned(prune_states(home.keeper, keep), keep)
-
     def load_for_state(self, name: str) -> None:
-        """As `HeldTable.load_for_state`."""
+        """Load a snapshot that a state_dict names, as `HeldTable.go_to`."""
         op = f"loading snapshot {name!r} of embedding {self._name!r} for a state_dict"
         member, place = self.membership, self.folder / name
         together: Instant | None = everywhere(

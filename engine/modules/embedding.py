@@ -298,6 +298,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 except OptimizerError as error:
                     self._refused = error  # the rows can still be read
                     self._held = self._hold(None, device, for_load)
+                self._held.awaited = self._awaited
                 weakref.finalize(self, self._held.finish)
                 if self._held.unsettled:
                     self._awaited[:] = self._awaited or [UNKNOWN]

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from ...snapshots.store.selection import LoadReport, Selection, Where
-from ..errors import InputError, OptimizerError, OptionError, SnapshotError, StoreError, TierbedError
+from ..errors import ClosedError, InputError, OptimizerError, OptionError, SnapshotError, StoreError, TierbedError
 from ..ops.rows_contract import Rows
 from ..persist.rows_in_tensors import FIELDS, RowTensors
-from ..persist.saved_as import UNKNOWN, SavedAs, go_to, unlike
+from ..persist.saved_as import UNKNOWN, SavedAs, of_unopened, stopped_at, unlike
+from ..store.versions import EMPTY
 from ..table.background_save import Saving
 
 if TYPE_CHECKING:
@@ -156,8 +158,9 @@ class SavedRows(Rows):
     def get_extra_state(self) -> Tensor:
         """The extra state in `state_dict()`: JSON as uint8 [1024], padded with blanks.
 
-        It has the `step` of the rows, a `snapshot` of them and its `digest`. Each is None where there is none: for rows
-        that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot is saved now.
+        It has the `step` of the rows, a `snapshot` of them and its `digest`, and their `version`. Each is None if there
+        is none: for rows that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot
+        is saved now.
         """
         # a tensor, since code that handles a state_dict may take nothing else; of one size, since DCP loads no other
         said = json.dumps(self._named()._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)
@@ -178,7 +181,12 @@ class SavedRows(Rows):
                 "by graph.save or save_checkpoint",
                 self.name,
             )
-        return SavedAs(None, None, None) if self._held is None else self._held.named()
+        if self._held is not None:
+            return self._held.named()
+        place = self.store_options.persistent_path
+        if place is None or self.world is not None or self.store_options.snapshot_path is not None:
+            return SavedAs(None)
+        return of_unopened(Path(place) / self.name, self.store_options.open == "fresh")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Load the extra state of `load_state_dict()`: the rows that it names, where they are to be had.
@@ -189,28 +197,40 @@ class SavedRows(Rows):
         if are_apart():
             return
         try:
-            named = json.loads(bytes(state.to(torch.uint8).tolist()))
-            step, snapshot, digest = named["step"], named["snapshot"], named.get("digest")
-            if type(step) not in (int, type(None)) or not all(isinstance(n, str | None) for n in (snapshot, digest)):
-                raise ValueError
-            awaited = None if step is None else SavedAs(step, snapshot, digest)
+            awaited = SavedAs.parse(json.loads(bytes(state.to(torch.uint8).tolist())))
         except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
             awaited = UNKNOWN
         self.await_rows(awaited)
 
-    def await_rows(self, awaited: SavedAs | None) -> None:
-        """Let the rows be those that a loaded state_dict names, now or at the first use. SnapshotError."""
-        self._awaited[:] = [] if awaited is None else [awaited]
-        if self._awaited and (self._held is not None or _mode.get() == STAY):
+    def await_rows(self, awaited: SavedAs) -> None:
+        """Let the rows be those that a loaded state_dict names, now or at the first use. SnapshotError.
+
+        If that raises now, torch loads no module after this one: the others of the group raise as well.
+        """
+        if awaited == SavedAs(None):  # of an embedding that was not used, which tells nothing of its rows
+            return
+        self._awaited[:] = [awaited]
+        if self._held is None and _mode.get() != STAY:
+            return
+        try:
             self._await_rows()
+        except Exception:
+            for other in () if self.group is None else self.group.embeddings:
+                if other is not self:
+                    other.note_stopped(f"embedding {self.name!r}")
+            raise
+
+    def note_stopped(self, what: str) -> None:
+        """A load stopped at `what`: it is not known that the rows belong to the rest of the model."""
+        self._awaited[:] = [stopped_at(what)]
 
     def _await_rows(self) -> None:
         (awaited,) = self._awaited
         held = self.opened(for_load=True)
         try:
-            found, said = go_to(held, awaited), ""
+            found, said = held.go_to(awaited) or self._emptied(held, awaited), ""
         except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
-            if _mode.get() != STAY:
+            if _mode.get() != STAY or isinstance(error, ClosedError):
                 raise
             found, said = False, str(error)
         if found:
@@ -218,7 +238,7 @@ class SavedRows(Rows):
             return
         if held.unsettled:
             raise StoreError(held.unsettled)
-        said = said or unlike(self.name, held.named(), awaited)
+        said = said or unlike(self.name, held.named(), awaited, bool(self.store_options.state_dict_snapshots))
         if _mode.get() == STAY:
             self._awaited.clear()
             log.warning("%s; its rows stay", said)
@@ -227,11 +247,18 @@ class SavedRows(Rows):
             f"{said}. Until then, or until keep_rows(), which accepts these rows, the embedding raises this"
         )
 
+    def _emptied(self, held: Held, awaited: SavedAs) -> bool:
+        """Whether all rows were deleted, for a state of none."""
+        empties = self.store_options.state_dict_snapshots and self.world is None and awaited.version == EMPTY
+        if empties:
+            held.load_tensors(RowTensors.none(self.spec).tensors)
+        return bool(empties)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
             rows = RowTensors.none(self.spec) if self._held is None else self._held.tensors()
-            destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.tensors().items()})
+            destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.tensors.items()})
 
     def _load_from_state_dict(
         self,
@@ -250,9 +277,16 @@ class SavedRows(Rows):
                 self.opened(for_load=True).load_tensors(tensors)
                 self._awaited.clear()
             except TierbedError as error:
-                errors.append(f"the rows of embedding {self.name!r} cannot be loaded: {error}")
-                self._awaited[:] = [] if _mode.get() == STAY else [UNKNOWN]
+                said = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
+                if _mode.get() == STAY:
+                    self._awaited.clear()
+                    log.warning("%s; its rows stay", said)
+                else:
+                    self._awaited[:] = [UNKNOWN]
+                    errors.append(said)
                 state_dict.pop(prefix + EXTRA, None)
+        elif prefix + EXTRA not in state_dict and not _mode.get():
+            self._awaited[:] = [UNKNOWN]
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if prefix + EXTRA in missing and (tensors or are_apart()):
             missing.remove(prefix + EXTRA)

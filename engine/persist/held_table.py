@@ -31,7 +31,7 @@ from ..table.table import OpenTable
 from .open_and_close import TablePersistence
 from .opening import Decide
 from .rows_in_tensors import RowTensors
-from .saved_as import SavedAs
+from .saved_as import SavedAs, is_at
 from .saves import TableSnapshots
 from .share import Share
 from .together import save_together
@@ -68,6 +68,7 @@ class HeldTable:
         self._table: OpenTable | None = None
         self._closed_at = 0  # the step of the rows when they were closed
         self._service = Service()
+        self.awaited: Sequence[SavedAs] = ()  # of the embedding: rows of a loaded state that it does not have
         folder = None
         if options.persistent_path is not None:
             place = Path(options.persistent_path) / spec.name
@@ -343,16 +344,26 @@ class HeldTable:
         """Save the rows for a state_dict, and name them. keep: how many of such snapshots stay; None for all."""
         return self.snapshots.save_for_state(self.table, keep)
 
-    def load_for_state(self, name: str) -> None:
-        """Load a snapshot that a state_dict names. Others that are trained together come to its instant as well."""
-        snapshot = self.snapshots.snapshot(name)
-        membership = self.snapshots.membership
-        together = None if membership is None else membership.instant_with(snapshot)
-        self.load_from(snapshot, Selection(), True, together=together)
+    def go_to(self, awaited: SavedAs) -> bool:
+        """Let rows be those that a state_dict names: its snapshot is loaded if they are others, and it has them.
 
-    def has_rows_of(self, snapshot: str) -> bool:
-        """Whether the rows are known to be those of a snapshot in the store folder."""
-        return self.snapshots.has_rows_of(snapshot)
+        Returns whether they are. Others that are trained together come to its instant as well. Raises what a load does.
+        """
+        self.table.check()
+        found = is_at(self, awaited)
+        if found is None and awaited.snapshot is not None:
+            snapshot, membership = self.snapshots.snapshot(awaited.snapshot), self.snapshots.membership
+            together = None if membership is None else membership.instant_with(snapshot)
+            self.load_from(snapshot, Selection(), True, together=together)
+        return found is not False
+
+    def check_not_awaiting(self) -> None:
+        """Raises StoreError for rows that are to be those of a loaded state, and are others."""
+        if self.awaited:
+            raise StoreError(
+                f"embedding {self.name!r} has other rows than the state_dict that was loaded last, and is not saved: "
+                "in its process load another state, or call keep_rows(), which accepts these rows"
+            )
 
     def save_between_steps(
         self,
@@ -367,6 +378,8 @@ class HeldTable:
         others = [self._other(store) for store in stores]
 
         def save() -> Manifest:
+            for one in others or [self]:
+                one.check_not_awaiting()
             progress(0)
             if len(others) < 2:
                 return self.snapshots.save(self.table, name, kind, progress, overwrite)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...snapshots.files.format import check_description
-from ..errors import SnapshotError
+from ..errors import SnapshotError, StoreError
 from ..optim.row_state import RowState
 from ..row_format import EMBEDDING, Chunks, RowForm, Rows
 from ..spec.table_spec import TableSpec
@@ -26,6 +26,7 @@ FIELDS = ("table", "key", "embedding", "state", "updates", "step", "description"
 NOT_WHOLE = "on_another_rank"  # of a description: rank 0 has the rows of the state
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CHUNK = 1 << 16  # rows
+_WHOLE = ("table", "key", "updates", "step")  # fields of whole numbers
 
 
 class StateTensor(Tensor):
@@ -40,6 +41,9 @@ class StateTensor(Tensor):
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def new_empty(self, *size: Any, **like: Any) -> StateTensor:
+        return StateTensor.of(super().new_empty(*size, **like), self.is_whole)  # async_save copies tensors by it
 
     def __create_write_items__(self, name: str, value: Any) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex  # takes a second
@@ -56,64 +60,70 @@ class StateTensor(Tensor):
 
 @dataclass(frozen=True)
 class RowTensors:
-    """Rows, as they are stored. rows: [n] in the order of a scan, of the dtype of the form of `description`."""
+    """Rows, as they are stored, in the order of a scan.
+
+    tensors, by field: `table`, `key` (its 64 bits), `updates` and `step` int64 [n]; `embedding` [n, dim] of the rows'
+    dtype; `state` float32 [n, numbers of all states]; `description` uint8, JSON.
+    """
 
     description: dict[str, Any]
-    rows: Rows
+    tensors: dict[str, Tensor]
 
     @classmethod
     def of(cls, table: OpenTable) -> RowTensors:
         """The rows of a table, copied, as of its last step."""
         with table.lock:
             table.check()
-            rows = np.empty(table.counts.rows, table.form.dtype)
-            at = 0
-            for _, chunk in table.scan():
-                rows[at : at + len(chunk)] = chunk
-                at += len(chunk)
-            return cls(table.describe(), rows[:at])
+            return cls.filled(table.describe(), table.counts.rows, (rows for _, rows in table.scan()))
 
     @classmethod
     def none(cls, spec: TableSpec) -> RowTensors:
         """Those of an embedding that was not used yet."""
-        return cls(spec.describe(RowState(), [], 0), np.empty(0, spec.form(RowState()).dtype))
+        return cls.filled(spec.describe(RowState(), [], 0), 0, [])
 
-    @property
-    def step(self) -> int:
-        return int(self.description["step"])
+    @classmethod
+    def filled(cls, description: dict[str, Any], count: int, chunks: Iterable[Rows]) -> RowTensors:
+        """Of `count` rows, chunk by chunk. StoreError if there are fewer."""
+        form = RowForm.described(description)
+        made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in _shapes(form, count).items()}
+        numbers, at = {name: _numbers(tensor) for name, tensor in made.items()}, 0
+        for rows in chunks:
+            part = slice(at, at + len(rows))
+            for name in _WHOLE:
+                numbers[name][part] = rows[name]
+            numbers["embedding"][part] = _embedding(form, rows)
+            for field, places in _places(form):
+                numbers["state"][part, places] = form.numbers(rows, field)
+            at += len(rows)
+        if at != count:
+            raise StoreError(f"embedding {description['name']!r}: {at} rows were found, not {count}")
+        made["description"] = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
+        is_whole = not description.get(NOT_WHOLE)
+        return cls(description, {name: StateTensor.of(tensor, is_whole) for name, tensor in made.items()})
+
+    def __len__(self) -> int:
+        return len(self.tensors["table"])
 
     def stored(self) -> dict[str, Any]:
         """The description, as of a snapshot."""
-        return {**self.description, "rows": len(self.rows)}
+        return {**self.description, "rows": len(self)}
 
     def chunks(self) -> Chunks:
-        for begin in range(0, len(self.rows), _CHUNK):
-            yield 0, self.rows[begin : begin + _CHUNK]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """By field: `table`, `key` (its 64 bits), `updates` and `step` int64 [n]; `embedding` [n, dim] of the rows'
-        dtype; `state` float32 [n, numbers of all states]; `description` uint8, JSON.
-        """
         form = RowForm.described(self.description)
-        dtype = _DTYPES[form.fields[0].type]
-        states = [np.ascontiguousarray(form.numbers(self.rows, field.name)) for field in form.fields[1:]]
-        state = np.concatenate(states, 1) if states else np.empty((len(self.rows), 0), np.float32)
-        said = np.frombuffer(json.dumps(self.description).encode(), np.uint8).copy()
-        made = {
-            "table": torch.from_numpy(self.rows["table"].astype(np.int64)),
-            "key": torch.from_numpy(self.rows["key"].copy().view(np.int64)),
-            "embedding": torch.from_numpy(np.ascontiguousarray(self._embedding(form))).view(dtype),
-            "state": torch.from_numpy(state),
-            "updates": torch.from_numpy(self.rows["updates"].astype(np.int64)),
-            "step": torch.from_numpy(self.rows["step"].astype(np.int64)),
-            "description": torch.from_numpy(said),
-        }
-        is_whole = not self.description.get(NOT_WHOLE)
-        return {name: StateTensor.of(tensor, is_whole) for name, tensor in made.items()}
+        numbers = {name: _numbers(tensor) for name, tensor in self.tensors.items()}
+        for begin in range(0, len(self), _CHUNK):
+            part = slice(begin, min(begin + _CHUNK, len(self)))
+            rows = np.zeros(part.stop - begin, form.dtype)
+            for name in _WHOLE:
+                rows[name] = numbers[name][part]
+            _embedding(form, rows)[:] = numbers["embedding"][part]
+            for field, places in _places(form):
+                form.set_numbers(rows, field, numbers["state"][part, places])
+            yield 0, rows
 
     @classmethod
     def parse(cls, tensors: Mapping[str, Any]) -> RowTensors:
-        """From `tensors()`. Raises SnapshotError that says what is wrong with them."""
+        """From `tensors`. Raises SnapshotError that says what is wrong with them."""
         try:
             return cls._parse(tensors)
         except ValueError as error:
@@ -132,31 +142,46 @@ class RowTensors:
         check_description(description)
         if description.get(NOT_WHOLE):
             raise ValueError("it has no rows: those of all ranks are in the state_dict() of rank 0; load that")
-        form, count = RowForm.described(description), len(held["table"])
-        numbers = sum(field.count for field in form.fields[1:])
-        shapes = dict.fromkeys(("table", "key", "updates", "step"), (torch.int64, [count]))
-        shapes["embedding"] = _DTYPES[form.fields[0].type], [count, form.dim]
-        shapes["state"] = torch.float32, [count, numbers]
-        for name, (dtype, shape) in shapes.items():
+        for name, (dtype, shape) in _shapes(RowForm.described(description), len(held["table"])).items():
             if held[name].dtype != dtype or list(held[name].shape) != shape:
                 raise ValueError(
                     f"rows.{name} is {held[name].dtype} {list(held[name].shape)}, and is to be {dtype} {shape}"
                 )
-        rows = np.zeros(count, form.dtype)
-        for name in ("table", "key", "updates", "step"):
-            rows[name] = held[name].numpy().view(np.uint64) if name == "key" else held[name].numpy()
-        made = cls(description, rows)
-        numbers_held = held["embedding"]
-        made._embedding(form)[:] = (
-            numbers_held.view(torch.uint16) if numbers_held.dtype == torch.bfloat16 else numbers_held
-        ).numpy()
-        begin = 0
-        for field in form.fields[1:]:
-            form.set_numbers(rows, field.name, held["state"].numpy()[:, begin : begin + field.count])
-            begin += field.count
-        return made
+        for name in ("table", "updates", "step"):
+            numbers = held[name].numpy()
+            if len(numbers) and not (numbers.min() >= 0 and numbers.max() < 2**32):
+                raise ValueError(f"rows.{name} has numbers from {numbers.min()} to {numbers.max()}, not of 32 bits")
+        table, key = held["table"].numpy(), held["key"].numpy()
+        order = np.lexsort((key, table))
+        table, key = table[order], key[order]
+        if ((table[1:] == table[:-1]) & (key[1:] == key[:-1])).any():
+            raise ValueError("a row is in them twice")
+        return cls(description, held)
 
-    def _embedding(self, form: RowForm) -> NDArray[Any]:
-        """The numbers of the embeddings as they are stored, a view [n, dim]."""
-        found: NDArray[Any] = self.rows[EMBEDDING] if form.is_narrow else self.rows["values"][:, : form.dim]
-        return found
+
+def _shapes(form: RowForm, count: int) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """The dtype and the shape of each tensor of numbers, for `count` rows."""
+    shapes = {name: (torch.int64, [count]) for name in _WHOLE}
+    shapes["embedding"] = _DTYPES[form.fields[0].type], [count, form.dim]
+    shapes["state"] = torch.float32, [count, sum(field.count for field in form.fields[1:])]
+    return shapes
+
+
+def _places(form: RowForm) -> Iterator[tuple[str, slice]]:
+    """Each state of an optimizer, and its columns in the tensor of all."""
+    begin = 0
+    for field in form.fields[1:]:
+        yield field.name, slice(begin, begin + field.count)
+        begin += field.count
+
+
+def _numbers(tensor: Tensor) -> NDArray[Any]:
+    """The numbers of a tensor, as rows have them: those that NumPy lacks by their bits."""
+    bits: NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return bits
+
+
+def _embedding(form: RowForm, rows: Rows) -> NDArray[Any]:
+    """The numbers of the embeddings as they are stored, a view [n, dim]."""
+    found: NDArray[Any] = rows[EMBEDDING] if form.is_narrow else rows["values"][:, : form.dim]
+    return found

@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ...snapshots.files.format import check_name
 from ...snapshots.files.reader import Snapshot
+from ...snapshots.store.instants import Member, rows_of
 from ..errors import SnapshotError
-
-log = logging.getLogger("tierbed")
+from ..store.versions import EMPTY, Version, parse_version
+from .training_group import open_rows
 
 
 class SavedAs(NamedTuple):
-    """How a state_dict names the rows of an embedding: by their step, and by a snapshot of that step, if there is one.
+    """How a state_dict names the rows of an embedding: by step and version, and by a snapshot of them, if there is one.
 
     `digest` is of the snapshot's rows. It is None without a snapshot, and in state_dicts of early versions; `step` for
-    rows that were not used yet.
+    rows that were not used yet; `version` without a store folder, and in state_dicts of early versions.
     """
 
     step: int | None
-    snapshot: str | None
-    digest: str | None
+    snapshot: str | None = None
+    digest: str | None = None
+    version: Version | None = None
+
+    @classmethod
+    def parse(cls, said: Any) -> SavedAs:
+        """From JSON of the fields. ValueError, KeyError, TypeError."""
+        step, snapshot, digest, version = said["step"], said["snapshot"], said.get("digest"), said.get("version")
+        parsed = cls(step, snapshot, digest, parse_version(version))
+        known = type(step) in (int, type(None)) and all(isinstance(name, str | None) for name in (snapshot, digest))
+        if not known or (version is not None and parsed.version is None):
+            raise ValueError(said)
+        return parsed
 
     def may_be(self, other: SavedAs) -> bool:
-        """Whether both can name the same rows."""
+        """Whether these can be the rows that `other`, of a state_dict, names."""
+        if other.version is not None:
+            return self.version == other.version
         if self.step != other.step or not (self.snapshot and other.snapshot):
             return self.step == other.step
         if self.digest and other.digest:
@@ -36,7 +48,13 @@ class SavedAs(NamedTuple):
         return self.snapshot == other.snapshot
 
 
-UNKNOWN = SavedAs(-1, None, None)  # of a state_dict whose rows cannot be had
+UNKNOWN = SavedAs(-1)  # of a state_dict whose rows cannot be had
+_STOPPED = -2
+
+
+def stopped_at(what: str) -> SavedAs:
+    """No rows: the load of a state stopped at `what`, and left it unknown which of its parts were loaded."""
+    return SavedAs(_STOPPED, what)
 
 
 def saved_as(snapshots: Path | None, name: str | None) -> SavedAs | None:
@@ -51,67 +69,68 @@ def saved_as(snapshots: Path | None, name: str | None) -> SavedAs | None:
     # two snapshots of the same rows, in as many parts, have the same files, whatever their names
     files = [[file, entry.rows, entry.bytes, entry.crc32] for file, entry in sorted(held.manifest.files.items())]
     said = json.dumps(files) if held.kind == "full" else held.manifest.id
-    return SavedAs(int(held.description["step"]), name, hashlib.sha256(said.encode()).hexdigest()[:32])
+    digest = hashlib.sha256(said.encode()).hexdigest()[:32]
+    return SavedAs(int(held.description["step"]), name, digest, rows_of(held).now)
 
 
-def of_step(step: int | None, snapshots: Path | None, base: str | None) -> SavedAs:
-    """The name of the rows of a step. It has the snapshot `base` where that is of the same step."""
+def of_step(step: int | None, snapshots: Path | None, base: str | None, now: Version | None) -> SavedAs:
+    """The name of rows of a step and of version `now`. It has the snapshot `base` if that has these rows."""
     held = saved_as(snapshots, base)
-    if held is None or held.step != step:
-        return SavedAs(step, None, None)
+    if held is None or (held.step, held.version) != (step, now):
+        return SavedAs(step, version=now)
     return held
 
 
-def note_pruned(removed: Iterable[Snapshot], keep: int) -> None:
-    """Log snapshots of states that were removed."""
-    for snapshot in removed:
-        log.info(
-            "state_dict_snapshots=%d: removed snapshot %r; the state_dict of step %d that names it can no longer load",
-            keep,
-            snapshot.name,
-            snapshot.description["step"],
-        )
+def of_unopened(store: Path, fresh: bool) -> SavedAs:
+    """The name of the rows of a store folder that is not open, as far as its files tell their version. StoreError."""
+    return SavedAs(None, version=EMPTY if fresh else Member(store, open_rows()).present)
 
 
 class Goes(Protocol):
-    """What `go_to` needs of an embedding's hold on its rows."""
+    """What `is_at` needs of an embedding's hold on its rows."""
 
     def named(self) -> SavedAs: ...
 
     def read(self, snapshot: str) -> SavedAs | None: ...
 
-    def has_rows_of(self, snapshot: str) -> bool: ...
 
-    def load_for_state(self, name: str) -> Any: ...
+def is_at(held: Goes, awaited: SavedAs) -> bool | None:
+    """Whether rows are those that a state_dict names; None if they are others, and its snapshot has them."""
+    mine, saved = held.named(), held.read(awaited.snapshot) if awaited.snapshot else None
+    if saved is None or not saved.may_be(awaited):
+        return mine.may_be(awaited)
+    return True if mine.version == saved.version else None
 
 
-def go_to(held: Goes, awaited: SavedAs) -> bool:
-    """Let rows be those that a state_dict names: its snapshot is loaded where they are others, and it is there.
+def unlike(name: str, mine: SavedAs, awaited: SavedAs, snapshots: bool) -> str:
+    """What to tell the user of embedding `name`, whose rows are not those of a loaded state_dict.
 
-    Returns whether they are. Raises what a load raises.
+    snapshots: whether its own states name snapshots.
     """
-    there = held.read(awaited.snapshot) if awaited.snapshot else None
-    if there is None or awaited.snapshot is None or not there.may_be(awaited):
-        return held.named().may_be(awaited)
-    if held.named().digest != there.digest and not held.has_rows_of(awaited.snapshot):
-        held.load_for_state(awaited.snapshot)
-    return True
-
-
-def unlike(name: str, mine: SavedAs, awaited: SavedAs) -> str:
-    """What to tell the user of embedding `name`, whose rows are not those of a loaded state_dict."""
+    if awaited.step == _STOPPED:
+        return (
+            f"embedding {name!r} may have other rows than the rest of the model: a load stopped at {awaited.snapshot}, "
+            "and what comes after it was not loaded; load again, or another state"
+        )
+    remedy = "load another state"
     if awaited == UNKNOWN:
-        theirs, remedy = "has rows that cannot be loaded, or names none", "load another state"
+        theirs = "has rows that cannot be loaded, or names none"
+    elif awaited.version == EMPTY:
+        theirs = "is of no rows, as of an embedding that was never trained"
+        remedy = 'make the embedding again with open="fresh" in its store options, or ' + remedy
     else:
-        theirs = f"is of step {awaited.step}"
+        theirs = f"is of {'other rows of ' * (mine.step == awaited.step)}step {awaited.step}"
+        if awaited.step is None:
+            theirs = "was made before the embedding was used"
         if awaited.snapshot:
-            theirs += f", snapshot {awaited.snapshot!r}, which is not there, or has other rows"
-            remedy = "put that snapshot back, or load another state"
+            theirs += f", snapshot {awaited.snapshot!r}, which is missing, or has other rows"
+            remedy = "put that snapshot back, or " + remedy
         else:
             theirs += ", which names no snapshot"
-            remedy = (
-                "give state_dict_snapshots=True in the store options before states are made, or save by graph.save or "
-                "save_checkpoint"
-            )
+            if not snapshots:
+                remedy = (
+                    "give state_dict_snapshots=True in the store options before states are made, or save by graph.save "
+                    "or save_checkpoint"
+                )
     at = f", snapshot {mine.snapshot!r}" if mine.snapshot else ""
     return f"embedding {name!r} has rows of step {mine.step}{at}, and the loaded state_dict {theirs}: {remedy}"

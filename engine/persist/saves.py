@@ -9,11 +9,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ...snapshots.files.format import Manifest, check_name
-from ...snapshots.files.reader import LONGEST_CHAIN, Snapshot
-from ...snapshots.files.writer import Together, clear_leftovers, write_incremental, write_snapshot
-from ...snapshots.store.instants import rows_of
+from ...snapshots.files.reader import Snapshot
+from ...snapshots.files.writer import Together, clear_leftovers, write_snapshot
 from ...snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ...snapshots.store.retention import drop_unneeded, prune, prune_states, state_snapshot
+from ...snapshots.store.retention import drop_unneeded, prune, state_snapshot
 from ...snapshots.store.saving import Held, begin_save, check_save, save_held
 from ...snapshots.store.selection import LoadReport, Selection
 from ..errors import OptionError, SnapshotError
@@ -26,7 +25,7 @@ from ..table.background_save import BackgroundSave
 from ..table.table import OpenTable
 from .compatible import check_stored, fitting
 from .open_and_close import TablePersistence
-from .saved_as import SavedAs, note_pruned, of_step, saved_as
+from .saved_as import SavedAs, of_step, saved_as
 from .training_group import Membership, OfAll, between_steps
 
 
@@ -54,7 +53,8 @@ class TableSnapshots:
 
     def of_step(self, step: int) -> SavedAs:
         """The name of the rows of a step."""
-        return of_step(step, self._place, self.base)
+        now = None if self.membership is None else self.membership.version_for_state()
+        return of_step(step, self._place, self.base, now)
 
     def read(self, name: str) -> SavedAs | None:
         """The name of the rows of a snapshot in the store folder; None where no such snapshot can be read."""
@@ -127,9 +127,9 @@ class TableSnapshots:
             return table.watch.save_in_background(f"snapshot {name!r}", write, kept)
 
     def save_for_state(self, table: OpenTable, keep: int | None) -> SavedAs:
-        """The name of the rows as they are, saved as a snapshot that nobody's chain or recovery goes over.
+        """The name of the rows as they are, saved as a snapshot that no chain or recovery of the user goes over.
 
-        keep: how many of the latest such snapshots stay; None for all.
+        keep: how many of the latest such snapshots stay besides that of these rows; None for all.
         """
         folder = self.folder()
         assert self.membership is not None
@@ -137,16 +137,14 @@ class TableSnapshots:
             table.check()
             now = self.membership.versions.rows.now
             if now == EMPTY:
-                return SavedAs(table.step, None, None)
-            place = state_snapshot(folder.snapshots, now)
+                return self.of_step(table.step)
+            place = state_snapshot(folder, now, keep)
             if place is None:
                 together = together or Together(secrets.token_hex(16), None)
                 place = folder.snapshots / (OF_STATE + together.id)
                 self._write_for_state(table, place, together)
                 self.membership.saved_as(together.id)
-            if keep is not None:
-                note_pruned(prune_states(folder, keep), keep)
-        return self.read(place.name) or self.of_step(table.step)
+            return self.read(place.name) or self.of_step(table.step)
 
     def _write_for_state(self, table: OpenTable, place: Path, together: Together) -> None:
         held = self._held(table)
@@ -155,18 +153,8 @@ class TableSnapshots:
 
             table.flush()
             write_checkpoint(place, held.description, held.rows, held.rocksdb, together=together)
-            return
-        base = Snapshot.open(place.with_name(self.base)) if self.base else None
-        changed = None if base is None or len(base.chain) >= LONGEST_CHAIN else held.changes(base.manifest.id)
-        if base is None or changed is None:
+        else:  # nor an incremental one over a snapshot of the user, who could not replace that any more
             write_snapshot(place, held.description, held.scan(), together=together)
-        else:
-            write_incremental(place, base, held.description, held.rows, changed, together=together)
-
-    def has_rows_of(self, name: str) -> bool:
-        """Whether the rows have the version of a snapshot in the store folder."""
-        assert self.membership is not None
-        return rows_of(self.snapshot(name)).now == self.membership.versions.rows.now
 
     def load(self, table: OpenTable, name: str, selection: Selection, strict: bool) -> tuple[OpenTable, LoadReport]:
         """A table with the rows of a snapshot. Until the rows are verified, `table` and its rows stay as they were."""

@@ -123,6 +123,7 @@ class Membership:
         self._formed: Instant | None = None  # of the last open or load of one of them, for the first write of each
         self._is_at = False  # whether MARK says that the rows are at a version
         self._number = 0  # the largest of an instant in the snapshots: those of states are not in MARK
+        self._in_state: Version | None = None  # the last version that a state_dict named
         self.torn = ""  # why its rows and those of the others are of different steps
 
     @property
@@ -200,8 +201,21 @@ class Membership:
             del _open[self.path]
 
     def live(self) -> dict[str, Any]:
-        """The field of a clean marker with the version of the rows."""
-        return {} if self.record is None else {LIVE: self.versions.rows.plain()}
+        """The field of a clean marker with the version of the rows: if others, or a state_dict, know them by it."""
+        rows = self.versions.rows
+        return {} if self.record is None and rows.now != self._in_state else {LIVE: rows.plain()}
+
+    def version_for_state(self) -> Version:
+        """The version of the rows, which is known again in the next run as well."""
+        self._in_state = self.versions.rows.now
+        if self.record is None and self.versions.writes == 0 and self.table is not None:
+            self._mark_live()
+        return self._in_state
+
+    def _mark_live(self) -> None:
+        mark = self.folder.read_mark()
+        if mark is not None and LIVE not in mark:
+            self.folder.set_mark({**mark, LIVE: self.versions.rows.plain()})
 
     def enlist(self) -> None:
         """Note the group as it is now, if this is not noted yet. StoreError."""
@@ -232,9 +246,7 @@ class Membership:
             self.record = replace(record, instant=self._formed)
             self.folder.note_group(self.record)
             return
-        mark = self.folder.read_mark()
-        if mark is not None and LIVE not in mark:
-            self.folder.set_mark({**mark, LIVE: rows.plain()})
+        self._mark_live()
         saved = list_snapshots(self.folder.snapshots).snapshots
         if noted is None and rows.now != EMPTY and not any(rows_of(snapshot).now == rows.now for snapshot in saved):
             log.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from ..files.may_replace import going_over
 from ..files.reader import Snapshot, list_snapshots
 from .instants import needed_snapshots, rows_of
 from .linked import OF_STATE, REPLACED, link_snapshot, remove_snapshot
+
+log = logging.getLogger("tierbed")
 
 
 class Retained(NamedTuple):
@@ -73,16 +76,16 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
     return plan_prune(snapshots, keep_last, keep_every, bases, replaced, [s.name for s in snapshots if is_of_state(s)])
 
 
-def state_snapshot(folder: Path, now: Version) -> Path | None:
-    """The snapshot that a state of rows of this version names, linked where another one has them. SnapshotError.
+def state_snapshot(store: StoreFolder, now: Version, keep: int | None) -> Path | None:
+    """The snapshot that a state of rows of this version names, linked if another one has them. SnapshotError.
 
-    None where no snapshot has them.
+    None if no snapshot has them. Before there is a new one, all of states but the latest `keep` are removed.
     """
-    made = next((one for one in list_snapshots(folder).snapshots if rows_of(one).now == now), None)
-    if made is None:
-        return None
-    place = folder / (OF_STATE + made.manifest.id)
-    if not place.is_dir():
+    made = next((one for one in list_snapshots(store.snapshots).snapshots if rows_of(one).now == now), None)
+    place = None if made is None else store.snapshots / (OF_STATE + made.manifest.id)
+    if keep is not None and (place is None or not place.is_dir()):
+        _prune_states(store, keep)
+    if made is not None and place is not None and not place.is_dir():
         link_snapshot(made, place)
     return place
 
@@ -92,15 +95,22 @@ def is_of_state(snapshot: Snapshot) -> bool:
     return snapshot.name == OF_STATE + snapshot.manifest.id
 
 
-def prune_states(store: StoreFolder, keep: int) -> list[Snapshot]:
+def _prune_states(store: StoreFolder, keep: int) -> None:
     """Remove snapshots of states but the latest `keep`, and those that recovery or others need. SnapshotError."""
     of_states = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_of_state(snapshot)]
+    of_states.sort(key=lambda one: one.folder.stat().st_mtime_ns)  # a link of an old snapshot may be new
     before = of_states[:-keep]
     needed = {state.base for state in store.all_noting} | set(needed_snapshots(store.path)) if before else set()
-    removed = [s for s in before if s.name not in needed and not going_over(s.folder)]
-    for snapshot in removed:
+    for snapshot in before:
+        if snapshot.name in needed or going_over(snapshot.folder):
+            continue
         remove_snapshot(snapshot.folder)
-    return removed
+        log.info(
+            "state_dict_snapshots=%d: removed snapshot %r; the state_dict of step %d that names it can no longer load",
+            keep,
+            snapshot.name,
+            snapshot.description["step"],
+        )
 
 
 def keep_replaced(folder: Path) -> None:

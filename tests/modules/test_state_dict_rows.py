@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from support.embeddings import attach, contents, make, train
 from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.errors import OptionError, SnapshotError
+from tierbed.engine.store.folder_state import FolderState
 from tierbed.snapshots import list_snapshots
 
 
@@ -41,6 +44,7 @@ def named(state: dict[str, Any]) -> dict[str, Any]:
     assert state["rows._extra_state"].shape == (1024,)
     found: dict[str, Any] = json.loads(bytes(state["rows._extra_state"].tolist()))
     assert (found.pop("digest") is None) == (found["snapshot"] is None)
+    found.pop("version")
     return found
 
 
@@ -101,7 +105,9 @@ def test_a_state_of_an_embedding_before_its_optimizer_waits_for_it() -> None:
     assert contents(again.rows).tobytes() == contents(first.rows).tobytes()
 
 
-def test_rows_of_a_state_that_do_not_fit_are_told_and_nothing_goes_on_with_others() -> None:
+def test_rows_of_a_state_that_do_not_fit_are_told_and_nothing_goes_on_with_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     first = model(None)
     train(first.rows, range(5))
     held = kept(first.state_dict())
@@ -112,6 +118,13 @@ def test_rows_of_a_state_that_do_not_fit_are_told_and_nothing_goes_on_with_other
     for use in (lambda: other.rows.get([1], 0), lambda: train(other.rows, [1]), other.rows.size):
         with pytest.raises(SnapshotError, match="cannot be loaded"):
             use()
+    state = {name[5:]: value for name, value in held.items() if name.startswith("rows.")}
+    with caplog.at_level("WARNING", "tierbed"):
+        other.rows.load_state_dict(state, strict=False)
+    assert "cannot be loaded" in caplog.text
+    assert "its rows stay" in caplog.text
+    with pytest.raises(RuntimeError, match="cannot be loaded"):
+        other.rows.load_state_dict(state)
     other.rows.keep_rows()
     assert other.rows.size() == 5
     for broken, said in (
@@ -119,6 +132,9 @@ def test_rows_of_a_state_that_do_not_fit_are_told_and_nothing_goes_on_with_other
         ({"rows.rows.updates": torch.zeros(5, dtype=torch.int64)}, "count as never written"),
         ({"rows.rows.description": torch.zeros(3, dtype=torch.uint8)}, "description cannot be read"),
         ({"rows.rows.embedding": held["rows.rows.embedding"].half()}, "is torch.float16"),
+        ({"rows.rows.key": torch.tensor([1, 2, 3, 4, 2])}, "a row is in them twice"),
+        ({"rows.rows.updates": torch.tensor([1, 1, 1, 1, -1])}, r"rows\.updates has numbers from -1 to 1"),
+        ({"rows.rows.table": torch.tensor([0, 0, 0, 0, 2**32])}, r"rows\.table has numbers from 0 to 4294967296"),
     ):
         with pytest.raises(RuntimeError, match=said):
             first.load_state_dict({**held, **broken})
@@ -163,8 +179,157 @@ def test_a_state_s_snapshot_leaves_the_user_s_chain_as_it_is(tmp_path: Path) -> 
     chains = {one.name: [link.name for link in one.chain] for one in found}
     name = named(held)["snapshot"]
     assert chains["second"] == ["full", "first", "second"]
-    assert chains[name] == ["full", "first", name]  # as small as what changed
+    assert chains[name] == [name]
     assert first.rows.last_snapshot == "second"
+    for _ in range(2):  # and the user can replace what comes before a state
+        first.rows.save_snapshot("latest", overwrite=True)
+        train(first.rows, range(2))
+        first.state_dict()
+    saving = first.rows.save_snapshot("aside", background=True)
+    train(first.rows, range(3))
+    held, rows = first.state_dict(), contents(first.rows).tobytes()
+    assert saving is not None
+    saving.wait()
+    train(first.rows, range(3))
+    first.load_state_dict(held)
+    assert contents(first.rows).tobytes() == rows
+
+
+def test_rows_of_another_timeline_at_the_same_step_are_not_those_of_a_state(tmp_path: Path) -> None:
+    first = model(tmp_path / "a", state_dict_snapshots=1)
+    train(first.rows, range(5))
+    first.rows.save_snapshot("one")
+    train(first.rows, range(5))
+    held = kept(first.state_dict())
+    for _ in range(2):  # so that its snapshot is removed
+        train(first.rows, range(5))
+        first.state_dict()
+    first.rows.load_snapshot("one")
+    others = first, model(tmp_path / "b", state_dict_snapshots=True), model(None)
+    for other in others:
+        for _ in range(2 - (other is first)):
+            train(other.rows, range(20, 40))
+        with pytest.raises(SnapshotError, match=r"rows of step 2.*is of other rows of step 2, snapshot 'state_dict-"):
+            other.load_state_dict(held)
+
+
+WRITES: dict[str, Callable[[MultiTableEmbedding], Any]] = {
+    "put": lambda rows: rows.put([1], torch.ones(1, rows.dim), 0),
+    "delete": lambda rows: rows.delete([1], 0),
+    "selection": lambda rows: rows.load_snapshot("mine", where=lambda tables, keys: keys < 2),
+    "tensors": lambda rows: rows.load_state_dict(state_of_ones()),
+}
+
+
+def state_of_ones() -> dict[str, Any]:
+    other = make(options("host"), "adagrad", tables=1)
+    train(other, range(50, 55))
+    return other.state_dict()
+
+
+@pytest.mark.parametrize("kind", [*WRITES])
+@pytest.mark.parametrize("on", [True, False])
+def test_rows_that_were_written_at_the_step_of_a_state_are_replaced(tmp_path: Path, kind: str, on: bool) -> None:
+    first = model(tmp_path, state_dict_snapshots=on)
+    train(first.rows, range(5))
+    first.rows.save_snapshot("mine")
+    held, rows = kept(first.state_dict()), contents(first.rows).tobytes()
+    WRITES[kind](first.rows)
+    written, then = kept(first.state_dict()), contents(first.rows).tobytes()
+    assert then != rows
+    first.load_state_dict(held)
+    assert contents(first.rows).tobytes() == rows
+    if on:
+        first.load_state_dict(written)
+        assert contents(first.rows).tobytes() == then
+    else:  # no snapshot has them
+        assert named(written) == {"step": 1, "snapshot": None}
+        with pytest.raises(SnapshotError, match="other rows of step 1, which names no snapshot"):
+            first.load_state_dict(written)
+
+
+def test_rows_that_were_closed_are_known_to_be_those_of_a_state(tmp_path: Path) -> None:
+    def mark() -> dict[str, Any]:
+        found = FolderState(tmp_path / "rows").read_mark()
+        assert found is not None
+        return found
+
+    first = model(tmp_path)
+    train(first.rows, range(5))
+    first.state_dict()
+    train(first.rows, range(5))
+    first.rows.close()
+    assert "version" not in mark()  # as of an embedding without states
+    again = model(tmp_path)
+    again.rows.size()
+    held = kept(again.state_dict())
+    again.rows.close()
+    for _ in range(2):
+        third = model(tmp_path)
+        before = third.state_dict()
+        third.load_state_dict(held)
+        third.rows.size()
+        third.load_state_dict(held)
+        third.load_state_dict(before)
+        third.rows.close()
+    third = model(tmp_path)
+    third.rows.put([1], torch.ones(1, third.rows.dim), 0)
+    third.rows.close()
+    for state in held, before:
+        last = model(tmp_path)
+        last.load_state_dict(state)
+        with pytest.raises(SnapshotError, match="which names no snapshot|was made before the embedding was used"):
+            last.rows.size()
+
+
+def test_a_state_of_no_rows_deletes_them_or_raises(tmp_path: Path) -> None:
+    first = model(tmp_path / "on", state_dict_snapshots=True)
+    empty = kept(first.state_dict())
+    train(first.rows, range(5))
+    held, rows = kept(first.state_dict()), contents(first.rows).tobytes()
+    first.load_state_dict(empty)
+    assert first.rows.size() == 0
+    first.load_state_dict(held)
+    assert contents(first.rows).tobytes() == rows
+    first.rows.close()
+    other = model(tmp_path / "off")
+    before = kept(other.state_dict())  # of an embedding that was not used yet
+    train(other.rows, range(5))
+    old = {**before, "rows._extra_state": torch.tensor([*b'{"step":null,"snapshot":null}'], dtype=torch.uint8)}
+    other.load_state_dict(old)  # tells nothing of rows
+    assert other.rows.size() == 5
+    for state in empty, before:
+        with pytest.raises(SnapshotError, match=r'is of no rows.*open="fresh"'):
+            other.load_state_dict(state)
+        other.load_state_dict(old)
+        with pytest.raises(SnapshotError, match=r'is of no rows.*open="fresh"'):
+            other.rows.size()
+
+
+def test_the_state_that_a_framework_asks_for_before_it_loads_leaves_what_it_loads(tmp_path: Path) -> None:
+    first = model(tmp_path, state_dict_snapshots=1)
+    train(first.rows, range(5))
+    first.rows.save_snapshot("best")
+    train(first.rows, range(5))
+    held, rows = kept(first.state_dict()), contents(first.rows).tobytes()
+    train(first.rows, range(5))
+    first.rows.close()
+    first = model(tmp_path, state_dict_snapshots=1)
+    first.state_dict()
+    first.load_state_dict(held)
+    assert contents(first.rows).tobytes() == rows
+    first.rows.load_snapshot("best")
+    best, rows = kept(first.state_dict()), contents(first.rows).tobytes()  # a link, of an old snapshot
+    for name in of_states(tmp_path):
+        os.utime(tmp_path / "rows/snapshots" / name, (0, int(name == named(best)["snapshot"])))
+    train(first.rows, range(5))
+    first.state_dict()
+    names = of_states(tmp_path)
+    first.state_dict()
+    assert of_states(tmp_path) == names
+    first.rows.save_snapshot("best", overwrite=True)
+    first.load_state_dict(best)
+    assert contents(first.rows).tobytes() == rows
 
 
 def test_a_number_of_snapshots_of_states_is_kept_and_the_log_says_what_cannot_load(
@@ -176,11 +341,11 @@ def test_a_number_of_snapshots_of_states_is_kept_and_the_log_says_what_cannot_lo
     for step in range(4):
         train(first.rows, range(step, step + 5))
         states.append(kept(first.state_dict()))
-    assert of_states(tmp_path) == [named(state)["snapshot"] for state in states[2:]]
-    assert [r.args[2] for r in caplog.records if "no longer load" in r.getMessage()] == [1, 2]  # type: ignore[index]
-    with pytest.raises(SnapshotError, match=r"rows of step 4.*of step 1, snapshot 'state_dict-.*which is not there"):
+    assert of_states(tmp_path) == [named(state)["snapshot"] for state in states[1:]]
+    assert [r.args[2] for r in caplog.records if "no longer load" in r.getMessage()] == [1]  # type: ignore[index]
+    with pytest.raises(SnapshotError, match=r"rows of step 4.*of step 1, snapshot 'state_dict-.*which is missing"):
         first.load_state_dict(states[0])
-    first.load_state_dict(states[2])
+    first.load_state_dict(states[1])
     for value in (0, -1, 1.5, "all"):
         with pytest.raises(OptionError, match=f"state_dict_snapshots={value!r}"):
             options("host", tmp_path, state_dict_snapshots=value)
@@ -254,7 +419,7 @@ def test_a_user_s_snapshot_that_a_state_names_is_loaded_while_it_has_those_rows(
     assert contents(first.rows).tobytes() == rows
     train(first.rows, range(5))
     first.rows.save_snapshot("best", overwrite=True)
-    with pytest.raises(SnapshotError, match="'best', which is not there, or has other rows"):
+    with pytest.raises(SnapshotError, match="'best', which is missing, or has other rows"):
         first.load_state_dict(held)
 
 
@@ -265,7 +430,13 @@ def test_a_state_without_our_entry_or_with_one_that_says_nothing_raises(tmp_path
     lacking = {name: value for name, value in held.items() if not name.endswith("_extra_state")}
     with pytest.raises(RuntimeError, match=r"Missing key.*rows\._extra_state"):
         first.load_state_dict(lacking)
-    first.load_state_dict(lacking, strict=False)
+    for load in (lambda: None, lambda: first.load_state_dict(lacking, strict=False)):  # which torch does not pass on
+        load()
+        with pytest.raises(SnapshotError, match="names none"):
+            train(first.rows, [1])
+        first.rows.keep_rows()
+        train(first.rows, [1])
+    first.rows.load_state_dict({"shadow": held["rows.shadow"]}, strict=False)
     train(first.rows, [1])
     with pytest.raises(SnapshotError, match="names none"):
         first.load_state_dict({**held, "rows._extra_state": torch.zeros(3, dtype=torch.uint8)})
