@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -143,6 +144,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of the wrapped optimizer. The state of rows is with the rows."""
         state = self.optimizer.state_dict()
+        if not state["state"]:  # before the first step, and of optimizers without state
+            return state
         shadows = {id(embedding.shadow) for embedding, _ in self._rows}
         numbered = enumerate(p for group in self.param_groups for p in group["params"])
         for number in (number for number, parameter in numbered if id(parameter) in shadows):
@@ -150,8 +153,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Load a state_dict into the wrapped optimizer."""
-        self.optimizer.load_state_dict(state_dict)
+        """Load a copy of a state_dict into the wrapped optimizer, which trains the tensors that it is given."""
+        self.optimizer.load_state_dict(copy.deepcopy(state_dict))
         self._torn = ""
 
     def _called(self, closure: Callable[[], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +52,8 @@ class Training(NamedTuple):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put back what `state` gave."""
+        """Put back what `state` gave, by a copy: optimizers train the tensors that they are given."""
+        state = copy.deepcopy(state)
         for optimizer, held in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(held)
         for scheduler, held in zip(self.schedules, state["schedules"], strict=True):
