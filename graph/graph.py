@@ -270,8 +270,13 @@ class Graph(ModelSnapshots, Built):
             raise InputError(f"optimizers={optimizers!r}: give True or False")
         check = partial(check_state, self, self.__optimizers, self.__end, with_optimizers=optimizers)
         with rows_apart():
-            state = checkpoint.load(self, path_of(path), check, optimizers)
-            self.load_state_dict(without_rows(self, state, optimizers))
+            checkpoint.load(
+                self,
+                path_of(path),
+                check,
+                lambda state: self.load_state_dict(without_rows(self, state, optimizers)),
+                optimizers,
+            )
 
     def get_extra_state(self) -> Any:
         """The extra state in `state_dict()`: optimizers, schedules, scaler and random numbers, those of all ranks.

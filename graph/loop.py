@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..engine.errors import InputError
+from ..engine.errors import GraphError, InputError
 from ..engine.modules.eager import EagerOptimizer
-from ..engine.modules.saved_rows import EXTRA, SavedRows, rows_apart
+from ..engine.modules.saved_rows import SavedRows, rows_apart
+from ..engine.modules.shadow_grad import ShadowGrad
 from ..engine.persist.training_group import train_together
 from .graph import Graph
 from .state import checkpoint
@@ -46,6 +47,12 @@ def save_checkpoint(
     InputError for an argument of another kind.
     """
     training = _training(model, optimizers, schedulers, scaler)
+    for one in model.modules():
+        if isinstance(one, SavedRows) and isinstance(one.shadow.grad, ShadowGrad) and one.shadow.grad.rows.is_waiting:
+            raise GraphError(
+                f"gradients of embedding {one.name!r} wait for step(), and a checkpoint holds none; save after step(), "
+                "or call zero_grad() first"
+            )
     if extra is not None and not isinstance(extra, Mapping):
         raise InputError(f"extra={extra!r}: give a dict of plain values and tensors, or None")
     place = checkpoint.check_save(model, path, overwrite)
@@ -70,22 +77,23 @@ def load_checkpoint(
     """
     training = _training(model, optimizers, schedulers, scaler)
 
+    def held(state: dict[str, Any]) -> OrderedDict[str, Any]:
+        of_model = OrderedDict(state["model"])
+        of_model._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+        return of_model
+
     def check(state: dict[str, Any]) -> None:
-        held = OrderedDict(state["model"])
-        held._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
-        check_modules(model, model.state_dict(), held, "model")
+        check_modules(model, model.state_dict(), held(state), "model")
         check_extra_state(training, state["training"])
 
+    def put(state: dict[str, Any]) -> None:
+        model.load_state_dict(held(state))  # the rows are loaded
+        training.load(state["training"])
+        extra.update(state["extra"])
+
+    extra: dict[str, Any] = {}
     with rows_apart():
-        state = checkpoint.load(model, path_of(path), check, of="loop")
-        held = OrderedDict(state["model"])
-        held._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
-        for place, module in model.named_modules(remove_duplicate=False):
-            if isinstance(module, SavedRows):  # its rows are loaded
-                held.pop(f"{place}.{EXTRA}" if place else EXTRA, None)
-        model.load_state_dict(held)
-    training.load(state["training"])
-    extra: dict[str, Any] = state["extra"]
+        checkpoint.load(model, path_of(path), check, put, of="loop")
     return extra
 
 

@@ -43,6 +43,7 @@ class RowGradients:
     def __init__(self, embedding: Rows) -> None:
         self._embedding = weakref.ref(embedding)  # which may hold this object
         self._kept: dict[Hashable, _Kept] = {}
+        self._began = embedding.shadow._version
 
     @property
     def embedding(self) -> Rows:
@@ -79,20 +80,25 @@ class RowGradients:
 
         Raises what `embedding.pin` raises, and InputError; then nothing is pinned.
         """
-        self.check()
-        kept = self._in_order()
+        kept = self.check()
         return self.embedding.pin([one.lookup for one in kept]) if kept else None
 
-    def check(self) -> None:
-        """InputError for a gradient that can no longer be taken."""
-        embedding = self.embedding
-        for one in self._in_order():
+    def check(self) -> list[_Kept]:
+        """The gradients, in their order. InputError for one that can no longer be taken."""
+        embedding, kept = self.embedding, self._in_order()
+        for one in kept:
             one.unchanged(embedding.name)
             if one.lookup.ids.device != embedding.device:
                 raise InputError(
                     f"gradients of embedding {embedding.name!r} are on {one.lookup.ids.device} and the embedding on "
                     f"{embedding.device}; call zero_grad() after moving a module"
                 )
+        return kept
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are gradients, and no step has taken the first of them."""
+        return bool(self._kept) and self.embedding.shadow._version == self._began
 
     def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """The gradients and the weights of the lookups of `pin`, in their order."""

@@ -167,13 +167,15 @@ def load(
     root: nn.Module,
     folder: Path,
     check: Callable[[dict[str, Any]], None],
+    put: Callable[[dict[str, Any]], None],
     optimizers: bool = True,
     of: str = "graph",
-) -> dict[str, Any]:
-    """Load the rows of all embeddings under `root`, and return the state. All is checked before a row is replaced.
+) -> None:
+    """Load the rows of all embeddings under `root`, and the state, by `put`. All is checked before a row is replaced.
 
     of: as of `save`. `check` raises GraphError where a state does not fit. Without `optimizers`, rows come without
-    their state. Raises SnapshotError where the checkpoint is missing, damaged or of another graph.
+    their state. Raises SnapshotError where the checkpoint is missing, damaged or of another graph, and what `put` does:
+    then no embedding can be used until a load succeeds.
     """
     folder = folder.absolute()
     embeddings = _saved(root)
@@ -192,7 +194,12 @@ def load(
     training = state.get(EXTRA if of == "graph" else "training")
     if training is not None:
         training["random"] = saving.own_random(training["random"], record["ranks"])
-    return state
+    try:
+        put(state)
+    except BaseException:
+        for embedding in embeddings.values():
+            embedding.note_stopped(f"checkpoint {folder.name!r}")
+        raise
 
 
 def _read(folder: Path, embeddings: list[str], of: str) -> tuple[dict[str, Any], dict[str, Any]]:
