@@ -190,7 +190,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         raise StoreError(
             f"embedding {self.name!r} cannot be copied or pickled: its rows live in a store; create another under its "
             "own name, and carry rows over by save_snapshot or put. To keep a model, use its state_dict(), which has "
-            "its rows or names a snapshot of them (docs/snapshots.md), graph.save or save_checkpoint"
+            "the rows of an embedding without a folder, and with state_dict_snapshots=True in the store options names "
+            "a snapshot of others; graph.save or save_checkpoint"
         )
 
     def extra_repr(self) -> str:

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from support.forked import in_process
 from support.ranks import fails, run_ranks
+from support.stores import options
 from support.two_towers import IDS, KINDS, TwoTowers, losses, optimizer_of, stores
 from tierbed.distributed import World
-from tierbed.engine import GroupError
+from tierbed.engine import EagerOptimizer, GroupError, SnapshotError
 from tierbed.graph import Graph
 
 
-def loop(kind: str, path: Path, at: Path, world: Any = None) -> list[float]:
+def loop(kind: str, path: Path, at: Path, world: Any = None, optimizer_of: Any = optimizer_of) -> list[float]:
     """Train, save, train on; or, where a save is there, resume."""
     model = TwoTowers(stores(kind, path), world)
     optimizer = optimizer_of(model)
     if not at.exists():
         list(losses(model, optimizer, IDS[:5]))
         module, of_optimizer = get_state_dict(model, optimizer)
-        dcp.save({"model": module, "optimizer": of_optimizer}, checkpoint_id=at)
+        state = {"model": module, "optimizer": of_optimizer}
+        if optimizer_of is plain_sgd:
+            saved = dcp.async_save(state, checkpoint_id=at)
+            list(losses(model, optimizer, IDS[5:7]))
+            saved.result()  # type: ignore[union-attr]
+            loaded(model, optimizer, at)
+        else:
+            dcp.save(state, checkpoint_id=at)
         expected = list(losses(model, optimizer, IDS[5:10]))
         loaded(model, optimizer, at)  # in the same process
         assert list(losses(model, optimizer, IDS[5:10])) == expected
@@ -45,6 +54,18 @@ def loaded(model: TwoTowers, optimizer: Any, at: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plain_loop_resumes_to_the_bit_in_a_new_process(tmp_path: Path, kind: str) -> None:
     first, second = (in_process(loop, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))
+    assert first == second
+
+
+def plain_sgd(model: nn.Module) -> EagerOptimizer:
+    """One without state."""
+    return EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_an_optimizer_without_state_resumes_from_an_async_save(tmp_path: Path, kind: str) -> None:
+    given = kind, tmp_path / "store", tmp_path / "saved", None, plain_sgd
+    first, second = (in_process(loop, *given) for _ in range(2))
     assert first == second
 
 
@@ -89,6 +110,62 @@ def of_ranks(world: World, task: Any, kind: str, path: Path, at: Path) -> list[f
 def test_ranks_resume_to_the_bit(tmp_path: Path, kind: str, task: Any) -> None:
     first, second = (run_ranks(2, of_ranks, task, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))
     assert first == second
+
+
+def wrong(world: World, kind: str, path: Path) -> str:
+    """What is raised for a state that one rank has otherwise: of rows inside, rank 0 alone has those of all."""
+    model = TwoTowers(stores(kind, path), world)
+    optimizer = optimizer_of(model)
+    list(losses(model, optimizer, IDS[:2]))
+    held = copy.deepcopy(model.state_dict())
+    list(losses(model, optimizer, IDS[2:3]))
+    if world.rank == 1 and kind == "host folder":
+        held["users._extra_state"] = torch.zeros(1024, dtype=torch.uint8)
+    said = fails(lambda: model.load_state_dict(held), (GroupError, RuntimeError))
+    fails(lambda: next(losses(model, optimizer, IDS[2:3])), (GroupError, SnapshotError))
+    model.users.keep_rows()
+    model.items.keep_rows()
+    list(losses(model, optimizer, IDS[2:3]))
+    return said
+
+
+@pytest.mark.parametrize("kind", ["host", "host folder"])
+def test_a_state_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path: Path, kind: str) -> None:
+    inside = "rank 1: it has no rows: those of all ranks are in the state_dict() of rank 0"
+    for said in run_ranks(2, wrong, kind, tmp_path):
+        assert (inside if kind == "host" else "ranks differ, rank 0: state_dict: ") in said
+
+
+def written(world: World, path: Path) -> str:
+    """Rows that were put at the step of a state are replaced; what is raised if no snapshot has those of the state."""
+
+    def made(store_options: Any) -> tuple[TwoTowers, EagerOptimizer]:
+        model = TwoTowers(store_options, world)
+        return model, optimizer_of(model)
+
+    model, optimizer = made(stores("host folder", path))
+    list(losses(model, optimizer, IDS[:2]))
+    held, rows = copy.deepcopy(model.state_dict()), model.users.get(range(40))
+    for _ in range(2):
+        model.users.put([1], torch.ones(1, 4))
+        model.load_state_dict(held)
+        assert torch.equal(model.users.get(range(40)), rows)
+    model.close()
+    model, optimizer = made(options("host", path))  # without the option
+    assert torch.equal(model.users.get(range(40)), rows)
+    model.users.put([1], torch.ones(1, 4))
+    held = copy.deepcopy(model.state_dict())
+    model.load_state_dict(held)
+    model.close()
+    model, optimizer = made(options("host", path))
+    model.load_state_dict(held)
+    model.users.put([1], torch.zeros(1, 4))
+    return fails(lambda: model.load_state_dict(held), SnapshotError)
+
+
+def test_ranks_compare_the_versions_of_rows(tmp_path: Path) -> None:
+    for said in run_ranks(2, written, tmp_path):
+        assert "other rows of step 2, which names no snapshot" in said
 
 
 def alone(world: World, kind: str, path: Path) -> str:

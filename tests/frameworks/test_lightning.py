@@ -95,6 +95,11 @@ def test_the_best_of_twenty_epochs_comes_back_whole(tmp_path: Path, kind: str) -
     module = Trained(stores(kind, tmp_path / "store"))
     keeps = fit(module, tmp_path / "twenty", 20, monitor="score")
     assert "epoch=1-" in keeps.best_model_path
+    again = Trained(stores(kind, tmp_path / "store"))
+    fit(again, tmp_path / "again", 4, keeps.best_model_path)
+    assert again.losses == module.losses[12:24]
+    again.model.close()
+    module = Trained(stores(kind, tmp_path / "store"))
     best = torch.load(keeps.best_model_path, weights_only=False)
     module.load_state_dict(best["state_dict"])
     for ids in IDS[6:9]:

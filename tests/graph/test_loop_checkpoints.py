@@ -16,7 +16,7 @@ from support.stores import options
 from support.together import killed_at
 from support.two_towers import IDS, TwoTowers
 from tierbed import load_checkpoint, save_checkpoint
-from tierbed.engine.errors import InputError, SnapshotError
+from tierbed.engine.errors import GraphError, InputError, SnapshotError
 
 KINDS = ["host", "host folder", "ssd folder"]
 
@@ -93,6 +93,49 @@ def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(tmp_path
         seen.add(step)
         assert again.run(step, 5) == expected[2 * step :]
     assert seen == {2, 3}
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_load_that_stops_after_the_rows_is_used_by_nobody(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(1)
+    first = Loop(kind, tmp_path / "store")
+    first.run(0, 3)
+    save_checkpoint(tmp_path / "saved", *first.parts())
+    expected = first.run(3, 5)
+    graph = rating(kind.split()[0], tmp_path / "graph")
+    steps(graph, GRAPH_IDS[:2])
+    graph.save(tmp_path / "of-graph")
+    stops = RuntimeError("of a module")
+
+    def stop(*_: Any) -> None:
+        raise stops
+
+    for model, load, use in (
+        (first.model, lambda: load_checkpoint(tmp_path / "saved", *first.parts()), lambda: first.run(3, 5)),
+        (graph, lambda: graph.load(tmp_path / "of-graph"), lambda: steps(graph, GRAPH_IDS[2:3])),
+    ):
+        hook = model.register_load_state_dict_pre_hook(stop)
+        with pytest.raises(RuntimeError, match="of a module"):
+            load()
+        for _ in range(2):
+            with pytest.raises(SnapshotError, match=r"a load stopped at checkpoint '(saved|of-graph)'"):
+                use()
+        hook.remove()
+        load()
+        use()
+    load_checkpoint(tmp_path / "saved", *first.parts())
+    assert first.run(3, 5) == expected
+
+
+def test_gradients_that_wait_for_a_step_are_in_no_checkpoint(tmp_path: Path) -> None:
+    first = Loop("host", tmp_path)
+    for _ in range(2):
+        first.model(IDS[0]).backward()
+        with pytest.raises(GraphError, match=r"gradients of embedding 'users' wait for step\(\)"):
+            save_checkpoint(tmp_path / "saved", *first.parts())
+        first.optimizer.step()
+        save_checkpoint(tmp_path / "saved", *first.parts(), overwrite=True)
+        first.optimizer.zero_grad()
 
 
 def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from support import tbe
 from support.two_towers import KINDS, stores
-from tierbed.engine import EagerOptimizer
+from tierbed.engine import EagerOptimizer, SnapshotError
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, OptimType
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.asking.asking import ask_save
@@ -50,6 +50,23 @@ def test_a_collection_comes_back_whole(tmp_path: Path, kind: str) -> None:
     again.load_state_dict(held)
     optimizer = EagerOptimizer(torch.optim.Adagrad(again.parameters(), lr=0.5), again)
     assert steps(again, optimizer, range(5, 10)) == expected
+
+
+def test_rows_of_a_collection_that_a_state_lacks_stay_if_they_are_to(tmp_path: Path) -> None:
+    bags = collection("host", tmp_path)
+    optimizer = EagerOptimizer(torch.optim.Adagrad(bags.parameters(), lr=0.5), bags)
+    steps(bags, optimizer, range(2))
+    held = bags.state_dict()
+    lacking = {name: value for name, value in held.items() if "8" not in name}
+    for end in bags.keep_rows, lambda: bags.load_state_dict(held):
+        with pytest.raises(RuntimeError, match="Missing key"):
+            bags.load_state_dict(lacking)
+        with pytest.raises(SnapshotError, match="names none"):
+            steps(bags, optimizer, range(2, 3))
+        end()
+        steps(bags, optimizer, range(2, 3))
+    bags.load_state_dict(lacking, strict=False)
+    steps(bags, optimizer, range(2, 3))
 
 
 def batched(kind: str, path: Path) -> Any:

@@ -6,6 +6,8 @@ import copy
 import io
 import json
 import os
+import shutil
+import tracemalloc
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -18,10 +20,13 @@ from torch import nn
 from support.checkpoints import IDS, rating, steps
 from support.embeddings import attach, contents, make, train
 from support.stores import STORES, options
+from support.two_towers import IDS as BATCHES
+from support.two_towers import TwoTowers, losses, optimizer_of, stores
 from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.errors import OptionError, SnapshotError
+from tierbed.engine.errors import ClosedError, OptionError, SnapshotError, StoreError
 from tierbed.engine.store.folder_state import FolderState
 from tierbed.snapshots import list_snapshots
+from tierbed.snapshots.asking.asking import ask_save
 
 
 class Model(nn.Module):
@@ -278,7 +283,7 @@ def test_rows_that_were_closed_are_known_to_be_those_of_a_state(tmp_path: Path) 
     for state in held, before:
         last = model(tmp_path)
         last.load_state_dict(state)
-        with pytest.raises(SnapshotError, match="which names no snapshot|was made before the embedding was used"):
+        with pytest.raises(SnapshotError, match=r"which names no snapshot|was made before the embedding was used"):
             last.rows.size()
 
 
@@ -442,6 +447,70 @@ def test_a_state_without_our_entry_or_with_one_that_says_nothing_raises(tmp_path
         first.load_state_dict({**held, "rows._extra_state": torch.zeros(3, dtype=torch.uint8)})
 
 
+def test_where_a_load_stops_no_embedding_of_the_model_goes_on(tmp_path: Path) -> None:
+    towers = TwoTowers(stores("host folder", tmp_path))
+    optimizer = optimizer_of(towers)
+    list(losses(towers, optimizer, BATCHES[:2]))
+    whole = kept(towers.state_dict())
+    list(losses(towers, optimizer, BATCHES[2:4]))
+    held = kept(towers.state_dict())
+    list(losses(towers, optimizer, BATCHES[4:6]))
+    name = json.loads(bytes(held["users._extra_state"].tolist()))["snapshot"]
+    shutil.rmtree(tmp_path / "users/snapshots" / name)
+    with pytest.raises(SnapshotError, match=r"rows of step 6.*of step 4"):
+        towers.load_state_dict(held)  # that of items comes after it
+    for use in (lambda: towers.items.get([1], 0), lambda: list(losses(towers, optimizer, BATCHES[:1]))):
+        with pytest.raises(SnapshotError, match=r"a load stopped at embedding 'users'|rows of step 6"):
+            use()
+    folders = [tmp_path / "users", tmp_path / "items"]
+    for several in [], folders:  # and no other process saves them
+        with pytest.raises(StoreError, match=r"embedding 'users' has other rows.*keep_rows\(\)"):
+            ask_save(folders[0], "x", stores=several)
+    towers.load_state_dict(whole)
+    list(losses(towers, optimizer, BATCHES[2:3]))
+    with pytest.raises(SnapshotError):
+        towers.load_state_dict(held)
+    for one in towers.users, towers.items:
+        one.keep_rows()
+    list(losses(towers, optimizer, BATCHES[3:4]))
+
+
+def test_rows_that_are_closed_load_no_state(tmp_path: Path) -> None:
+    first = model(tmp_path, state_dict_snapshots=True)
+    train(first.rows, range(5))
+    held = first.state_dict()
+    train(first.rows, range(5))
+    first.rows.close()
+    with pytest.raises(ClosedError):
+        first.load_state_dict(held)
+
+
+def test_a_state_of_a_long_name_has_the_size_of_others(tmp_path: Path) -> None:
+    first = model(tmp_path)
+    train(first.rows, range(5))
+    first.rows.save_snapshot('"' * 200)
+    assert named(first.state_dict())["snapshot"] == '"' * 200
+
+
+def test_what_cannot_be_copied_says_what_can(tmp_path: Path) -> None:
+    whole = model(tmp_path)
+    said = r"state_dict\(\).*state_dict_snapshots=True.*graph.save or save_checkpoint"
+    for copies in (copy.deepcopy, lambda one: torch.save(one, io.BytesIO()), torch.optim.swa_utils.AveragedModel):
+        with pytest.raises(StoreError, match=said):
+            copies(whole)
+
+
+def test_states_are_filled_and_loaded_without_a_second_copy_of_all_rows() -> None:
+    first, again = model(None), model(None)
+    train(first.rows, range(300_000))
+    tracemalloc.start()  # of NumPy, and not of torch
+    held = first.state_dict()
+    again.load_state_dict(held)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < sum(tensor.nbytes for tensor in held.values()) / 2
+
+
 def test_all_of_a_state_dict_is_tensors(tmp_path: Path) -> None:
     first = model(tmp_path)
     state = {name: value.detach().cpu().clone() for name, value in first.state_dict().items()}
@@ -457,8 +526,9 @@ def test_a_graph_goes_on_from_its_state(tmp_path: Path, path: str | None) -> Non
         graph.save_snapshot("two")
     held = copy.deepcopy(graph.state_dict())
     losses = steps(graph, IDS[2:6])
-    graph.load_state_dict(held)
-    assert steps(graph, IDS[2:6]) == losses
+    for _ in range(2):
+        graph.load_state_dict(held)
+        assert steps(graph, IDS[2:6]) == losses
     graph.save(tmp_path / "best")
     steps(graph, IDS[6:7])
     graph.load(tmp_path / "best")
@@ -477,4 +547,14 @@ def test_a_graph_s_state_of_before_raises_where_rows_are_others(tmp_path: Path) 
     with pytest.raises(SnapshotError, match="keep_rows"):
         steps(graph, IDS[3:4])
     graph.keep_rows()
+    steps(graph, IDS[3:4])
+    lacking = graph.state_dict()
+    del lacking["rows._extra_state"]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        graph.load_state_dict(lacking)
+    with pytest.raises(SnapshotError, match="names none"):
+        steps(graph, IDS[3:4])
+    graph.load_state_dict(lacking, strict=False)  # the rows that are awaited no longer are
+    graph.keep_rows()
+    graph.load_state_dict(lacking, strict=False)  # the rows stay
     steps(graph, IDS[3:4])

@@ -62,7 +62,7 @@ def survivors(group: Sequence[tuple[Child, Connection]], lost: int) -> dict[int,
     return found
 
 
-def fails(call: Callable[[], Any], kind: type[Exception]) -> str:
+def fails(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exception], ...]) -> str:
     """What the error says that a call raises."""
     with pytest.raises(kind) as raised:
         call()
