@@ -17,6 +17,7 @@ from ..engine.persist.rows_in_tensors import NOT_WHOLE, RowTensors
 from ..engine.persist.saved_as import is_at, saved_as
 from ..engine.persist.share import Share
 from ..engine.persist.training_group import UNSETTLED
+from ..engine.row_format import RowForm
 from ..engine.store.shares import Live, remove_other_shares
 from ..engine.store.versions import EMPTY, Rows
 from ..engine.version import __version__
@@ -70,6 +71,7 @@ class ShardedHeld:
     ) -> None:
         """Open the rows on all ranks. Raises what `HeldTable` raises, on every rank, and GroupError."""
         self._world, self.name = world, spec.name
+        self.awaited: Sequence[SavedAs] = ()
         self.home: Home | None = None
         self.membership: RankMembership | None = None  # on rank 0
         op = f"opening embedding {spec.name!r}"
@@ -170,14 +172,6 @@ class ShardedHeld:
         return self.own.device
 
     @property
-    def awaited(self) -> Sequence[SavedAs]:
-        return self.own.awaited
-
-    @awaited.setter
-    def awaited(self, rows: Sequence[SavedAs]) -> None:
-        self.own.awaited = rows
-
-    @property
     def own_table(self) -> OpenTable:
         """The table of the rows that this rank has."""
         return self.own.table
@@ -255,24 +249,20 @@ class ShardedHeld:
         """As `HeldTable.go_to`. Every rank calls it."""
         op = f"loading the state of embedding {self.name!r}"
         agree(self._world, op, same={"state_dict": awaited._asdict()})
-        found: bool | None = told(self._world, op, lambda: is_at(self, awaited))[0]
+        there = saved_as(self.saves.place, awaited.snapshot)
+        found: bool | None = told(self._world, op, lambda: is_at(awaited, self.named(), there))[0]
         if found is None and awaited.snapshot is not None:
             self.saves.load_for_state(awaited.snapshot)
         return found is not False
 
-    def check_not_awaiting(self) -> None:
-        self.own.check_not_awaiting()
-
     def tensors(self) -> RowTensors:
         """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
         op = f"state_dict() of embedding {self.name!r}"
-        table = everywhere(self._world, op, lambda: self.own_table)
-        with table.lock:
-            own: bytes = everywhere(self._world, f"{op}: rows", lambda: _scanned(table))
-            parts = raw_bytes(self._world, op, own, readers=1)
-            rows = [np.frombuffer(part, table.form.dtype) for part in parts]
-            described = {**table.describe(), NOT_WHOLE: self._world.rank > 0}
-        return RowTensors.filled(described, sum(map(len, rows)), rows)
+        own: RowTensors = everywhere(self._world, op, self.own.tensors)
+        mine = b"".join(rows.tobytes() for _, rows in own.chunks())
+        dtype = RowForm.described(own.description).dtype
+        parts = [np.frombuffer(part, dtype) for part in raw_bytes(self._world, op, mine, readers=1)]
+        return RowTensors.filled({**own.description, NOT_WHOLE: self._world.rank > 0}, sum(map(len, parts)), parts)
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """As `HeldTable.load_tensors`: each rank takes its part. Every rank calls it, with the same rows."""
@@ -299,9 +289,6 @@ class ShardedHeld:
         except BaseException:
             self.close()  # some ranks may have the rows of the state, and others those before
             raise
-
-    def read(self, snapshot: str) -> SavedAs | None:
-        return saved_as(self.saves.place, snapshot)
 
     @property
     def exchanged(self) -> dict[str, dict[str, int]]:
@@ -375,11 +362,6 @@ def _held_at(store: str) -> ShardedHeld:
     if held is None or not held.own.is_open:
         raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
     return held
-
-
-def _scanned(table: OpenTable) -> bytes:
-    table.check()
-    return b"".join(rows.tobytes() for _, rows in table.scan())
 
 
 def _described(world: Group, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:

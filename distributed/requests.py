@@ -7,6 +7,7 @@ from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
 from ..engine.errors import GroupError, TierbedError
+from ..engine.persist.saved_as import check_not_awaiting
 from ..snapshots.files.reader import Snapshot, list_snapshots
 from .agreement import everywhere, told
 from .together import save_together
@@ -84,7 +85,7 @@ class Requests:
         several = list(stores) if len(stores) > 1 else []
         tables = [self._find(store) for store in several] or [self._held]
         for one in tables:
-            one.check_not_awaiting()
+            check_not_awaiting(one.name, one.awaited)
         if self._asked(_Request(["save", name, kind, overwrite, several], tables, give_up, progress)) is None:
             return None
         return Snapshot.open(self._held.saves.folder / name).manifest

@@ -269,14 +269,12 @@ class Graph(ModelSnapshots, Built):
         if not isinstance(optimizers, bool):
             raise InputError(f"optimizers={optimizers!r}: give True or False")
         check = partial(check_state, self, self.__optimizers, self.__end, with_optimizers=optimizers)
+
+        def put(state: dict[str, Any]) -> None:
+            self.load_state_dict(without_rows(self, state, optimizers))
+
         with rows_apart():
-            checkpoint.load(
-                self,
-                path_of(path),
-                check,
-                lambda state: self.load_state_dict(without_rows(self, state, optimizers)),
-                optimizers,
-            )
+            checkpoint.load(self, path_of(path), check, put, optimizers)
 
     def get_extra_state(self) -> Any:
         """The extra state in `state_dict()`: optimizers, schedules, scaler and random numbers, those of all ranks.

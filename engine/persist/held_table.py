@@ -31,7 +31,7 @@ from ..table.table import OpenTable
 from .open_and_close import TablePersistence
 from .opening import Decide
 from .rows_in_tensors import RowTensors
-from .saved_as import SavedAs, is_at
+from .saved_as import SavedAs, check_not_awaiting, is_at
 from .saves import TableSnapshots
 from .share import Share
 from .together import save_together
@@ -336,10 +336,6 @@ class HeldTable:
             self._table.check()
             return self.snapshots.of_step(self._table.step)
 
-    def read(self, snapshot: str) -> SavedAs | None:
-        """The name of the rows of a snapshot in the store folder, if it is there."""
-        return self.snapshots.read(snapshot)
-
     def save_for_state(self, keep: int | None) -> SavedAs:
         """Save the rows for a state_dict, and name them. keep: how many of such snapshots stay; None for all."""
         return self.snapshots.save_for_state(self.table, keep)
@@ -349,21 +345,13 @@ class HeldTable:
 
         Returns whether they are. Others that are trained together come to its instant as well. Raises what a load does.
         """
-        self.table.check()
-        found = is_at(self, awaited)
+        self.table.check()  # ClosedError
+        found = is_at(awaited, self.named(), self.snapshots.read(awaited.snapshot))
         if found is None and awaited.snapshot is not None:
             snapshot, membership = self.snapshots.snapshot(awaited.snapshot), self.snapshots.membership
             together = None if membership is None else membership.instant_with(snapshot)
             self.load_from(snapshot, Selection(), True, together=together)
         return found is not False
-
-    def check_not_awaiting(self) -> None:
-        """Raises StoreError for rows that are to be those of a loaded state, and are others."""
-        if self.awaited:
-            raise StoreError(
-                f"embedding {self.name!r} has other rows than the state_dict that was loaded last, and is not saved: "
-                "in its process load another state, or call keep_rows(), which accepts these rows"
-            )
 
     def save_between_steps(
         self,
@@ -379,7 +367,7 @@ class HeldTable:
 
         def save() -> Manifest:
             for one in others or [self]:
-                one.check_not_awaiting()
+                check_not_awaiting(one.name, one.awaited)
             progress(0)
             if len(others) < 2:
                 return self.snapshots.save(self.table, name, kind, progress, overwrite)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...snapshots.files.format import check_name
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.instants import Member, rows_of
-from ..errors import SnapshotError
+from ..errors import SnapshotError, StoreError
 from ..store.versions import EMPTY, Version, parse_version
 from .training_group import open_rows
 
@@ -58,7 +59,7 @@ def stopped_at(what: str) -> SavedAs:
 
 
 def saved_as(snapshots: Path | None, name: str | None) -> SavedAs | None:
-    """The name of the rows of a snapshot in a folder; None where no such snapshot can be read."""
+    """The name of the rows of a snapshot in a folder; None if no such snapshot can be read."""
     try:
         if snapshots is None or name is None:
             return None
@@ -86,20 +87,20 @@ def of_unopened(store: Path, fresh: bool) -> SavedAs:
     return SavedAs(None, version=EMPTY if fresh else Member(store, open_rows()).present)
 
 
-class Goes(Protocol):
-    """What `is_at` needs of an embedding's hold on its rows."""
-
-    def named(self) -> SavedAs: ...
-
-    def read(self, snapshot: str) -> SavedAs | None: ...
-
-
-def is_at(held: Goes, awaited: SavedAs) -> bool | None:
-    """Whether rows are those that a state_dict names; None if they are others, and its snapshot has them."""
-    mine, saved = held.named(), held.read(awaited.snapshot) if awaited.snapshot else None
+def is_at(awaited: SavedAs, mine: SavedAs, saved: SavedAs | None) -> bool | None:
+    """Whether rows are those that a state_dict names; None if they are others, and its snapshot `saved` has them."""
     if saved is None or not saved.may_be(awaited):
         return mine.may_be(awaited)
     return True if mine.version == saved.version else None
+
+
+def check_not_awaiting(name: str, awaited: Sequence[SavedAs]) -> None:
+    """Raises StoreError for rows that are to be those of a loaded state, and are others."""
+    if awaited:
+        raise StoreError(
+            f"embedding {name!r} has other rows than the state_dict that was loaded last, and is not saved: in its "
+            "process load another state, or call keep_rows(), which accepts these rows"
+        )
 
 
 def unlike(name: str, mine: SavedAs, awaited: SavedAs, snapshots: bool) -> str:

@@ -56,8 +56,8 @@ class TableSnapshots:
         now = None if self.membership is None else self.membership.version_for_state()
         return of_step(step, self._place, self.base, now)
 
-    def read(self, name: str) -> SavedAs | None:
-        """The name of the rows of a snapshot in the store folder; None where no such snapshot can be read."""
+    def read(self, name: str | None) -> SavedAs | None:
+        """The name of the rows of a snapshot in the store folder; None if no such snapshot can be read."""
         return saved_as(self._place, name)
 
     @property

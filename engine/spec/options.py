@@ -39,8 +39,8 @@ class StoreOptions(PlainDict):
     probability p: each row with p at every step.
     ttl_steps: rows that were not written for more than so many steps are dropped; with eviction "ttl", only where room
     is needed. None: never. docs/lifecycle.md says how eviction, admission and ttl_steps work.
-    state_dict_snapshots: whether `state_dict()` saves a snapshot, which `load_state_dict()` loads; a number keeps so
-    many of the latest alone. Without a persistent_path, `state_dict()` holds the rows themselves.
+    state_dict_snapshots: whether `state_dict()` saves a snapshot, which `load_state_dict()` loads; a number keeps that
+    many of the latest, besides the one of the present rows. Without a persistent_path, `state_dict()` holds the rows.
     """
 
     store: str = field(init=False)
