@@ -15,7 +15,6 @@ from .together import save_together
 if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
     from .group import Group
-    from .held import ShardedHeld
 
 _LOOK_AGAIN = 0.05  # seconds between two looks whether the asker still waits
 
@@ -27,8 +26,8 @@ class Requests:
     the headers of the next call of all ranks.
     """
 
-    def __init__(self, world: Group, held: ShardedHeld, find: Callable[[str], ShardedHeld]) -> None:
-        """held: the rows. find: gives those of a store by its real path."""
+    def __init__(self, world: Group, held: Any, find: Callable[[str], Any]) -> None:
+        """held: the `ShardedHeld`, whose file imports this one. find: gives that of a store by its real path."""
         self._world, self._held, self._find = world, held, find
         self._request: _Request | None = None
         self._taking, self._asking = Lock(), Lock()
@@ -142,7 +141,7 @@ class _Request:
     def __init__(
         self,
         wish: list[Any],
-        tables: Sequence[ShardedHeld],
+        tables: Sequence[Any],
         give_up: Callable[[], bool],
         progress: Callable[[int], None] = lambda rows: None,
     ) -> None:

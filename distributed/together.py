@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..engine.persist.together import instant_of
 from ..engine.persist.training_group import OfAll
@@ -21,13 +21,15 @@ from .part_save import BackgroundPartSave, commit_together
 
 if TYPE_CHECKING:
     from .group import Group
-    from .held import ShardedHeld
     from .part_save import PartSave
+
+
+Tables = Sequence[Any]  # of ShardedHeld, whose file imports this one
 
 
 def save_together(
     world: Group,
-    tables: Sequence[ShardedHeld],
+    tables: Tables,
     name: str,
     kind: str = "full",
     overwrite: bool = False,
@@ -44,9 +46,7 @@ def save_together(
     if first.place is not None and first.membership is not None:
         of_all = OfAll(name, first.membership, identity, Decided(first.place / name, identity, lambda: None))
     saves: list[tuple[PartSave, Snapshot | None]] = []
-    with ExitStack() as locks:
-        for table in tables:
-            locks.enter_context(table.own.table.lock)
+    with _locked(tables):
         noted = [table.saves.noted() for table in tables]
         try:
             for table in tables:
@@ -72,18 +72,19 @@ def save_together(
     return None
 
 
-def load_together(world: Group, tables: Sequence[ShardedHeld], name: str) -> list[LoadReport]:
+def load_together(world: Group, tables: Tables, name: str) -> list[LoadReport]:
     """As `load_together` of one process."""
     op = f"loading snapshot {name!r} of {len(tables)} embeddings"
     places = [table.saves.folder / name for table in tables]
     snapshots: list[Snapshot] = everywhere(world, op, lambda: [Snapshot.open(place) for place in places])
     everywhere(world, op, lambda: check_one_instant([table.name for table in tables], snapshots))
-    for table, place in zip(tables, places, strict=True):
-        table.saves.check_rows(place, True)
-    return _load(tables, places)
+    with _locked(tables):
+        for table, place in zip(tables, places, strict=True):
+            table.saves.check_rows(place, True)
+        return _load(world, tables, places)
 
 
-def save_rows(world: Group, tables: Sequence[ShardedHeld], places: Sequence[Path]) -> None:
+def save_rows(world: Group, tables: Tables, places: Sequence[Path]) -> None:
     """As `save_rows_together` of one process, into folders that all ranks see."""
     stored = [table for table in tables if table.home is not None]
     if stored:
@@ -95,20 +96,30 @@ def save_rows(world: Group, tables: Sequence[ShardedHeld], places: Sequence[Path
             table.save_rows(place)
 
 
-def load_rows(tables: Sequence[ShardedHeld], places: Sequence[Path], state: bool) -> None:
+def load_rows(world: Group, tables: Tables, places: Sequence[Path], state: bool) -> None:
     """As `load_rows_together` of one process."""
     stored = [(t, p) for t, p in zip(tables, places, strict=True) if state and t.home is not None]
     for table, place in zip(tables, places, strict=True):
         if (table, place) not in stored:
             table.load_rows(place, state)
-    with ExitStack() as linking:
+    with _locked([table for table, _ in stored]), ExitStack() as linking:
         own = [table.saves.link_in(place, linking) for table, place in stored]
-        _load([table for table, _ in stored], own)
+        _load(world, [table for table, _ in stored], own)
 
 
-def _load(tables: Sequence[ShardedHeld], places: Sequence[Path]) -> list[LoadReport]:
+@contextmanager
+def _locked(tables: Tables) -> Iterator[None]:
+    """A block in which this rank serves no other process: rank 0 prunes nothing that is being read."""
+    with ExitStack() as locks:
+        for table in tables:
+            locks.enter_context(table.own.table.lock)
+        yield
+
+
+def _load(world: Group, tables: Tables, places: Sequence[Path]) -> list[LoadReport]:
     members = [table.membership for table in tables if table.membership is not None]
-    together = instant_of(members, [Snapshot.open(place) for place in places]) if members else None
+    op = f"loading {len(tables)} embeddings"
+    together = everywhere(world, op, lambda: instant_of(members, [Snapshot.open(place) for place in places]))
     reports = []
     try:
         for table, place in zip(tables, places, strict=True):
@@ -121,5 +132,5 @@ def _load(tables: Sequence[ShardedHeld], places: Sequence[Path]) -> list[LoadRep
     return reports
 
 
-def _kind(table: ShardedHeld, kind: str) -> str:
+def _kind(table: Any, kind: str) -> str:
     return "full" if kind == "incremental" and not table.base else kind

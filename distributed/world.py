@@ -119,7 +119,7 @@ class World(Group):
 
     def load_rows(self, tables: Sequence[Any], places: Sequence[Path], state: bool) -> None:
         """Load the rows of several embeddings from the snapshots `places` of a checkpoint."""
-        together.load_rows(tables, places, state)
+        together.load_rows(self, tables, places, state)
 
     def _all_tensors(self, op: str, x: Tensor, free: int) -> list[Tensor]:
         """The tensors of all ranks. free: how many of the first dimensions may differ. InputError for no tensor."""
