@@ -155,6 +155,8 @@ class TablePersistence:
         """
         with table.lock:
             table.rest()  # first: a later call may fail, and no thread may be left when the process ends
+            if self.membership is not None and self.membership.group is not None:
+                self.membership.group.check_passed()
             is_torn = self.unsettled != "" or (self.membership is not None and self.membership.torn != "")
             if self.folder is not None and self._scratch and not table.is_lost and not is_torn:
                 try:

@@ -56,8 +56,13 @@ class TrainingGroup:
         self.gate.closed = False
 
     def check_passed(self) -> None:
-        """Called before a forward pass: where the last backward pass raised amid its updates, rows differ in step."""
+        """Called before a forward pass and a close: if the last backward pass raised, rows may differ in step."""
         if self.gate.closed and torch._C._current_graph_task_id() == -1:  # not one that the pass makes again
+            self.fail_pass()
+
+    def fail_pass(self) -> None:
+        """The backward pass raised: if it had begun its updates, rows may differ in step."""
+        if self.gate.closed:
             self.end_pass()
             member = next((one for path in self.stores() if (one := _open.get(path)) is not None), None)
             if member is not None:

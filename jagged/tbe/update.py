@@ -51,6 +51,8 @@ class Trainer:
                 pinned.update([grad], [weights])
             except BaseException:
                 embedding.release()
+                if embedding.group is not None:
+                    embedding.group.fail_pass()
                 raise
             increment_version(embedding.shadow)  # so that a backward that needs the rows as they were says so
         return weights_grad

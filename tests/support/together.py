@@ -37,8 +37,7 @@ class Model(ModelSnapshots, nn.Module):
             self.members.append(member)
             self.add_module(name, member)
         train_together(self.members)
-        if _kept is not None:
-            _kept.append(self)
+        keep_open(self)
 
     def steps(self, count: int, *members: str) -> None:
         """So many steps of the members of these names, else of all."""
@@ -61,6 +60,12 @@ class Model(ModelSnapshots, nn.Module):
     def close(self) -> None:
         for member in self.members:
             member.close()
+
+
+def keep_open(made: Any) -> None:
+    """Let a model stay open in a process that is killed."""
+    if _kept is not None:
+        _kept.append(made)
 
 
 def killed(task: Callable[..., Any], *arguments: Any) -> Any:
