@@ -101,7 +101,15 @@ class SavingAll:
         end = None if timeout is None else monotonic() + timeout
         for save in self.saves:
             save.hurry()
-        return all(save.wait(None if end is None else max(end - monotonic(), 0)) for save in self.saves)
+        done, error = True, None
+        for save in self.saves:
+            try:
+                done &= save.wait(None if end is None else max(end - monotonic(), 0))
+            except Exception as wrong:  # raised when the others have ended too, which remove what they wrote
+                error = error or wrong
+        if error is not None:
+            raise error
+        return done
 
     def others(self) -> None:
         """Called in the thread of the first: return when all others are durable."""
@@ -122,6 +130,8 @@ class SavingAll:
         if self.given_up or any(save.done for save in saves):  # none ends well before the first has its name
             if snapshot_id(self.first) == self.id:
                 return
+            for save in saves:
+                save.wait(0)  # raises why it was not saved
             raise StoreError(f"{self.what}: that of another embedding was not saved")
         Event().wait(LOOK)
 

@@ -26,13 +26,19 @@ _kept: list[Any] | None = None  # in a process that is killed: models, which wou
 
 
 class Model(ModelSnapshots, nn.Module):
-    """Embeddings a, b and so on, each of a store by its short name. world: the ranks that share their rows."""
+    """Embeddings a, b and so on, each of a store by its short name. world: the ranks that share their rows.
 
-    def __init__(self, path: Path, stores: Sequence[str], world: Any = None, **more: Any) -> None:
+    path: of all, or one for each, None for a store without a folder.
+    """
+
+    def __init__(
+        self, path: Path | Sequence[Path | None], stores: Sequence[str], world: Any = None, **more: Any
+    ) -> None:
         super().__init__()
         self.members: list[MultiTableEmbedding] = []
-        for name, store in zip(NAMES, stores, strict=False):
-            made = options(store, path, **more)
+        paths = [path] * len(stores) if isinstance(path, Path) else path
+        for name, store, place in zip(NAMES, stores, paths, strict=False):
+            made = options(store, place, **more)
             member = make(made, "adagrad", name=name, tables=1, seed=0, world=world)
             self.members.append(member)
             self.add_module(name, member)
@@ -88,9 +94,14 @@ def _then_killed(task: Callable[..., Any], *given: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed_at(path: Path, call: str, number: int, task: Callable[..., Any], *arguments: Any) -> str:
-    """ "done", or "killed" where `task(*arguments)` came to the `number`th `call` that changes files below `path`."""
-    child, pipe = with_pipe(_killed_at, path, call, number, task, *arguments, server=SHIMMED)
+def killed_at(
+    path: Path, call: str, number: int, task: Callable[..., Any], *arguments: Any, after: bool = False
+) -> str:
+    """ "done", or "killed" before or after the `number`th `call` that changes files below `path`.
+
+    `task(*arguments, begin)` calls `begin` when calls are to be counted.
+    """
+    child, pipe = with_pipe(_killed_at, path, call, number, after, task, *arguments, server=SHIMMED)
     with child, pipe:
         try:
             said = str(pipe.recv())
@@ -100,7 +111,7 @@ def killed_at(path: Path, call: str, number: int, task: Callable[..., Any], *arg
     return said
 
 
-def _killed_at(path: Path, call: str, number: int, task: Callable[..., Any], *given: Any) -> None:
+def _killed_at(path: Path, call: str, number: int, after: bool, task: Callable[..., Any], *given: Any) -> None:
     global _kept
     _kept = []
     *arguments, pipe = given
@@ -108,7 +119,7 @@ def _killed_at(path: Path, call: str, number: int, task: Callable[..., Any], *gi
     shim.watch_calls(os.fsencode(path), os.fsencode(path.with_name("aside")), -1)
 
     def begin() -> None:
-        shim.die_at(call.encode(), ctypes.c_long(number), 0)
+        shim.die_at(call.encode(), ctypes.c_long(number), int(after))
 
     task(*arguments, begin)
     shim.die_at(b"", ctypes.c_long(0), 0)
