@@ -464,3 +464,61 @@ def one_step_of_a(path: Path) -> int:
     member = Model(path, ("host", "host")).members[0]
     one_step(member)
     return int(member.metrics()["table"]["step"])
+
+
+def never_saved(path: Path) -> None:
+    Model(path, ("host", "host")).steps(2)
+
+
+def one_saved(path: Path) -> None:
+    model = Model(path, ("host", "host"))
+    model.steps(2)
+    model.members[0].save_snapshot("two")
+    model.steps(1)
+
+
+def one_closed(path: Path) -> None:
+    model = Model(path, ("host", "host"))
+    model.steps(2)
+    model.save_snapshot("two")
+    model.steps(1)
+    model.members[0].close()
+    model.steps(1, "b")
+
+
+def test_all_start_empty_if_none_was_saved_and_none_does_if_one_was(tmp_path: Path) -> None:
+    stores = ("host", "host")
+    killed(never_saved, tmp_path / "none")
+    assert killed(at, tmp_path / "none", stores) == [0, 0]
+    killed(one_saved, tmp_path / "one")
+    said = killed(at, tmp_path / "one", stores)
+    assert said.startswith("StoreError")
+    assert "'a' has snapshot 'two', of step 2, 'b' has no snapshot" in said
+    assert killed(at, tmp_path / "one", stores, "mixed") == [2, 0]
+
+
+def test_a_clean_embedding_is_refused_with_an_unclean_one_if_that_is_asked_for(tmp_path: Path) -> None:
+    killed(one_closed, tmp_path)
+    model = Model(tmp_path, ("host", "host"), open="error")
+    with pytest.raises(StoreError, match=rf"'{tmp_path}/b' of the store folders .* were not closed"):
+        model.members[0].size()
+    assert killed(at, tmp_path, ("host", "host")) == [2, 2]
+
+
+@pytest.mark.parametrize("trained", ["b", "ab"])
+def test_an_embedding_that_is_made_again_beside_a_live_one_has_rows_of_its_moment(tmp_path: Path, trained: str) -> None:
+    model = Model(tmp_path, ("host", "host"))
+    model.steps(2)
+    model.save_snapshot("two")
+    model.steps(1, *trained)
+    lost = model.members[1]
+    lost.opened().own_table.failure = OSError("disk full")  # as a failed write leaves it
+    lost.close()
+    model.members[1] = make(options("host", tmp_path), "adagrad", name="b", tables=1, seed=0)
+    if trained == "b":
+        assert model.at() == [2, 2]
+        return
+    with pytest.raises(StoreError, match="'b' has snapshot 'two', of step 2, 'a' is open"):
+        model.at()
+    model.members[0].close()
+    assert Model(tmp_path, ("host", "host")).at() == [2, 2]
