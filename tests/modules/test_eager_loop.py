@@ -153,7 +153,7 @@ def test_a_step_without_backward_takes_no_step_of_the_rows() -> None:
         rows(IDS[:0]).sum().backward()
         optimizer.step()  # a batch of no ids is one, as in a graph
         assert (rows.size(), rows.metrics()["table"]["step"]) == (0, 1)
-        assert optimizer.state_dict()["state"] == {0: {}}  # of the shadow: rows have their state in the store
+        assert not optimizer.state_dict()["state"]  # of the shadow: rows have their state in the store
 
 
 def test_a_backward_that_ends_before_the_rows_adds_nothing() -> None:

@@ -105,7 +105,8 @@ class Pair:
         with rows_apart():
             states = [graph.state_dict() for graph in self.graphs]
         for (name, one), other in zip(states[0].items(), states[1].values(), strict=True):
-            assert not isinstance(one, Tensor) or bits(one) == bits(other), name
+            if isinstance(one, Tensor) and not name.endswith("._extra_state"):  # which has the version of either store
+                assert bits(one) == bits(other), name
 
     def each(self, act: Callable[[Any], object]) -> list[Any]:
         return [act(graph) for graph in self.graphs]
