@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import Any
 
 import pytest
 
+from support.embeddings import make
 from support.killed import step
 from support.ranks import fails, run_ranks, started
+from support.stores import options
 from support.together import Model
+from support.warm import SHIMMED
 from tierbed.distributed import World
+from tierbed.engine import GroupError
 from tierbed.engine.errors import StoreError
 from tierbed.snapshots import list_snapshots
 
@@ -119,3 +124,62 @@ def test_ranks_that_loaded_some_embeddings_alone_neither_train_nor_close_them_as
         assert "no memory is left" in said[0]
         assert "a load of 2 embeddings raised amid its changes" in said[1]
     assert run_ranks(2, at, tmp_path) == [[1, 1]] * 2
+
+
+def fresh(world: World, path: Path) -> list[int]:
+    with make(options("host", path, open="fresh"), "adagrad", name="a", tables=1, seed=0, world=world) as one:
+        return [int(one.metrics()["table"]["step"]), one.size()]
+
+
+def test_an_embedding_of_ranks_that_begins_fresh_leaves_the_others_their_rows(tmp_path: Path) -> None:
+    killed(2, trained, tmp_path, "host")
+    assert run_ranks(2, fresh, tmp_path) == [[0, 0]] * 2
+    assert run_ranks(2, at, tmp_path) == [[0, 7]] * 2
+
+
+def killed_in_a_save(world: World, path: Path, victim: int, call: str, number: int) -> None:
+    """The victim is killed before a call that changes files, in a save of all over one of step 1; then the other."""
+    model = Model(path, ("host", "host"), world)
+    model.steps(1)
+    model.save_snapshot("latest")
+    model.steps(2)
+    if world.rank == victim:
+        shim = ctypes.CDLL(None)
+        shim.watch_calls(os.fsencode(path), os.fsencode(path.with_name("aside")), -1)
+        shim.die_at(call.encode(), ctypes.c_long(number), 0)
+    try:
+        model.save_snapshot("latest", overwrite=True)
+        path.joinpath("done").touch()
+    except GroupError:
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def latest(path: Path) -> list[int]:
+    listings = [list_snapshots(path / name / "snapshots") for name in "ab"]
+    return [one.description["step"] for listing in listings for one in listing.snapshots if one.name == "latest"]
+
+
+@pytest.mark.parametrize(
+    ("victim", "call", "numbers"),
+    [
+        (0, "rename", range(11, 13)),  # before the first of them gets its name, and before the second does
+        (1, "sync", range(2, 3)),
+        pytest.param(0, "rename", range(1, 40), marks=pytest.mark.slow),
+        pytest.param(1, "sync", range(1, 40), marks=pytest.mark.slow),
+    ],
+)
+def test_a_save_of_all_in_which_a_rank_is_killed_is_made_for_all_or_for_none(
+    tmp_path: Path, victim: int, call: str, numbers: range
+) -> None:
+    for number in numbers:
+        path = tmp_path / str(number) / "store"
+        with started(2, killed_in_a_save, path, victim, call, number, server=SHIMMED) as group:
+            assert [child.wait() for child, _ in group] == [-signal.SIGKILL] * 2
+        found = run_ranks(2, at, path)
+        assert found[0] in ([1, 1], [3, 3])
+        assert found == [latest(path)] * 2
+        assert not list(path.glob("*/snapshots/.tmp-*"))
+        if (path / "done").exists():
+            assert found[0] == [3, 3]
+            break
