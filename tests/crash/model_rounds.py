@@ -118,7 +118,7 @@ class Allowed:
 
     def end_state(self, name: str, made: dict[str, str | None]) -> None:
         for member, snapshot in made.items():
-            if snapshot is not None:
+            if snapshot is not None and snapshot.startswith("state_dict-"):  # rows never written may have another
                 at = NAMES.index(member)
                 self.snapshots[at][snapshot] = self.now[at]
 
