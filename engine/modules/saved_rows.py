@@ -244,7 +244,8 @@ class SavedRows(Rows):
             log.warning("%s; its rows stay", said)
             return
         raise SnapshotError(
-            f"{said}. Until then, or until keep_rows(), which accepts these rows, the embedding raises this"
+            f"{said}. The embedding raises this until a state, checkpoint or snapshot is loaded, or keep_rows() "
+            "accepts its rows"
         )
 
     def _emptied(self, held: Held, awaited: SavedAs) -> bool:

@@ -537,14 +537,15 @@ def no_instant(group: Group) -> str:
         if member.live is not None:
             has.append(f"{member.name!r} is open")
         elif mark is not None:
-            has.append(f"{member.name!r} was closed at step {mark['step']}")
+            has.append(f"{member.name!r} has live rows of step {mark['step']}")
         elif member.base is None:
             has.append(f"{member.name!r} has no snapshot")
         else:
             has.append(f"{member.name!r} has snapshot {member.base.name!r}, of step {member.base.description['step']}")
-    has += [f"the folder of {name!r} is not there" for name in group.missing.values()]
+    has += [f"the folder of {name!r} is missing" for name in group.missing.values()]
     return (
         f"embeddings that are trained together were not closed by their last run, and there is no step of which all "
-        f"have the rows: {', '.join(has)}. Load a snapshot into each by load_snapshot, or `tierbed snapshot load`; or "
-        'start over with open="fresh" in each; or accept these rows as they are with open="mixed"'
+        f"have the rows: {', '.join(has)}. Load a checkpoint by graph.load or load_checkpoint; or a snapshot into each "
+        'by load_snapshot, or `tierbed snapshot load`; or start over with the store option open="fresh" in each; or '
+        'accept these rows as they are with open="mixed"'
     )

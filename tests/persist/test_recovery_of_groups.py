@@ -85,7 +85,7 @@ def test_a_load_killed_before_it_replaced_rows_that_no_snapshot_has_is_no_recove
     in_process(alone, tmp_path)
     with pytest.raises(EOFError):
         killed(load_killed, tmp_path)
-    assert "'a' has snapshot 's5', of step 5, 'b' was closed at step 9" in killed(at, tmp_path)
+    assert "'a' has snapshot 's5', of step 5, 'b' has live rows of step 9" in killed(at, tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["damaged", "missing"])
