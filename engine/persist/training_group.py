@@ -316,6 +316,11 @@ class Membership:
             return None
         now = self.instant()
         known = {id: version for id, version in saved.instant.versions.items() if version is not None}
+        for id, peer in self.record.peers.items():  # what was loaded before is of the state: the snapshot may be older
+            other = self._other(peer)
+            at = other.folder.at if isinstance(other, Membership) else other.at
+            if at is not None and at.by == "load":
+                known.pop(id, None)
         return Instant(now.number, {**now.versions, **known, self.id: saved.rows.now})
 
     @property

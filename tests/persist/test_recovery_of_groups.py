@@ -327,6 +327,30 @@ def test_a_state_that_was_loaded_into_some_alone_is_loaded_into_all_by_the_next_
     assert in_process(state_of_three, tmp_path, "at") == [3, 3]
 
 
+def state_of_linked(path: Path, part: str) -> list[int] | None:
+    """The rows of b in the state are those of an earlier save, at which a was at another step."""
+    model = Model(path, TWO, state_dict_snapshots=True)
+    if part == "train":
+        model.steps(2)
+        model.save_snapshot("two")
+        model.steps(1, "a")
+        torch.save(model.state_dict(), path / "state")
+        model.steps(3)
+    elif part == "load":
+        model.load_state_dict(torch.load(path / "state"))
+        model.at()
+    else:
+        return model.at()
+    model.close()
+    return None
+
+
+def test_a_state_whose_rows_were_saved_before_is_loaded_as_it_was(tmp_path: Path) -> None:
+    for part in ("train", "load"):
+        in_process(state_of_linked, tmp_path, part)
+    assert in_process(state_of_linked, tmp_path, "at") == [3, 2]
+
+
 def test_rows_that_were_kept_are_not_replaced_by_the_next_run(tmp_path: Path) -> None:
     for part in ("train", "keep"):
         in_process(state_of_three, tmp_path, part)
