@@ -4,53 +4,82 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from support.stores import STORES
+from support.stores import ONE_SET_MB, STORES
 
 from .plan import CALLS, MOST, Kill
 
 NAMES = "abc"
-# how often a trainer does what; "freeze" is the close and the open of one member, "command" the shell on all, closed
-WEIGHTS = {"step": 10, "save": 4, "save_all": 4, "background": 1, "load": 1, "load_all": 2, "checkpoint": 2}
-WEIGHTS |= {"state": 2, "load_state": 2}
-WEIGHTS |= {"restore": 1, "prune": 2, "prune_all": 1, "overwrite": 2, "reopen": 2, "command": 1}
-INSIDE = {"step": 2, "save": 3, "save_all": 6, "background": 1, "load": 2, "load_all": 5, "checkpoint": 2, "restore": 2}
-INSIDE |= {"state": 3, "load_state": 4}
-INSIDE |= {"prune_all": 1, "overwrite": 2, "reopen": 2, "open": 5, "command": 2}
+# how often a trainer does what: "over" saves all over a name, "freeze" is the close and the open of one member,
+# "command" the shell on all, closed, and "live" the shell on all that are open
+WEIGHTS = {"step": 10, "save": 4, "save_all": 4, "background": 2, "load": 1, "load_all": 2, "checkpoint": 2}
+WEIGHTS |= {"state": 6, "load_state": 3, "over": 2, "live": 1}
+WEIGHTS |= {"restore": 1, "prune": 2, "prune_all": 1, "overwrite": 2, "reopen": 2, "command": 2}
+INSIDE = {"step": 2, "save": 3, "save_all": 6, "background": 2, "load": 2, "load_all": 5, "checkpoint": 2, "restore": 2}
+INSIDE |= {"state": 3, "load_state": 4, "over": 5, "live": 2}
+INSIDE |= {"prune_all": 1, "overwrite": 2, "reopen": 2, "open": 5, "command": 3}
 
 
 @dataclass(frozen=True)
 class ModelSession:
-    """One trainer: the seed of its operations, how many at most, the stores of its members, and its kill."""
+    """One trainer: the seed of its operations, how many at most, stores and budgets of its members, and its kill.
+
+    checked: whether the rows that it left are read before the next trainer begins, else that one recovers them.
+    """
 
     seed: int
     operations: int
     stores: list[str]
+    budgets: list[float]
     kill: Kill
+    checked: bool
 
 
 @dataclass(frozen=True)
 class ModelRound:
-    """Trainers one after the other, each killed, of as many members. frozen: the member that is never trained."""
+    """Trainers one after the other, each killed, of as many members.
+
+    frozen: the member that is not trained, from the trainer `frozen_from` on. capacity, apart, states: whether rows
+    have a limit, whether snapshots are in another folder, and how many of states are kept, True for all.
+    """
 
     seed: int
     dims: list[int]
     frozen: str | None
+    frozen_from: int
+    capacity: bool
+    apart: bool
+    states: int
     power: bool
     sessions: list[ModelSession]
     life = "for ever"
     types = ("float32", "float32")
 
+    def options(self, path: Path) -> dict[str, Any]:
+        """Store options of all members in the folder `path`."""
+        return options_of(path, self.capacity, self.apart, self.states)
+
+
+def options_of(path: Path, capacity: bool, apart: bool, states: int) -> dict[str, Any]:
+    more = {"snapshot_path": path.with_name("apart")} if apart else {}
+    return {"capacity": 64 if capacity else None, "state_dict_snapshots": states, **more}
+
 
 def draw_model_round(seed: int) -> ModelRound:
     chance = random.Random(seed)
     members = chance.choice([2, 2, 3])
+    power = chance.random() < 0.5
     return ModelRound(
         seed=seed,
         dims=[chance.choice([1, 3, 8]) for _ in range(members)],
         frozen=NAMES[members - 1] if chance.random() < 1 / 3 else None,
-        power=chance.random() < 0.5,
+        frozen_from=chance.choice([0, 1]),
+        capacity=chance.random() < 0.3,
+        apart=not power and chance.random() < 0.6,  # a trace of calls knows no links
+        states=chance.choice([True, True, 1, 2]),
+        power=power,
         sessions=[_session(chance, members) for _ in range(chance.choice([1, 2, 2, 3]))],
     )
 
@@ -60,7 +89,9 @@ def _session(chance: random.Random, members: int) -> ModelSession:
         seed=chance.randrange(1 << 32),
         operations=chance.randint(3, 14),
         stores=[chance.choice(STORES) for _ in range(members)],
+        budgets=[chance.choice([1, 1, 50]) * ONE_SET_MB for _ in range(members)],
         kill=_kill(chance),
+        checked=chance.random() < 0.5,
     )
 
 
@@ -80,8 +111,10 @@ def as_orders(plan: ModelRound, session: ModelSession, number: int) -> dict[str,
         "seed": session.seed,
         "operations": session.operations,
         "stores": session.stores,
+        "budgets": session.budgets,
         "dims": plan.dims,
-        "frozen": plan.frozen,
+        "frozen": plan.frozen if number >= plan.frozen_from else None,
+        "options": {"capacity": plan.capacity, "apart": plan.apart, "states": plan.states},
         "power": plan.power,
         "number": number,
         "kill": {"inside": kill.inside, "call": kill.call, "number": kill.number, "when": kill.when},

@@ -19,16 +19,15 @@ from tierbed.engine import GroupError
 from tierbed.engine.errors import StoreError
 from tierbed.engine.spec.inputs import Lookup
 
-from .model_plan import NAMES, WEIGHTS, ModelRound, ModelSession, as_orders
+from .model_plan import NAMES, WEIGHTS, ModelRound, ModelSession, as_orders, options_of
 from .model_rounds import Allowed, ModelRounds
-from .model_trainer import Members, ModelTrainer, keys_of, rows_after
+from .model_trainer import NO_STEP, Members, ModelTrainer, keys_of, names_in, rows_after
 from .rank_plan import RankSession
 from .rank_rounds import run_until_killed
 from .rank_trainer import world_of
 from .rounds import HUNG, KILLED
 
-NOT_OVER_RANKS = ("background", "command")
-NO_STEP = "there is no step of which all have the rows"
+NOT_OVER_RANKS = ("background", "command", "live")
 
 
 class RankMembers(Members):
@@ -80,24 +79,14 @@ class RankModelTrainer(ModelTrainer):
         self.meet()  # so that all see the same files
         super().operate(operation)
 
-    def open(self, stores: list[str]) -> None:
-        order = self.chance.sample(range(len(stores)), len(stores))
-        self.say("begin", "open")
-        self._arm("open")
-        for mode in ("resume", "mixed"):
-            made = RankMembers(self.world, self.path, stores, self.orders["dims"], open=mode)
-            try:
-                for number in order:
-                    made.all[number].size()
-                break
-            except StoreError as error:
-                if mode == "mixed" or NO_STEP not in str(error):
-                    raise
-                for one in made.all:
-                    one.close()
-        self._disarm()
-        self.model = made
-        self.say("end", "open", mode=mode, rows=made.firsts())
+    def make(self, stores: list[str], mode: str) -> RankMembers:
+        orders = self.orders
+        more = options_of(self.path, **orders["options"])
+        return RankMembers(self.world, self.path, stores, orders["dims"], budgets=orders["budgets"], open=mode, **more)
+
+    def firsts(self, made: Members) -> list[tuple[int, float]]:
+        assert isinstance(made, RankMembers)
+        return made.firsts()
 
     def any_kind(self, members: Any) -> str:
         return self.chance.choice(["full"] + ["incremental"] * all(one.last_snapshot for one in members))
@@ -150,20 +139,20 @@ class ModelRankRounds(ModelRounds):
 
     def _check(self, path: Path, plan: ModelRound, session: ModelSession, allowed: Allowed) -> int:
         order = random.Random(session.seed + 1).sample(range(len(plan.dims)), len(plan.dims))
-        found = run_ranks(self.ranks, checked, path, session.stores, plan.dims, order)
+        found = run_ranks(self.ranks, checked, path, session.stores, plan.dims, order, plan.options(path))
         mode, firsts, _ = found[0]
-        vector = allowed.found(firsts, mode)
+        vector = allowed.found(firsts, mode, names_in(path, len(plan.dims)))
         for at, (steps, dim) in enumerate(zip(vector, plan.dims, strict=True)):
             assert {key: value for one in found for key, value in one[2][at].items()} == rows_after(steps, dim)
-        allowed.begin_from(vector)
-        allowed.bound, allowed.clean = -1, len(allowed.true) - 1
         return int(mode == "resume")
 
 
-def checked(world: World, path: Path, stores: list[str], dims: list[int], order: list[int]) -> tuple[str, Any, Any]:
+def checked(
+    world: World, path: Path, stores: list[str], dims: list[int], order: list[int], more: dict[str, Any]
+) -> tuple[str, Any, Any]:
     """How a rank could open the members, their first values, and the rows of each that it has."""
     for mode in ("resume", "mixed"):
-        model = RankMembers(world, path, stores, dims, open=mode)
+        model = RankMembers(world, path, stores, dims, open=mode, **more)
         try:
             for number in order:
                 model.all[number].size()

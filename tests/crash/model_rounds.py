@@ -1,10 +1,11 @@
-"""One round of embeddings that are trained together: what is left of each kill is of one instant of the log."""
+"""One round of embeddings that are trained together: each kill leaves rows of the latest moment that the log allows."""
 
 from __future__ import annotations
 
 import json
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,173 +14,217 @@ from support.warm import SHIMMED
 from tierbed.engine.errors import StoreError
 from tierbed.snapshots import list_snapshots
 
+from .model_expected import Names, State, Steps, Vector, subsets
 from .model_plan import NAMES, ModelRound, ModelSession, as_orders
-from .model_trainer import Members, Steps, rows_after, run
+from .model_trainer import NO_STEP, Members, names_in, rows_after, run
 from .power import Disk
 from .rounds import KILLED, Result
 
-SAVES = ("save", "save_all", "background", "checkpoint", "overwrite", "state")
-Vector = tuple[Steps, ...]  # of all members
+SAVES = ("save", "save_all", "background", "checkpoint", "overwrite", "over", "state", "live")
 
 
 class Allowed:
-    """What a log allows the rows to be.
-
-    `true`: the vectors that were true between two operations, in order. `bound`: the place among them of the latest
-    that a save of all has kept; rows are of no earlier one. `clean`: that of the last close of all, until a step.
-    `snapshots`: by member, what each snapshot holds.
-    """
+    """What a log allows folders to have: one of `states`, of which the last is that after the operation."""
 
     def __init__(self, members: int) -> None:
-        begin: Vector = ((),) * members
-        self.now, self.true, self.bound = begin, [begin], -1
-        self.snapshots: list[dict[str, Steps]] = [{} for _ in range(members)]
+        self.states = [State.begin(members)]
         self.kept: dict[str, Vector] = {}  # by the name of a checkpoint or a state
         self.dense: dict[str, float] = {}  # as kept
-        self.unsure: set[str] = set()  # names of saves of all that a prune or a replacement has touched
-        self.clean = -1
-        self.inside = "between"
+        self.inside, self.made = "between", ""  # the operation in flight, and the name that it gives
+        self._behind: tuple[str, Vector] | None = None  # a save in the background, which goes on
         self._read = 0
+
+    @property
+    def state(self) -> State:
+        return self.states[-1]
 
     def follow(self, log: Path) -> list[dict[str, Any]]:
         """Take the lines of a log that are new."""
         text = log.read_text() if log.exists() else ""
         lines = [json.loads(line) for line in text[self._read :].splitlines() if line]
         self._read = len(text)
-        self.closed: set[str] = set()
         for line in lines:
-            self.inside = line["op"] if line["at"] == "begin" else "between"
-            getattr(self, f"{line['at']}_{line['op']}", self._nothing)(*line.get("more", ()), **_named(line))
-            if (line["at"], line["op"]) in (("begin", "checkpoint"), ("begin", "state")):
-                self.dense[line["more"][0]] = line["dense"]
-            if (line["at"], line["op"]) in (("end", "restore"), ("end", "load_state")):
-                assert line["dense"] == self.dense[line["more"][0]], f"the dense part of {line}"
+            try:
+                getattr(self, f"_{line['at']}")(line)
+            except AssertionError as error:
+                raise AssertionError(f"{error}, at {line}") from error
         return lines
 
-    def _nothing(self, *more: Any, **named: Any) -> None:
-        pass
+    def _begin(self, line: dict[str, Any]) -> None:
+        more = line.get("more", ())
+        if line["op"] in ("checkpoint", "state"):
+            self.kept[more[0]], self.dense[more[0]] = tuple(self.state.now), line["dense"]
+        self.inside = line["op"]
+        if line.get("first") or line["op"] == "mixed":  # the recovery of what the last trainer left
+            return
+        self.made = ""
+        states = [state for before in self.states[-1:] for state in getattr(self, f"_{line['op']}")(before, *more)]
+        if self._behind is not None and line["op"] == "step":
+            self.made = self._behind[0]
+            states = [*map(self._saved_behind, states), *states]
+        self.states = states
 
-    def _become(self, vector: Vector) -> None:
-        self.now = vector
-        self.true.append(vector)
+    def _end(self, line: dict[str, Any]) -> None:
+        if line["op"] in ("restore", "load_state"):
+            assert line["dense"] == self.dense[line["more"][0]], "the dense part is another"
+        if line["op"] == "background":
+            self.states.append(self._saved_behind(self.state))
+            self._behind = None
+        if line.get("first"):
+            self.found(line["rows"], line["mode"], line["names"])
+            return
+        if line["op"] == "open":
+            found = tuple(self.state.now)
+            assert line["mode"] == "resume", f"there are rows of {found}"
+            assert all(_is(*both) for both in zip(found, line["rows"], strict=True)), f"not {found}"
+        self.inside = "between"
+        self.states = self.states[-1:]
+        if self._behind is not None:
+            self.made, self.states = self._behind[0], [self._saved_behind(self.state), self.state]
+            return
+        if (names := line.get("names")) is not None:
+            assert self.state.fits(names, self.made or None), "snapshots are missing, or others"
+            before = self.state.targets()
+            self.state.have(names)
+            assert all(a & b for a, b in zip(before, self.state.targets(), strict=True)), "what recovery needs is gone"
+        self.made = ""
 
-    def begin_step(self, names: str, numbers: list[int]) -> None:
-        self.closed, self.clean = set(), -1
-        after = tuple((*steps, numbers[at]) if NAMES[at] in names else steps for at, steps in enumerate(self.now))
-        self._become(after)
+    def _saved_behind(self, state: State) -> State:
+        assert self._behind is not None
+        made = state.copy()
+        made.save(self._behind[0], state.all, self._behind[1])
+        return made
 
-    def begin_save(self, member: str, name: str, kind: str) -> None:
+    def _step(self, before: State, names: str, numbers: list[int]) -> list[State]:
+        trained = [at for at in before.all if NAMES[at] in names]
+        states = [before.written(some) for some in subsets(trained)]
+        for at in trained:
+            states[-1].now[at] = (*before.now[at], numbers[at])
+        return states
+
+    def _saves(self, before: State, name: str, members: Any) -> list[State]:
+        """With the name or without it; MARKs may have a number already that is later than that of a load."""
+        self.made = name
+        after, begun = before.copy(), before.copy()
+        after.save(name, members, before.now)
+        for moment in begun.moments:
+            moment.older -= set(members)
+        return [before, begun, after]
+
+    def _save(self, before: State, member: str, name: str, kind: str = "") -> list[State]:
+        return self._saves(before, name, [NAMES.index(member)])
+
+    _overwrite = _save
+
+    def _save_all(self, before: State, name: str, kind: str = "") -> list[State]:
+        return self._saves(before, name, before.all)
+
+    _checkpoint = _over = _save_all
+
+    def _background(self, before: State, name: str, kind: str) -> list[State]:
+        self.made, self._behind = name, (name, tuple(before.now))
+        return [self._saved_behind(before), before]
+
+    def _state(self, before: State, name: str) -> list[State]:
+        states = [before]
+        for member in before.all:
+            states.append(states[-1].copy())
+            states[-1].save_for_state(member)
+        return states
+
+    def _load(self, before: State, member: str, name: str) -> list[State]:
         at = NAMES.index(member)
-        self.snapshots[at][name] = self.now[at]
+        after = before.copy()
+        after.load(self._with(before, at, before.saved[at][name]), [at])
+        return [before, before.written([at]), after]
 
-    def begin_overwrite(self, member: str, name: str) -> None:
-        at = NAMES.index(member)
-        self.snapshots[at][f"{name} {len(self.true)}"] = self.now[at]
+    def _with(self, state: State, at: int, steps: Steps) -> Vector:
+        return (*state.now[:at], steps, *state.now[at + 1 :])
 
-    def begin_save_all(self, name: str, kind: str) -> None:
-        for at, steps in enumerate(self.now):
-            self.snapshots[at][name] = steps
+    def _load_all(self, before: State, name: str) -> list[State]:
+        return self._loads(before, tuple(of[name] for of in before.saved))
 
-    begin_background = begin_save_all
+    def _restore(self, before: State, name: str) -> list[State]:
+        linked = before.copy()
+        for saved, steps in zip(linked.saved, self.kept[name], strict=True):
+            saved.setdefault(name, steps)
+        return [before, *self._loads(linked, self.kept[name])]
 
-    def begin_checkpoint(self, name: str) -> None:
-        self.kept[name] = self.now
+    def _loads(self, before: State, vector: Vector) -> list[State]:
+        after = before.copy()
+        after.load(vector, before.all)
+        return [*(before.written(some) for some in subsets(before.all)), after]
 
-    def end_save_all(self, name: str, kind: str) -> None:
-        self.bound = max(self.bound, len(self.true) - 1)
+    def _load_state(self, before: State, name: str) -> list[State]:
+        """Members that have the rows of the state already stay as they are."""
+        vector, after = self.kept[name], before.copy()
+        loaded = [at for at in before.all if before.now[at] != vector[at]]
+        if not loaded:
+            return [before]
+        after.load(vector, loaded)
+        after.moments[-1].unwritten, after.moments[-1].older = set(loaded), set(before.all) - set(loaded)
+        return [*(before.written(some) for some in subsets(loaded)), after]
 
-    end_background = end_save_all
+    def _prune(self, before: State, member: str = "") -> list[State]:
+        return [before]
 
-    def end_checkpoint(self, name: str) -> None:
-        self.end_save_all(name, "")
+    _prune_all = _prune
 
-    def begin_load(self, member: str, name: str) -> None:
-        self.bound = self.clean = -1
-        at = NAMES.index(member)
-        options = [steps for key, steps in self.snapshots[at].items() if key == name or key.startswith(f"{name} ")]
-        self.loading = at, options
+    def _command(self, before: State, what: str, name: str) -> list[State]:
+        if what == "load_all":
+            after = before.copy()
+            after.load(tuple(of[name] for of in before.saved), before.all, clean=True)
+            return [before, after]
+        return getattr(self, f"_{what}")(before, name)  # type: ignore[no-any-return]
 
-    def end_load(self, member: str, name: str) -> None:
-        at, options = self.loading  # of a name that was given several times, the last counts
-        self._become((*self.now[:at], options[-1], *self.now[at + 1 :]))
+    _live = _command
 
-    def begin_load_all(self, name: str) -> None:
-        self._load(tuple(snapshots[name] for snapshots in self.snapshots))
+    def _reopen(self, before: State, member: str) -> list[State]:
+        return [before, self._closed(before, [NAMES.index(member)])]
 
-    def begin_restore(self, name: str) -> None:
-        self._load(self.kept[name])
+    def _open(self, before: State) -> list[State]:
+        states = [self._closed(before, some) for some in subsets(before.all)]
+        states[-1].note()
+        return states
 
-    def _load(self, vector: Vector) -> None:
-        self.bound = self.clean = -1
-        self._become(vector)
+    def _closed(self, before: State, members: Any) -> State:
+        after = before.copy()
+        for member in members:
+            after.live[member] = after.now[member]
+        for moment in after.moments:
+            moment.unwritten -= set(members)
+        return after
 
-    def begin_state(self, name: str) -> None:
-        self.kept[name] = self.now
+    def found(self, rows: Sequence[Sequence[float]], mode: str, names: Names) -> Vector:
+        """The vector of rows that a restart has found, of the steps and the values of key 0. AssertionError."""
+        options = []
+        for state in reversed(self.states):
+            for unsure in (False, True):
+                target = state.target(unsure)
+                vector = state.accepted() if target is None else target
+                options.append((mode == "mixed", vector))
+                is_mode = (target is None) == (mode == "mixed") or (target is None and self.inside == "mixed")
+                if is_mode and all(map(_is, vector, rows)) and state.fits(names, self.made or None):
+                    self._go_on(state, vector, names)
+                    return vector
+        raise AssertionError(f"rows of {rows} by {mode}, with {names}, and not one of {options}")
 
-    def end_state(self, name: str, made: dict[str, str | None]) -> None:
-        for member, snapshot in made.items():
-            if snapshot is not None and snapshot.startswith("state_dict-"):  # rows never written may have another
-                at = NAMES.index(member)
-                self.snapshots[at][snapshot] = self.now[at]
-
-    def begin_load_state(self, name: str) -> None:
-        self._load(self.kept[name])
-
-    def begin_prune(self, member: str) -> None:
-        self.unsure |= set(self.snapshots[0])
-
-    def begin_prune_all(self) -> None:
-        self.unsure |= set(self.snapshots[0])
-
-    def begin_command(self, what: str, name: str) -> None:
-        if what == "save_all":
-            self.begin_save_all(name, "")
-        else:
-            self.begin_prune_all()
-
-    def end_command(self, what: str, name: str) -> None:
-        if what == "save_all":
-            self.end_save_all(name, "")
-
-    def end_reopen(self, member: str) -> None:
-        self.closed.add(member)
-        if len(self.closed) == len(self.now):
-            self.clean = len(self.true) - 1
-
-    def end_open(self, mode: str, rows: list[list[float]]) -> None:
-        """A trainer opened the rows: of which vector these are."""
-        found = self.found([(int(step), total) for step, total in rows], mode)
-        self.closed = set()
-        self.begin_from(found)
-
-    def begin_from(self, found: Vector) -> None:
-        """The rows were found to be of this vector, and later ones are no more."""
-        self._become(found)
-
-    def found(self, rows: list[tuple[int, float]], mode: str) -> Vector:
-        """The vector of rows by the step and the value of key 0 of each member. AssertionError for none that may be."""
-        if mode == "mixed":
-            assert max(self.bound, self.clean) < 0, f"there was a step of which all have the rows: {self.true[-4:]}"
-            known = [
-                {(): (), **{steps: steps for steps in snapshots.values()}, **{v[at]: v[at] for v in self.true}}
-                for at, snapshots in enumerate(self.snapshots)
-            ]
-            return tuple(next(steps for steps in of if _is(steps, row)) for of, row in zip(known, rows, strict=True))
-        places = [
-            place for place, vector in enumerate(self.true) if all(_is(s, r) for s, r in zip(vector, rows, strict=True))
-        ]
-        assert places, f"rows of {rows}, which no instant had; the last were {self.true[-4:]}"
-        kept = max(self.bound, self.clean)
-        assert places[-1] >= kept, f"rows of {rows}, and those of {self.true[kept]} were kept"
-        return self.true[places[-1]]
+    def _go_on(self, state: State, vector: Vector, names: Names) -> None:
+        """The rows are those of a vector from here on, and are closed."""
+        after = state.copy()
+        after.have(names)
+        for member, steps in enumerate(vector):
+            if after.live[member] != steps:
+                after.base[member] = steps
+        after.now, after.live = list(vector), list(vector)
+        for moment in after.moments:
+            moment.unwritten.clear()
+        after.note()
+        self.states, self._behind, self.inside, self.made = [after], None, "between", ""
 
 
-def _is(steps: Steps, row: tuple[int, float]) -> bool:
+def _is(steps: Steps, row: Sequence[float]) -> bool:
     return (len(steps), float(-sum(steps))) == (row[0], float(row[1]))
-
-
-def _named(line: dict[str, Any]) -> dict[str, Any]:
-    return {field: line[field] for field in ("mode", "rows", "made") if field in line}
 
 
 class ModelRounds:
@@ -193,7 +238,7 @@ class ModelRounds:
         """Let go of what is held."""
 
     def run(self, plan: ModelRound) -> Result:
-        """Raises AssertionError where rows are not those of an instant that the log allows."""
+        """Raises AssertionError where rows are not those of the latest moment that the log allows."""
         begin = time.perf_counter()
         place = self.folder / f"round-{plan.seed}"
         (place / "store" / "model").mkdir(parents=True)
@@ -209,8 +254,9 @@ class ModelRounds:
             if plan.power:
                 disk = Disk(place / "store", (place / "trace").read_text() if (place / "trace").exists() else "")
                 result.lost_in_cuts += disk.cut(random.Random(session.seed))
-            result.recovered += self._check(place / "store" / "model", plan, session, allowed)
-            result.snapshots_checked += self._compare(place / "store" / "model", plan, allowed)
+            if session.checked or session is plan.sessions[-1]:
+                result.recovered += self._check(place / "store" / "model", plan, session, allowed)
+                result.snapshots_checked += self._compare(place / "store" / "model", plan)
         result.seconds = time.perf_counter() - begin
         return result
 
@@ -222,46 +268,36 @@ class ModelRounds:
         assert answer["signal"] == KILLED, f"the trainer ended by itself: {answer}"
 
     def _check(self, path: Path, plan: ModelRound, session: ModelSession, allowed: Allowed) -> int:
-        """Open the members in a drawn order: their rows are of one instant, or there is none, and that is said."""
+        """Open the members in a drawn order: their rows are of one moment, or there is none, and that is said."""
         chance = random.Random(session.seed + 1)
         mode = "resume"
         for mode in ("resume", "mixed"):
-            model = Members(path, session.stores, plan.dims, open=mode)
+            model = Members(path, session.stores, plan.dims, open=mode, **plan.options(path))
             try:
                 for one in chance.sample(model.all, len(model.all)):
                     one.size()
                 break
             except StoreError as error:
-                if mode == "mixed" or "there is no step of which all have the rows" not in str(error):
+                if mode == "mixed" or NO_STEP not in str(error):
                     raise
                 for one in model.all:
                     one.close()
         found = model.read()
-        vector = allowed.found([(step, rows.get(0, 0.0)) for step, rows in found], mode)
+        names = names_in(path, len(plan.dims))
+        vector = allowed.found([(step, rows.get(0, 0.0)) for step, rows in found], mode, names)
         for (_, rows), steps, dim in zip(found, vector, plan.dims, strict=True):
             assert rows == rows_after(steps, dim)
-        allowed.begin_from(vector)
-        allowed.bound = -1
         for one in model.all:
             one.close()
-        allowed.clean = len(allowed.true) - 1
         return int(mode == "resume")
 
-    def _compare(self, path: Path, plan: ModelRound, allowed: Allowed) -> int:
-        """A save of all is in every folder or in none, and snapshots hold what the log says."""
-        listings = [list_snapshots(path / name / "snapshots") for name in NAMES[: len(plan.dims)]]
-        assert not any(listing.damaged for listing in listings)
-        names = [{one.name for one in listing.snapshots} for listing in listings]
-        for name in set.union(*names):
-            if name.startswith("all-") and name not in allowed.unsure:
-                assert all(name in of for of in names), f"{name} is not in all folders: {names}"
+    def _compare(self, path: Path, plan: ModelRound) -> int:
+        """Snapshots are whole, and nothing is left of those that were not finished. Returns how many there are."""
         count = 0
-        for at, listing in enumerate(listings):
-            for one in listing.snapshots:
-                steps = allowed.snapshots[at].get(one.name)
-                if steps is not None:
-                    count += 1
-                    assert one.description["step"] == len(steps), f"{one.name} of {NAMES[at]}"
-            left = [place.name for place in (path / NAMES[at] / "snapshots").glob(".tmp-*")]
-            assert not left, f"leftovers of {NAMES[at]}: {left}"
+        for name in NAMES[: len(plan.dims)]:
+            listing = list_snapshots(path / name / "snapshots")
+            assert not listing.damaged
+            count += len(listing.snapshots)
+            left = [place.name for place in (path / name / "snapshots").glob(".tmp-*")]
+            assert not left, f"leftovers of {name}: {left}"
         return count

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from support.stores import options
+from support.stores import ONE_SET_MB, options
 from tierbed import cli, load_checkpoint, save_checkpoint
 from tierbed.engine import MultiTableEmbedding, make_constant_initializer
 from tierbed.engine.durable import fsync_dir, fsync_file
@@ -29,11 +29,12 @@ from tierbed.engine.persist.training_group import train_together
 from tierbed.engine.spec.inputs import Lookup
 from tierbed.snapshots import Snapshot, list_snapshots
 
-from .model_plan import NAMES, WEIGHTS
+from .model_expected import Steps
+from .model_plan import NAMES, WEIGHTS, options_of
 from .trainer import WHEN
 
 KEYS = 40
-Steps = tuple[int, ...]  # the numbers of the steps that a member has taken
+NO_STEP = "there is no step of which all have the rows"
 
 
 def keys_of(number: int) -> NDArray[np.int64]:
@@ -57,15 +58,15 @@ class Members(ModelSnapshots, nn.Module):
         super().__init__()
         self.all: list[MultiTableEmbedding] = []
         self.register_buffer("dense", torch.zeros((), dtype=torch.float64))  # moves by each step of this process
-        more = {"state_dict_snapshots": True, **more}
-        for name, store, dim in zip(NAMES, stores, dims, strict=False):
+        budgets = more.pop("budgets", [ONE_SET_MB] * len(stores))
+        for name, store, dim, budget in zip(NAMES, stores, dims, budgets, strict=False):
             one = MultiTableEmbedding(
                 name,
                 dim,
                 torch.float32,
                 torch.int64,
                 [make_constant_initializer(0.0)],
-                options(store, path, **more),
+                options(store, path, budget, **more),
                 world=world,
             )
             optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
@@ -97,6 +98,12 @@ class Members(ModelSnapshots, nn.Module):
         return found
 
 
+def names_in(path: Path, members: int) -> list[dict[str, int]]:
+    """The snapshots in the folder of each member, and their steps."""
+    listings = [list_snapshots(path / name / "snapshots").snapshots for name in NAMES[:members]]
+    return [{one.name: int(one.description["step"]) for one in listing} for listing in listings]
+
+
 class ModelTrainer:
     """Random operations on embeddings that are trained together, each written ahead into the log."""
 
@@ -107,7 +114,7 @@ class ModelTrainer:
         self._shim = ctypes.CDLL(None)
         self._saved = 0
         self.model: Members | None = None
-        self.open(orders["stores"])
+        self.open(orders["stores"], first=True)
 
     def run(self) -> None:
         for _ in range(self.orders["operations"]):
@@ -125,26 +132,38 @@ class ModelTrainer:
     def operate(self, operation: str) -> None:
         getattr(self, operation)()
 
-    def open(self, stores: list[str]) -> None:
-        """All members, in a drawn order; where they have no step in common, each with what it has."""
+    def make(self, stores: list[str], mode: str) -> Members:
+        orders = self.orders
+        more = options_of(self.path, **orders["options"])
+        return Members(self.path, stores, orders["dims"], budgets=orders["budgets"], open=mode, **more)
+
+    def open(self, stores: list[str], first: bool = False) -> None:
+        """All members, in a drawn order. first: in this process, so that recovery may have no step in common."""
         order = self.chance.sample(range(len(stores)), len(stores))
-        made = Members(self.path, stores, self.orders["dims"])
-        self.say("begin", "open")
+        self.say("begin", "open", first=first)
         self._arm("open")
-        try:
-            for number in order:
-                made.all[number].size()
-            found = "resume"
-        except StoreError as error:
-            if "there is no step of which all have the rows" not in str(error):
-                raise
-            found = "mixed"
-            made = Members(self.path, stores, self.orders["dims"], open="mixed")
-            for number in order:
-                made.all[number].size()
+        for mode in ("resume", "mixed"):
+            made = self.make(stores, mode)
+            try:
+                for number in order:
+                    made.all[number].size()
+                break
+            except StoreError as error:
+                if mode == "mixed" or not first or NO_STEP not in str(error):
+                    raise
+            for one in made.all:
+                one.close()
+            self.say("begin", "mixed")
         self._disarm()
         self.model = made
-        self.say("end", "open", mode=found, rows=[(step, rows.get(0, 0.0)) for step, rows in made.read()])
+        self.say("end", "open", first=first, mode=mode, rows=self.firsts(made), names=self.names())
+
+    def firsts(self, made: Members) -> list[tuple[int, float]]:
+        """The step and the value of key 0 of each member."""
+        return [(step, rows.get(0, 0.0)) for step, rows in made.read()]
+
+    def names(self) -> list[dict[str, int]]:
+        return names_in(self.path, len(self.orders["dims"]))
 
     @property
     def members(self) -> Members:
@@ -153,9 +172,12 @@ class ModelTrainer:
 
     def step(self) -> None:
         for _ in range(self.chance.randint(1, 3)):
-            names = "".join(name for name in self.trained if self.chance.random() < 0.7) or self.trained[0]
-            numbers = [self.chance.randrange(1, 2000) for _ in NAMES]
+            names, numbers = self.drawn_step()
             self.logged("step", lambda names=names, numbers=numbers: self.members.step(names, numbers), names, numbers)
+
+    def drawn_step(self) -> tuple[str, list[int]]:
+        names = "".join(name for name in self.trained if self.chance.random() < 0.7) or self.trained[0]
+        return names, [self.chance.randrange(1, 2000) for _ in NAMES]
 
     def save(self) -> None:
         one = self.chance.choice(self.members.all)
@@ -167,22 +189,34 @@ class ModelTrainer:
         self.logged("save_all", lambda: self.members.save_snapshot(name, kind), name, kind)
 
     def background(self) -> None:
-        name = self.new_name("all")
+        """Steps go on while it saves."""
+        name, steps = self.new_name("all"), [self.drawn_step() for _ in range(self.chance.randint(0, 2))]
 
         def save() -> None:
             saving = self.members.save_snapshot(name, background=True)
             assert saving is not None
+            for step in steps:
+                self.say("begin", "step", more=step)
+                self.members.step(*step)
+                self.say("end", "step", more=step)
             saving.wait()
 
         self.logged("background", save, name, "background")
 
     def overwrite(self) -> None:
         for one in self.members.all:
-            held = self.snapshots(one.name)
-            if not any(over.manifest.parent and over.manifest.parent.name == "latest" for over in held):
+            if self.is_no_parent("latest", [one]):
                 self.logged(
                     "overwrite", lambda one=one: one.save_snapshot("latest", overwrite=True), one.name, "latest"
                 )
+
+    def over(self) -> None:
+        if self.is_no_parent("all-over", self.members.all):
+            self.logged("over", lambda: self.members.save_snapshot("all-over", overwrite=True), "all-over")
+
+    def is_no_parent(self, name: str, members: list[MultiTableEmbedding]) -> bool:
+        snapshots = [snapshot for one in members for snapshot in self.snapshots(one.name)]
+        return not any(over.manifest.parent and over.manifest.parent.name == name for over in snapshots)
 
     def checkpoint(self) -> None:
         name = self.new_name("kept")
@@ -199,13 +233,7 @@ class ModelTrainer:
         name, kept = self.new_name("state"), self.path.parent / "kept"
         kept.mkdir(exist_ok=True)
 
-        def save() -> dict[str, str | None]:
-            state = self.members.state_dict()
-            self.keep(state, kept / f"{name}.pt")
-            extra = {one.name: bytes(state[f"{one.name}._extra_state"].tolist()) for one in self.members.all}
-            return {member: json.loads(said)["snapshot"] for member, said in extra.items()}
-
-        self.logged("state", save, name)
+        self.logged("state", lambda: self.keep(self.members.state_dict(), kept / f"{name}.pt"), name)
 
     def keep(self, state: Any, place: Path) -> None:
         torch.save(state, place.with_suffix(".tmp"))
@@ -218,7 +246,9 @@ class ModelTrainer:
         if kept:
             place = self.chance.choice(kept)
             state = torch.load(place, weights_only=True)
-            if all(b"null" not in bytes(state[f"{one.name}._extra_state"].tolist()) for one in self.members.all):
+            said = [json.loads(bytes(state[f"{one.name}._extra_state"].tolist())) for one in self.members.all]
+            names = [{snapshot.name for snapshot in self.snapshots(one.name)} for one in self.members.all]
+            if all(of_member["snapshot"] in there for of_member, there in zip(said, names, strict=True)):
                 self.logged("load_state", lambda: self.members.load_state_dict(state), place.stem)
 
     def load(self) -> None:
@@ -231,11 +261,13 @@ class ModelTrainer:
             self.logged("load", lambda: one.load_snapshot(name), one.name, name)
 
     def load_all(self) -> None:
-        names = set.intersection(*({s.name for s in self.snapshots(one.name)} for one in self.members.all))
-        names = {name for name in names if name.startswith("all")}
-        if names:
-            name = self.chance.choice(sorted(names))
+        if name := self.drawn_of_all():
             self.logged("load_all", lambda: self.members.load_snapshot(name), name)
+
+    def drawn_of_all(self) -> str | None:
+        """The name of a save of all that is in each folder."""
+        names = set.intersection(*({s.name for s in self.snapshots(one.name)} for one in self.members.all))
+        return self.chance.choice([*sorted(name for name in names if name.startswith("all")), None])
 
     def prune(self) -> None:
         one, keep = self.chance.choice(self.members.all), self.chance.randint(1, 2)
@@ -253,12 +285,21 @@ class ModelTrainer:
     def command(self) -> None:
         for one in self.members.all:
             self.logged("reopen", one.close, one.name)
-        name = self.new_name("all")
-        if self.chance.random() < 0.5:
-            self.logged("command", lambda: tierbed("snapshot", "save", self.path, name), "save_all", name)
-        else:
-            self.logged("command", lambda: tierbed("snapshot", "prune", self.path, "--keep-last", 1), "prune_all", "")
+        self.shell("command", self.chance.choice(["save_all", "prune_all", "load_all"]))
         self.open(self.orders["stores"])
+
+    def live(self) -> None:
+        """The shell on stores that are open: this process serves it."""
+        self.shell("live", self.chance.choice(["save_all", "prune_all"]))
+
+    def shell(self, operation: str, what: str) -> None:
+        if what == "save_all":
+            name = self.new_name("all")
+            self.logged(operation, lambda: tierbed("snapshot", "save", self.path, name), what, name)
+        elif what == "prune_all":
+            self.logged(operation, lambda: tierbed("snapshot", "prune", self.path, "--keep-last", 1), what, "")
+        elif loaded := self.drawn_of_all():
+            self.logged(operation, lambda: tierbed("snapshot", "load", self.path, loaded), what, loaded)
 
     def snapshots(self, member: str) -> list[Snapshot]:
         return list_snapshots(self.path / member / "snapshots").snapshots
@@ -275,10 +316,10 @@ class ModelTrainer:
     def logged(self, operation: str, call: Any, *more: Any) -> None:
         self.say("begin", operation, more=more, dense=float(self.members.dense))
         self._arm(operation)
-        found = call()
+        call()
         self._disarm()
-        made = {"made": found} if operation == "state" else {}
-        self.say("end", operation, more=more, dense=float(self.members.dense), **made)
+        names = None if operation == "step" else self.names()
+        self.say("end", operation, more=more, dense=float(self.members.dense), names=names)
 
     def _arm(self, operation: str) -> None:
         kill = self.orders["kill"]
