@@ -12,14 +12,14 @@ from support.stores import ONE_SET_MB, STORES
 from .plan import CALLS, MOST, Kill
 
 NAMES = "abc"
-# how often a trainer does what: "over" saves all over a name, "freeze" is the close and the open of one member,
-# "command" the shell on all, closed, and "live" the shell on all that are open
-WEIGHTS = {"step": 10, "save": 4, "save_all": 4, "background": 2, "load": 1, "load_all": 2, "checkpoint": 2}
+# how often a trainer does what: "over" saves all over a name, "part" trains some while the others are closed, "command"
+# is the shell on all, closed, and "live" the shell on all that are open
+WEIGHTS = {"step": 10, "part": 2, "save": 6, "save_all": 4, "background": 2, "load": 1, "load_all": 2, "checkpoint": 2}
 WEIGHTS |= {"state": 6, "load_state": 3, "over": 2, "live": 1}
-WEIGHTS |= {"restore": 1, "prune": 2, "prune_all": 1, "overwrite": 2, "reopen": 2, "command": 2}
-INSIDE = {"step": 2, "save": 3, "save_all": 6, "background": 2, "load": 2, "load_all": 5, "checkpoint": 2, "restore": 2}
+WEIGHTS |= {"restore": 1, "prune": 4, "prune_all": 1, "overwrite": 2, "reopen": 2, "command": 2}
+INSIDE = {"step": 3, "save": 3, "save_all": 6, "background": 2, "load": 2, "load_all": 5, "checkpoint": 2, "restore": 2}
 INSIDE |= {"state": 3, "load_state": 4, "over": 5, "live": 2}
-INSIDE |= {"prune_all": 1, "overwrite": 2, "reopen": 2, "open": 5, "command": 3}
+INSIDE |= {"prune_all": 1, "overwrite": 2, "reopen": 2, "open": 3, "command": 3}
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ def draw_model_round(seed: int) -> ModelRound:
     chance = random.Random(seed)
     members = chance.choice([2, 2, 3])
     power = chance.random() < 0.5
+    sessions = [_session(chance, members)]
+    for _ in range(chance.choice([0, 1, 1, 2])):
+        sessions.append(_session(chance, members, recovers=not sessions[-1].checked))
     return ModelRound(
         seed=seed,
         dims=[chance.choice([1, 3, 8]) for _ in range(members)],
@@ -80,25 +83,27 @@ def draw_model_round(seed: int) -> ModelRound:
         apart=not power and chance.random() < 0.6,  # a trace of calls knows no links
         states=chance.choice([True, True, 1, 2]),
         power=power,
-        sessions=[_session(chance, members) for _ in range(chance.choice([1, 2, 2, 3]))],
+        sessions=sessions,
     )
 
 
-def _session(chance: random.Random, members: int) -> ModelSession:
+def _session(chance: random.Random, members: int, recovers: bool = False) -> ModelSession:
     return ModelSession(
         seed=chance.randrange(1 << 32),
         operations=chance.randint(3, 14),
         stores=[chance.choice(STORES) for _ in range(members)],
         budgets=[chance.choice([1, 1, 50]) * ONE_SET_MB for _ in range(members)],
-        kill=_kill(chance),
+        kill=_kill(chance, recovers),
         checked=chance.random() < 0.5,
     )
 
 
-def _kill(chance: random.Random) -> Kill:
+def _kill(chance: random.Random, recovers: bool) -> Kill:
     if chance.random() < 0.25:
         return Kill(None, events=chance.randrange(30), wait=chance.uniform(0, 0.04))
     inside = chance.choices(list(INSIDE), list(INSIDE.values()))[0]
+    if recovers and chance.random() < 0.5:
+        inside = "open"
     call = chance.choice(["rename", "rename", *CALLS])
     number = round(MOST[call] ** chance.random())
     return Kill(inside, call=call, number=number, when=chance.choice(["before", "after"]))

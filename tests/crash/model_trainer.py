@@ -175,8 +175,20 @@ class ModelTrainer:
             names, numbers = self.drawn_step()
             self.logged("step", lambda names=names, numbers=numbers: self.members.step(names, numbers), names, numbers)
 
-    def drawn_step(self) -> tuple[str, list[int]]:
-        names = "".join(name for name in self.trained if self.chance.random() < 0.7) or self.trained[0]
+    def part(self) -> None:
+        """Some are closed, others go on, and all are opened again."""
+        closed = self.chance.sample(self.members.all, self.chance.randint(1, len(self.members.all) - 1))
+        for one in closed:
+            self.logged("reopen", one.close, one.name)
+        there = "".join(name for name in self.trained if name not in [one.name for one in closed])
+        if there:
+            names, numbers = self.drawn_step(there)
+            self.logged("step", lambda: self.members.step(names, numbers), names, numbers)
+        self.open(self.orders["stores"])
+
+    def drawn_step(self, trained: str = "") -> tuple[str, list[int]]:
+        trained = trained or self.trained
+        names = "".join(name for name in trained if self.chance.random() < 0.7) or trained[0]
         return names, [self.chance.randrange(1, 2000) for _ in NAMES]
 
     def save(self) -> None:
