@@ -14,7 +14,7 @@ from support.warm import SHIMMED
 from tierbed.engine.errors import StoreError
 from tierbed.snapshots import list_snapshots
 
-from .model_expected import Names, State, Steps, Vector, subsets
+from .model_expected import MAYBE, Names, State, Steps, Vector, subsets
 from .model_plan import NAMES, ModelRound, ModelSession, as_orders
 from .model_trainer import NO_STEP, Members, names_in, rows_after, run
 from .power import Disk
@@ -136,6 +136,7 @@ class Allowed:
         at = NAMES.index(member)
         after = before.copy()
         after.load(self._with(before, at, before.saved[at][name]), [at])
+        after.moments[-1].marked = MAYBE  # by the first write after it
         return [before, before.written([at]), after]
 
     def _with(self, state: State, at: int, steps: Steps) -> Vector:
