@@ -351,6 +351,7 @@ class HeldTable:
             snapshot, membership = self.snapshots.snapshot(awaited.snapshot), self.snapshots.membership
             together = None if membership is None else membership.instant_with(snapshot)
             self.load_from(snapshot, Selection(), True, together=together)
+            self.named()  # the next run knows the rows by their version as well
         return found is not False
 
     def save_between_steps(

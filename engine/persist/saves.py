@@ -144,6 +144,7 @@ class TableSnapshots:
                 place = folder.snapshots / (OF_STATE + together.id)
                 self._write_for_state(table, place, together)
                 self.membership.saved_as(together.id)
+            self.membership.version_for_state()
             return self.read(place.name) or self.of_step(table.step)
 
     def _write_for_state(self, table: OpenTable, place: Path, together: Together) -> None:

@@ -167,6 +167,10 @@ def test_an_embedding_with_a_folder_names_a_snapshot_that_loads(tmp_path: Path, 
     again = model(tmp_path, store)
     again.load_state_dict(states[0])
     assert contents(again.rows).tobytes() == rows[0]
+    for _ in range(2):  # and the next run knows that it has these rows
+        again.rows.close()
+        again = model(tmp_path, store, state_dict_snapshots=True)
+        assert named(again.state_dict()) == named(states[0])
     assert len(of_states(tmp_path)) == 3
 
 
