@@ -142,7 +142,7 @@ class RankSnapshots:
                 made = save.commit(error)
                 if self.membership is not None:
                     self.membership.saved_as(made)
-        return saved_as(self.place, name) or self.named(table.step)
+        return saved_as(self.place, name) or SavedAs(table.step, version=self._now() if name else EMPTY)
 
     def _state_place(self, home: Home, keep: int | None) -> tuple[str, bool]:
         """On rank 0: the name of a snapshot for a state, "" for rows never written, and whether it is to be made."""

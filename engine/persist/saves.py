@@ -136,8 +136,8 @@ class TableSnapshots:
         with self._rows_of_one_step(table) as together:
             table.check()
             now = self.membership.versions.rows.now
-            if now == EMPTY:
-                return self.of_step(table.step)
+            if now == EMPTY:  # which needs no snapshot, and a user may replace one of it
+                return SavedAs(table.step, version=self.membership.version_for_state())
             place = state_snapshot(folder, now, keep)
             if place is None:
                 together = together or Together(secrets.token_hex(16), None)

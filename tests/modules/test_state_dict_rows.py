@@ -454,6 +454,8 @@ def test_a_state_without_our_entry_or_with_one_that_says_nothing_raises(tmp_path
 def test_where_a_load_stops_no_embedding_of_the_model_goes_on(tmp_path: Path) -> None:
     towers = TwoTowers(stores("host folder", tmp_path))
     optimizer = optimizer_of(towers)
+    towers.users.save_snapshot("mine")  # of no rows
+    assert json.loads(bytes(towers.state_dict()["users._extra_state"].tolist()))["snapshot"] is None
     list(losses(towers, optimizer, BATCHES[:2]))
     whole = kept(towers.state_dict())
     list(losses(towers, optimizer, BATCHES[2:4]))
