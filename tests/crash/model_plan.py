@@ -17,6 +17,11 @@ NAMES = "abc"
 WEIGHTS = {"step": 10, "part": 2, "save": 6, "save_all": 4, "background": 2, "load": 1, "load_all": 2, "checkpoint": 2}
 WEIGHTS |= {"state": 6, "load_state": 3, "over": 2, "live": 1}
 WEIGHTS |= {"restore": 1, "prune": 4, "prune_all": 1, "overwrite": 2, "reopen": 2, "command": 2}
+KINDS: dict[str, dict[str, float]] = {  # of rounds: what trainers of one do more or less often
+    "any": {},
+    "apart": {"save": 12, "prune": 8, "overwrite": 3, "save_all": 1, "over": 0.5, "background": 0.5, "checkpoint": 0.5},
+    "states": {"state": 10, "load_state": 4, "reopen": 5, "save_all": 1, "save": 1},
+}
 INSIDE = {"step": 3, "save": 3, "save_all": 6, "background": 2, "load": 2, "load_all": 5, "checkpoint": 2, "restore": 2}
 INSIDE |= {"state": 3, "load_state": 4, "over": 5, "live": 2}
 INSIDE |= {"prune_all": 1, "overwrite": 2, "reopen": 2, "open": 3, "command": 3}
@@ -41,11 +46,13 @@ class ModelSession:
 class ModelRound:
     """Trainers one after the other, each killed, of as many members.
 
-    frozen: the member that is not trained, from the trainer `frozen_from` on. capacity, apart, states: whether rows
-    have a limit, whether snapshots are in another folder, and how many of states are kept, True for all.
+    kind: of `KINDS`. frozen: the member that is not trained, from the trainer `frozen_from` on. capacity, apart,
+    states: whether rows have a limit, whether snapshots are in another folder, and how many of states are kept, True
+    for all.
     """
 
     seed: int
+    kind: str
     dims: list[int]
     frozen: str | None
     frozen_from: int
@@ -76,6 +83,7 @@ def draw_model_round(seed: int) -> ModelRound:
         sessions.append(_session(chance, members, recovers=not sessions[-1].checked))
     return ModelRound(
         seed=seed,
+        kind=chance.choice(list(KINDS)),
         dims=[chance.choice([1, 3, 8]) for _ in range(members)],
         frozen=NAMES[members - 1] if chance.random() < 1 / 3 else None,
         frozen_from=chance.choice([0, 1]),
@@ -122,5 +130,6 @@ def as_orders(plan: ModelRound, session: ModelSession, number: int) -> dict[str,
         "options": {"capacity": plan.capacity, "apart": plan.apart, "states": plan.states},
         "power": plan.power,
         "number": number,
+        "weights": {**WEIGHTS, **KINDS[plan.kind]},
         "kill": {"inside": kill.inside, "call": kill.call, "number": kill.number, "when": kill.when},
     }

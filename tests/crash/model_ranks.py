@@ -19,7 +19,7 @@ from tierbed.engine import GroupError
 from tierbed.engine.errors import StoreError
 from tierbed.engine.spec.inputs import Lookup
 
-from .model_plan import NAMES, WEIGHTS, ModelRound, ModelSession, as_orders, options_of
+from .model_plan import NAMES, ModelRound, ModelSession, as_orders, options_of
 from .model_rounds import Allowed, ModelRounds
 from .model_trainer import NO_STEP, Members, ModelTrainer, keys_of, names_in, rows_after
 from .rank_plan import RankSession
@@ -65,7 +65,7 @@ class RankModelTrainer(ModelTrainer):
         super().__init__(path, orders, files if world.rank == 0 else [])
 
     def run(self) -> None:
-        weights = {name: weight for name, weight in WEIGHTS.items() if name not in NOT_OVER_RANKS}
+        weights = {name: weight for name, weight in self.orders["weights"].items() if name not in NOT_OVER_RANKS}
         for _ in range(self.orders["operations"]):
             self.operate(self.chance.choices(list(weights), list(weights.values()))[0])
         if self.world.rank == self.orders["victim"]:

@@ -30,7 +30,7 @@ from tierbed.engine.spec.inputs import Lookup
 from tierbed.snapshots import Snapshot, list_snapshots
 
 from .model_expected import Steps
-from .model_plan import NAMES, WEIGHTS, options_of
+from .model_plan import NAMES, options_of
 from .trainer import WHEN
 
 KEYS = 40
@@ -117,8 +117,9 @@ class ModelTrainer:
         self.open(orders["stores"], first=True)
 
     def run(self) -> None:
+        weights = self.orders["weights"]
         for _ in range(self.orders["operations"]):
-            self.operate(self.chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0])
+            self.operate(self.chance.choices(list(weights), list(weights.values()))[0])
         for _ in range(3):  # it came to fewer calls than the kill has
             inside = self.orders["kill"]["inside"]
             if inside is None:
