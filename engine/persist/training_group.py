@@ -22,7 +22,7 @@ from ..errors import StoreError
 from ..ops.rows_contract import Rows as Embedding
 from ..store.folder import StoreFolder
 from ..store.image import KEPT_BYTES
-from ..store.versions import AT, EMPTY, LIVE, At, GroupRecord, Instant, Peer, Rows, Saved, Version, Versions
+from ..store.versions import AT, EMPTY, LIVE, At, Before, GroupRecord, Instant, Peer, Rows, Saved, Version, Versions
 from ..table.between_steps import BetweenSteps
 
 if TYPE_CHECKING:
@@ -363,7 +363,10 @@ class Membership:
             number = (self.instant() if all_ is None else all_).number
             self.record = replace(self.record, instant=all_ or self.record.instant, number=max(self.number, number))
         self._is_at = True
-        return At(snapshot_rows.now, "recovery" if by == "recovery" else "load", all_), self.record
+        if by == "recovery" or all_ is not None:
+            return At(snapshot_rows.now, "recovery" if by == "recovery" else "load", all_), self.record
+        before = Before(Member(self.store, {}).rows(killed=True), self.number)
+        return At(snapshot_rows.now, "load", before=before), self.record
 
     def tear(self, why: str) -> None:
         """Let none of the stores that are trained together be written or saved, or be marked clean, until it is loaded.

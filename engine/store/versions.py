@@ -143,25 +143,48 @@ def parse_peers(value: Mapping[Any, Any]) -> dict[str, Peer]:
     return peers
 
 
+class Before(NamedTuple):
+    """The rows before a load of one store alone, and the number that the load got."""
+
+    rows: Rows
+    number: int
+
+    def plain(self) -> list[Any]:
+        return [self.rows.plain(), self.number]
+
+    @classmethod
+    def parse(cls, value: Any) -> Before | None:
+        """From `plain`; None for anything else."""
+        match value:
+            case [plain, int(number)] if (rows := Rows.parse(plain)) is not None:
+                return cls(rows, number)
+        return None
+
+
 class At(NamedTuple):
     """Rows that are of `version` until their first write, `by` "recovery" or "load".
 
-    all: of a load of several stores, the instant to which it moves them all.
+    all: of a load of several stores, the instant to which it moves them all. before: of a load of this store alone; a
+    kill takes the store back there until it is written, or saved with a larger number: no kill leaves half of the loads
+    that a user makes one after the other.
     """
 
     version: Version
     by: str
     all: Instant | None = None
+    before: Before | None = None
 
     def plain(self) -> dict[str, Any]:
-        return {"version": list(self.version), "by": self.by, "all": self.all and self.all.plain()}
+        plain = {"version": list(self.version), "by": self.by, "all": self.all and self.all.plain()}
+        return plain if self.before is None else {**plain, "before": self.before.plain()}
 
     @classmethod
     def parse(cls, value: Any) -> At | None:
         """From `plain`; None for anything else."""
         match value:
-            case {"version": version, "by": "recovery" | "load" as by, "all": all_} if parse_version(version):
-                return cls(parse_version(version) or EMPTY, by, Instant.parse(all_))
+            case {"version": version, "by": "recovery" | "load" as by, "all": all_, **more} if parse_version(version):
+                before = Before.parse(more.get("before"))
+                return cls(parse_version(version) or EMPTY, by, Instant.parse(all_), before)
         return None
 
 

@@ -149,9 +149,22 @@ class Member:
 
     def rows(self, killed: bool) -> Rows:
         """The version and the past of its rows. killed: of those that the next run finds if all are killed now."""
-        if not killed and (known := self.live or self.clean) is not None:
-            return known
+        if self.live is not None and not killed:
+            return self.live
+        if (before := self._before) is not None:
+            return before
+        if self.clean is not None and not killed:
+            return self.clean
         return Rows(EMPTY) if self.base is None else rows_of(self.base)
+
+    @property
+    def _before(self) -> Rows | None:
+        """The rows before a load of this store alone, which nothing was written to and no snapshot was saved of."""
+        before = None if self.at is None else self.at.before
+        saved = None if self.base is None else self.base.manifest.instant
+        if before is None or (saved is not None and saved.instant.number > before.number):
+            return None
+        return before.rows
 
     def has(self, killed: bool) -> set[Version]:
         """The versions of which the next run can have the rows."""
@@ -161,7 +174,7 @@ class Member:
         saved = {rows_of(s).now for s in self.snapshots if rows.went_through(rows_of(s).now)}
         if not saved and rows.went_through(EMPTY):
             saved.add(EMPTY)
-        return saved if killed or self.clean is None else saved | {self.clean.now}
+        return saved if killed or self.clean is None or self._before is not None else saved | {self.clean.now}
 
     def instants(self, killed: bool) -> Iterator[Instant]:
         """Those that no later load or recovery of this store cut off."""

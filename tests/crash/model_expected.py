@@ -39,18 +39,24 @@ class Moment:
 
 @dataclass
 class State:
-    """Of each member the rows, those of its recovery snapshot, its clean live rows if any, and its snapshots."""
+    """Of each member the rows, those of its recovery snapshot, its clean live rows if any, and its snapshots.
+
+    loaded: the rows of a load of this member alone, until it is written or saved: a kill before that forgets the load.
+    formed: the vector after the last such load, which the first write after it notes, and its place among the moments.
+    """
 
     now: list[Steps]
     base: list[Steps]
     live: list[Steps | None]
     saved: list[dict[str, Steps]]
+    loaded: list[Steps | None]
+    formed: tuple[int, Vector] = (0, ())
     moments: list[Moment] = field(default_factory=list)
     count: int = 0  # of snapshots that have no name in the log yet
 
     @classmethod
     def begin(cls, members: int) -> State:
-        return cls([()] * members, [()] * members, [()] * members, [{} for _ in range(members)])
+        return cls([()] * members, [()] * members, [()] * members, [{} for _ in range(members)], [None] * members)
 
     @property
     def all(self) -> range:
@@ -95,7 +101,7 @@ class State:
         """What each has by itself."""
         return tuple(self.past(member) for member in self.all)
 
-    def written(self, members: Collection[int]) -> State:
+    def cleared(self, members: Collection[int]) -> State:
         """The same without the clean live rows of these members."""
         made = self.copy()
         for member in members:
@@ -104,19 +110,37 @@ class State:
             moment.unwritten -= set(members)
         return made
 
+    def written(self, members: Collection[int]) -> State:
+        """The same after a write to these members."""
+        made = self.cleared(members)
+        for member in members:
+            if (steps := made.loaded[member]) is not None:
+                made.base[member], made.loaded[member] = steps, None
+                place, vector = made.formed
+                made._weaken()
+                made.moments.insert(place, Moment(vector, set(), SURE))
+        return made
+
     def note(self, snapshots: Iterable[tuple[int, str]] = (), vector: Vector | None = None) -> None:
         """The moment of now, by new snapshots, or without any in a MARK."""
         found = set(snapshots)
         if not found:
-            for moment in self.moments:
-                moment.marked = min(moment.marked, MAYBE)
+            self._weaken()
         self.moments.append(Moment(vector or tuple(self.now), found, NO if found else SURE))
+
+    def _weaken(self) -> None:
+        """A MARK is written: it may have been the one that had an earlier moment."""
+        for moment in self.moments:
+            moment.marked = min(moment.marked, MAYBE)
 
     def save(self, name: str, members: Collection[int], vector: Sequence[Steps]) -> None:
         for member in members:
             if name in self.saved[member]:
                 self.rename(member, name, self.unnamed("replaced"))
             self.saved[member][name] = self.base[member] = vector[member]
+            if self.loaded[member] is not None:  # the first write notes it, later
+                self.loaded[member] = None
+                self.moments.insert(self.formed[0], Moment(self.formed[1], set(), MAYBE))
         for moment in self.moments:
             moment.older -= set(members)
         self.note(((member, name) for member in members), tuple(vector))
@@ -149,7 +173,12 @@ class State:
         for member in members:
             self.now[member] = self.base[member] = vector[member]
             self.live[member] = vector[member] if clean else None
+            self.loaded[member] = None
         self.note()
+
+    def load_alone(self, member: int, steps: Steps) -> None:
+        self.now[member], self.live[member], self.loaded[member] = steps, None, steps
+        self.formed = len(self.moments), tuple(self.now)
 
     def have(self, names: Names) -> None:
         """The snapshots that are in the folders now; those without a name in the log get theirs."""

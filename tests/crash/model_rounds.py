@@ -14,7 +14,7 @@ from support.warm import SHIMMED
 from tierbed.engine.errors import StoreError
 from tierbed.snapshots import list_snapshots
 
-from .model_expected import MAYBE, Names, State, Steps, Vector, subsets
+from .model_expected import Names, State, Steps, Vector, subsets
 from .model_plan import NAMES, ModelRound, ModelSession, as_orders
 from .model_trainer import NO_STEP, Members, names_in, rows_after, run
 from .power import Disk
@@ -31,6 +31,7 @@ class Allowed:
         self.kept: dict[str, Vector] = {}  # by the name of a checkpoint or a state
         self.dense: dict[str, float] = {}  # as kept
         self.inside, self.made = "between", ""  # the operation in flight, and the name that it gives
+        self._mixed = False  # whether a trainer was killed while it accepted rows of no common moment
         self._behind: tuple[str, Vector] | None = None  # a save in the background, which goes on
         self._read = 0
 
@@ -55,6 +56,7 @@ class Allowed:
         if line["op"] in ("checkpoint", "state"):
             self.kept[more[0]], self.dense[more[0]] = tuple(self.state.now), line["dense"]
         self.inside = line["op"]
+        self._mixed = self._mixed or line["op"] == "mixed"
         if line.get("first") or line["op"] == "mixed":  # the recovery of what the last trainer left
             return
         self.made = ""
@@ -135,12 +137,8 @@ class Allowed:
     def _load(self, before: State, member: str, name: str) -> list[State]:
         at = NAMES.index(member)
         after = before.copy()
-        after.load(self._with(before, at, before.saved[at][name]), [at])
-        after.moments[-1].marked = MAYBE  # by the first write after it
-        return [before, before.written([at]), after]
-
-    def _with(self, state: State, at: int, steps: Steps) -> Vector:
-        return (*state.now[:at], steps, *state.now[at + 1 :])
+        after.load_alone(at, before.saved[at][name])
+        return [before, before.cleared([at]), after]
 
     def _load_all(self, before: State, name: str) -> list[State]:
         return self._loads(before, tuple(of[name] for of in before.saved))
@@ -154,7 +152,7 @@ class Allowed:
     def _loads(self, before: State, vector: Vector) -> list[State]:
         after = before.copy()
         after.load(vector, before.all)
-        return [*(before.written(some) for some in subsets(before.all)), after]
+        return [*(before.cleared(some) for some in subsets(before.all)), after]
 
     def _load_state(self, before: State, name: str) -> list[State]:
         """Members that have the rows of the state already stay as they are."""
@@ -164,7 +162,7 @@ class Allowed:
             return [before]
         after.load(vector, loaded)
         after.moments[-1].unwritten, after.moments[-1].older = set(loaded), set(before.all) - set(loaded)
-        return [*(before.written(some) for some in subsets(loaded)), after]
+        return [*(before.cleared(some) for some in subsets(loaded)), after]
 
     def _prune(self, before: State, member: str = "") -> list[State]:
         return [before]
@@ -192,6 +190,8 @@ class Allowed:
         after = before.copy()
         for member in members:
             after.live[member] = after.now[member]
+            if after.loaded[member] is not None:
+                after.base[member], after.loaded[member] = after.now[member], None
         for moment in after.moments:
             moment.unwritten -= set(members)
         return after
@@ -204,7 +204,7 @@ class Allowed:
                 target = state.target(unsure)
                 vector = state.accepted() if target is None else target
                 options.append((mode == "mixed", vector))
-                is_mode = (target is None) == (mode == "mixed") or (target is None and self.inside == "mixed")
+                is_mode = (target is None) == (mode == "mixed") or (target is None and self._mixed)
                 if is_mode and all(map(_is, vector, rows)) and state.fits(names, self.made or None):
                     self._go_on(state, vector, names)
                     return vector
@@ -217,11 +217,11 @@ class Allowed:
         for member, steps in enumerate(vector):
             if after.live[member] != steps:
                 after.base[member] = steps
-        after.now, after.live = list(vector), list(vector)
+        after.now, after.live, after.loaded = list(vector), list(vector), [None] * len(vector)
         for moment in after.moments:
             moment.unwritten.clear()
         after.note()
-        self.states, self._behind, self.inside, self.made = [after], None, "between", ""
+        self.states, self._behind, self.inside, self.made, self._mixed = [after], None, "between", "", False
 
 
 def _is(steps: Steps, row: Sequence[float]) -> bool:

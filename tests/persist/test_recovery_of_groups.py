@@ -198,6 +198,30 @@ def failed_overwrite(path: Path) -> list[str]:
     return said
 
 
+def loaded_alone(path: Path, store: str, then: str) -> None:
+    """Saves of all at 2 and 4; one goes back to 2, and is saved by the name of that, stepped, or left as it is."""
+    model = Model(path, (store, store))
+    for name in ("two", "four"):
+        model.steps(2)
+        model.save_snapshot(name)
+    model.members[1].load_snapshot("two")
+    if then == "save":
+        model.members[1].save_snapshot("two", overwrite=True)
+    elif then == "step":
+        model.steps(1)
+    elif then == "close":
+        model.close()
+
+
+@pytest.mark.parametrize("store", ["host", "ssd"])
+@pytest.mark.parametrize(("then", "found"), [("", [4, 4]), ("save", [4, 2]), ("step", [4, 2]), ("close", [4, 2])])
+def test_a_load_of_one_is_forgotten_by_a_kill_before_its_rows_are_written_or_saved(
+    tmp_path: Path, store: str, then: str, found: list[int]
+) -> None:
+    assert killed(loaded_alone, tmp_path, store, then) is None
+    assert at(tmp_path) == found
+
+
 def test_a_failed_overwrite_is_in_the_way_of_none_and_copies_do_not_pile_up(tmp_path: Path) -> None:
     assert ["not written" in said for said in killed(failed_overwrite, tmp_path)] == [True, True]
     assert all(len(of_store) <= 3 for of_store in names(tmp_path))
