@@ -141,7 +141,8 @@ class ShardedHeld:
             self.membership.holder = ref(self)
             self.own.before_first_write(self.membership.first_write_noted)
             if rows.is_live:
-                opened = rows_of_ranks(Live(self.own.run, self.own.writes, 0), self.membership.record)
+                live = Live(self.own.run, self.own.writes, 0)
+                opened = rows_of_ranks(live, self.membership.record, home.keeper)
             else:
                 base = rows.base
                 opened = Rows(EMPTY) if base is None else rows_of(Snapshot.open(home.snapshots / base.name))

@@ -8,6 +8,7 @@ write, and what it chooses follows from the folders: killed anywhere, the next o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -103,7 +104,7 @@ class Member:
             return None
         here = live_of(marks_in(self.path, ranks.ranks), ranks.ranks).values()
         live = live_together(ranks, here if self._shares is None else self._shares)
-        return None if live is None else rows_of_ranks(live, self.record)
+        return None if live is None else rows_of_ranks(live, self.record, self.state.noting)
 
     @cached_property
     def at(self) -> At | None:
@@ -197,8 +198,12 @@ def rows_of(snapshot: Snapshot) -> Rows:
     return Rows((snapshot.manifest.id, 0)) if saved is None else saved.rows
 
 
-def rows_of_ranks(live: Share, record: GroupRecord | None) -> Rows:
-    """The version and the past of live rows that ranks share."""
+def rows_of_ranks(live: Share, record: GroupRecord | None, noting: FolderState) -> Rows:
+    """The version and the past of live rows that ranks share. noting: the folder whose MARK notes the ranks."""
+    ranks = noting.of_ranks
+    if ranks is not None and ranks.snapshot and live.writes == ranks.saved:
+        with contextlib.suppress(SnapshotError):  # else they are of a version of their own
+            return rows_of(Snapshot.open(noting.snapshots / ranks.snapshot))
     began = None if record is None else record.began
     if began is None or live.writes > 0:
         return Rows((live.run, live.writes), () if began is None else (began.now, *began.past))

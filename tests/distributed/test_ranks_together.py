@@ -126,6 +126,27 @@ def test_ranks_that_loaded_some_embeddings_alone_neither_train_nor_close_them_as
     assert run_ranks(2, at, tmp_path) == [[1, 1]] * 2
 
 
+def reopened(world: World, path: Path) -> list[list[Any]]:
+    """The versions of the rows, as rank 0 knows them, after a load and after the next open."""
+    found = []
+    for loads in (True, False):
+        model = Model(path, ("host", "host"), world)
+        if loads:
+            model.steps(1)
+            model.save_snapshot("one")
+            model.steps(1)
+            model.load_snapshot("one")
+        memberships = [member.opened().membership for member in model.members]
+        found.append([membership.versions.rows.now for membership in memberships if membership is not None])
+        model.close()
+    return found
+
+
+def test_rows_that_ranks_loaded_keep_their_version_in_the_next_run(tmp_path: Path) -> None:
+    loaded, found = run_ranks(2, reopened, tmp_path)[0]
+    assert loaded == found != []
+
+
 def fresh(world: World, path: Path) -> list[int]:
     with make(options("host", path, open="fresh"), "adagrad", name="a", tables=1, seed=0, world=world) as one:
         return [int(one.metrics()["table"]["step"]), one.size()]
