@@ -15,7 +15,7 @@ import torch
 
 from support.ranks import run_ranks
 from tierbed.distributed import World
-from tierbed.engine import GroupError
+from tierbed.engine import GroupError, MultiTableEmbedding
 from tierbed.engine.errors import StoreError
 from tierbed.engine.spec.inputs import Lookup
 
@@ -99,10 +99,18 @@ class RankModelTrainer(ModelTrainer):
         if self.world.rank == 0:
             super().keep(state, place)
 
+    def close(self, one: MultiTableEmbedding) -> None:
+        """Closed by all ranks before the log says so."""
+
+        def closed() -> None:
+            one.close()
+            self.meet()
+
+        self.logged("reopen", closed, one.name)
+
     def reopen(self) -> None:
         for one in self.chance.sample(self.members.all, len(self.members.all)):
-            self.logged("reopen", one.close, one.name)
-            self.meet()
+            self.close(one)
         self.open([self.chance.choice(["device", "host", "ssd", "ssd_host"]) for _ in self.members.all])
 
 

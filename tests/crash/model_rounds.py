@@ -246,6 +246,7 @@ class ModelRounds:
         (place / "aside").mkdir()
         result, allowed = Result(), Allowed(len(plan.dims))
         for number, session in enumerate(plan.sessions):
+            (place / "trace").write_text("")  # a trainer may be killed before it begins its own
             self._train(place, plan, session, number)
             lines = allowed.follow(place / "log")
             result.kills[allowed.inside, "at an instant" if session.kill.inside is None else session.kill.when] += 1
@@ -253,7 +254,7 @@ class ModelRounds:
                 if line["at"] == "end" and line["op"] in SAVES:
                     result.saves[line["op"]] += 1
             if plan.power:
-                disk = Disk(place / "store", (place / "trace").read_text() if (place / "trace").exists() else "")
+                disk = Disk(place / "store", (place / "trace").read_text())
                 result.lost_in_cuts += disk.cut(random.Random(session.seed))
             if session.checked or session is plan.sessions[-1]:
                 result.recovered += self._check(place / "store" / "model", plan, session, allowed)

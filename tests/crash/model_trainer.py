@@ -180,7 +180,7 @@ class ModelTrainer:
         """Some are closed, others go on, and all are opened again."""
         closed = self.chance.sample(self.members.all, self.chance.randint(1, len(self.members.all) - 1))
         for one in closed:
-            self.logged("reopen", one.close, one.name)
+            self.close(one)
         there = "".join(name for name in self.trained if name not in [one.name for one in closed])
         if there:
             names, numbers = self.drawn_step(there)
@@ -292,12 +292,15 @@ class ModelTrainer:
     def reopen(self) -> None:
         order = self.chance.sample(self.members.all, len(self.members.all))
         for one in order if self.chance.random() < 0.7 else order[:1]:
-            self.logged("reopen", one.close, one.name)
+            self.close(one)
         self.open([self.chance.choice(["device", "host", "ssd", "ssd_host"]) for _ in self.members.all])
+
+    def close(self, one: MultiTableEmbedding) -> None:
+        self.logged("reopen", one.close, one.name)
 
     def command(self) -> None:
         for one in self.members.all:
-            self.logged("reopen", one.close, one.name)
+            self.close(one)
         self.shell("command", self.chance.choice(["save_all", "prune_all", "load_all"]))
         self.open(self.orders["stores"])
 

@@ -34,7 +34,6 @@ class RankRounds(AnyRounds):
     """Rounds of several ranks."""
 
     def train(self, place: Path, plan: RankRound, session: RankSession, orders: dict[str, Any]) -> None:
-        (place / "trace").write_text("")
         ends = run_until_killed(session, place, orders)
         assert HUNG not in ends, "a rank hung"
         told = "".join(file.read_text() for file in sorted(place.glob("ended-*")))

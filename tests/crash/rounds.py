@@ -67,6 +67,7 @@ class AnyRounds:
         result, expected = Result(), Expected()
         for number, (session, check) in enumerate(zip(plan.sessions, plan.checks, strict=True)):
             fields = {name: getattr(plan, name) for name in ("keys", "life", "types", "power")}
+            (place / "trace").write_text("")  # a trainer may be killed before it begins its own
             self.train(place, plan, session, dataclasses.asdict(session) | fields | {"number": number})
             self._note(place, plan, session, expected, result)
             checker = self.checker(place, plan, session, expected)
@@ -84,7 +85,7 @@ class AnyRounds:
         result.saves += Counter(line["op"] for line in done if line["op"] in ("background", "merge"))
         result.kills[way_of(expected, session.kill)] += 1
         if plan.power:
-            disk = Disk(place / "store", (place / "trace").read_text() if (place / "trace").exists() else "")
+            disk = Disk(place / "store", (place / "trace").read_text())
             result.lost_in_cuts += disk.cut(random.Random(session.seed))
 
 
