@@ -398,7 +398,7 @@ class TablePersistence:
         with uninterrupted():
             try:
                 if not same_rows:
-                    self._begin_writing(written=base is None)
+                    self._begin_writing(written=base is None and self.life is None)
                 if folder is not None and base is not None:
                     self._set_base(folder, *base)
                 elif self.membership is not None and not same_rows:

@@ -147,6 +147,23 @@ def test_rows_that_ranks_loaded_keep_their_version_in_the_next_run(tmp_path: Pat
     assert loaded == found != []
 
 
+def loaded_alone(world: World, path: Path, steps: int) -> None:
+    model = Model(path, ("host", "host"), world)
+    for name in ("two", "four"):
+        model.steps(2)
+        model.save_snapshot(name)
+    model.members[1].load_snapshot("two")
+    model.steps(steps)
+    world.sum(model.members[0].shadow.detach())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("steps", "found"), [(0, [4, 4]), (1, [4, 2])])
+def test_a_load_of_one_by_ranks_counts_from_its_first_write_on(tmp_path: Path, steps: int, found: list[int]) -> None:
+    killed(2, loaded_alone, tmp_path, steps)
+    assert run_ranks(2, at, tmp_path) == [found] * 2
+
+
 def fresh(world: World, path: Path) -> list[int]:
     with make(options("host", path, open="fresh"), "adagrad", name="a", tables=1, seed=0, world=world) as one:
         return [int(one.metrics()["table"]["step"]), one.size()]
