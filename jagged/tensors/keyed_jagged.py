@@ -26,6 +26,7 @@ class KeyedJagged(Jagged, registered=False):
     """Features of a batch: the bags of the first key, then those of the second, and so on."""
 
     _keys: tuple[str, ...]
+    _batch: int | None = None  # of a part that does not say it by itself: how many samples the whole has
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class KeyedJagged(Jagged, registered=False):
 
     @abstractmethod
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> Self:
-        """Such a tensor of the keys of these numbers."""
+        """Such a tensor of the keys of these numbers, of the same batch."""
 
     def keys(self) -> list[str]:
         """The names of the features, in their order."""
@@ -143,11 +144,11 @@ class KeyedJagged(Jagged, registered=False):
         counts = zip(self._keys, self.stride_per_key(), strict=True)
         return [f"key {key!r}, sample {sample}" for key, count in counts for sample in range(count)]
 
-    def _context(self) -> tuple[str, ...]:
-        return self._keys
+    def _context(self) -> tuple[tuple[str, ...], int | None]:
+        return self._keys, self._batch
 
-    def _set_context(self, context: tuple[str, ...]) -> None:
-        self._keys = context
+    def _set_context(self, context: tuple[tuple[str, ...], int | None]) -> None:
+        self._keys, self._batch = context
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(keys={self.keys()}, stride={self.stride()}, {self._told()})"

@@ -101,9 +101,13 @@ class KeyedJaggedTensor(KeyedJagged):
         lengths = None if offsets is not None or lengths is None else lengths.flatten()
         parts = (kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, offsets)
         if not kjt.variable_stride_per_key():
-            return cls(*parts)
+            made: KeyedJagged = cls(*parts)
+            made._batch = None if made._keys else kjt.stride()
+            return made
         refuse_trace("from_torchrec of variable batch sizes", "convert what the graph is given, before its call")
-        return VariableBatchKeyedJaggedTensor(*parts, kjt.stride_per_key(), kjt.inverse_indices_or_none())
+        made = VariableBatchKeyedJaggedTensor(*parts, kjt.stride_per_key(), kjt.inverse_indices_or_none())
+        made._batch = kjt.stride() if kjt.stride() > made.stride() else None
+        return made
 
     @classmethod
     def concat(cls, kjt_list: Sequence[Self]) -> Self:
@@ -113,11 +117,13 @@ class KeyedJaggedTensor(KeyedJagged):
         if any(kjt.variable_stride_per_key() for kjt in kjt_list):
             raise InputError("kjt_list: keys of one differ in their numbers of bags; give such with one bag a sample")
         _check_alike("kjt_list", "samples", {str(kjt.keys()): kjt.stride() for kjt in kjt_list if kjt._keys})
-        return cls._joined([key for kjt in kjt_list for key in kjt._keys], kjt_list)
+        joined = cls._joined([key for kjt in kjt_list for key in kjt._keys], kjt_list)
+        joined._batch = None if joined._keys else max(kjt.stride() for kjt in kjt_list)
+        return joined
 
     def stride(self) -> int:
-        """How many samples the batch has, 0 where there are no keys."""
-        return (self._offsets.shape[0] - 1) // max(len(self._keys), 1)
+        """How many samples the batch has: without keys, that which it is a part of, else 0."""
+        return (self._offsets.shape[0] - 1) // len(self._keys) if self._keys else self._batch or 0
 
     def stride_per_key(self) -> list[int]:
         return [self.stride()] * len(self._keys)
@@ -129,12 +135,14 @@ class KeyedJaggedTensor(KeyedJagged):
         """TorchRec's name for how samples share bags: here each sample has its own."""
 
     def offsets_of_keys(self) -> Sequence[Tensor]:
-        bags = self.stride()
+        bags = self.stride() if self._keys else 0
         rows = self._offsets.unfold(0, bags + 1, bags) if bags else self._offsets.expand(len(self._keys), 1)
         return (rows - rows[:, :1]).unbind()
 
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
-        return KeyedJaggedTensor([self._keys[at] for at in chosen], values, weights, offsets=offsets)
+        part = KeyedJaggedTensor([self._keys[at] for at in chosen], values, weights, offsets=offsets)
+        part._batch = None if chosen else self.stride()
+        return part
 
     @classmethod
     def _joined(cls, keys: Sequence[str], parts: Sequence[JaggedTensor | Self]) -> Self:

@@ -56,8 +56,10 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
             )
 
     def stride(self) -> int:
-        """How many samples the batch has; without inverse indices, the most bags of a key."""
-        return max(self.stride_per_key(), default=0) if self._inverse is None else self._inverse.shape[1]
+        """How many samples the batch has; without inverse indices, the most bags of a key, in the whole of a part."""
+        if self._inverse is not None:
+            return self._inverse.shape[1]
+        return max(self.stride_per_key(), default=0) if self._batch is None else self._batch
 
     def stride_per_key(self) -> list[int]:
         refuse_trace("stride_per_key", "use strides()")
@@ -96,4 +98,6 @@ class VariableBatchKeyedJaggedTensor(KeyedJagged):
         keys, strides = [self._keys[at] for at in chosen], self.stride_per_key()
         inverse = None if self._inverse is None else (keys, self._inverse[chosen])
         kind = VariableBatchKeyedJaggedTensor
-        return kind(keys, values, weights, None, offsets, [strides[at] for at in chosen], inverse)
+        part = kind(keys, values, weights, None, offsets, [strides[at] for at in chosen], inverse)
+        part._batch = self.stride()
+        return part

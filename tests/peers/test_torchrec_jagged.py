@@ -54,7 +54,10 @@ def test_split_permute_and_concat_are_those_of_torchrec(drawn: Features, data: s
         if other.keys():
             check_same(one, other)
         else:
-            assert (one.keys(), one.stride(), one.offsets().tolist(), one.values().tolist()) == ([], 0, [0], [])
+            assert (one.keys(), one.offsets().tolist(), one.values().tolist()) == ([], [0], [])
+            assert one.stride() == mine.stride()  # theirs forgets it, if nothing asked the whole for it before
+            assert one.to_dict() == {}
+            assert one.split([0])[0].stride() == mine.stride()
     check_same(KeyedJaggedTensor.concat(parts), peer)
     order = data.draw(st.permutations(range(len(drawn.keys))))[: data.draw(st.integers(1, len(drawn.keys)))]
     check_same(mine.permute(order), peer.permute(order))
@@ -137,6 +140,25 @@ def test_variable_batch_sizes_without_a_way_back_are_those_of_the_longest_key() 
     made = VariableBatchKeyedJaggedTensor(["a", "b"], EIGHT, None, torch.tensor([2, 1, 5]), None, [1, 2])
     assert (made.stride(), made.inverse_indices_or_none()) == (2, None)
     assert pickle.loads(pickle.dumps(made)).to_dict()["b"].lengths().tolist() == [1, 5]
+
+
+def test_parts_have_the_batch_size_of_the_whole() -> None:
+    peer = torchrec.KeyedJaggedTensor(["a", "b"], EIGHT, lengths=torch.tensor([2, 1, 1, 1, 1, 2]))
+    uneven = torchrec.KeyedJaggedTensor(
+        ["a", "b"], EIGHT, lengths=torch.tensor([2, 1, 1, 1, 1, 1, 1]), stride_per_key_per_rank=[[3], [4]]
+    )
+    for whole, batch in ((peer, 3), (uneven, 4)):
+        made = KeyedJaggedTensor.from_torchrec(whole)
+        assert whole.stride() == batch  # from here on its parts know it
+        for segments in ([0, 2], [1, 0, 1]):
+            for part, other in zip(made.split(segments), whole.split(segments), strict=True):
+                taken = KeyedJaggedTensor.from_torchrec(other)
+                rebuilt = pytree.tree_unflatten(*pytree.tree_flatten(part))
+                all_of = (other, part, taken, rebuilt, part.to("cpu"), pickle.loads(pickle.dumps(part)))
+                assert [one.stride() for one in all_of] == [batch] * len(all_of)
+                assert part.stride_per_key() == other.stride_per_key()
+    first, second = KeyedJaggedTensor.from_torchrec(peer).split([0, 2])
+    assert KeyedJaggedTensor.concat([first, first]).stride() == KeyedJaggedTensor.concat([first, second]).stride() == 3
 
 
 def test_one_that_moves_has_all_of_its_parts_there() -> None:
