@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +18,8 @@ from ..persist.held_contract import Ranks
 log = logging.getLogger("tierbed")
 
 # by name: most of these modules are imported only by programs that use them
-_WRAPPERS = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable")
+_TORCHREC = "torchrec.distributed.model_parallel"
+_WRAPPERS = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable", _TORCHREC)
 _TENSORS = "torch.distributed.tensor"
 
 
@@ -71,13 +74,13 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[Rows]) -> Ranks | N
 def refuse_lookup(name: str) -> None:
     """OptimizerError where a lookup of embedding `name` for training is called within a DistributedDataParallel."""
     if DistributedDataParallel._active_ddp_module is not None:
-        raise _told(OptimizerError, f"embedding {name!r} is in a DistributedDataParallel", "its training", "the loop")
+        raise _told(OptimizerError, f"embedding {name!r} is in {_calling()}", "its training", "the loop")
 
 
 def _shared(root: nn.Module, name: str) -> str | None:
     for path, module in root.named_modules():
         if _is_wrapper(module):
-            return f"{path or name} is a {type(module).__name__}"
+            return f"{path or name} is {_described(module)}"
     for path, parameter in root.named_parameters():
         if type(parameter).__module__.startswith(_TENSORS):
             return f"{path} is a {type(parameter).__name__}"
@@ -92,7 +95,28 @@ def refuse_around(root: nn.Module) -> None:
     """GraphError where a DistributedDataParallel around `root` calls it."""
     around = DistributedDataParallel._active_ddp_module
     if around is not None and any(module is root for module in around.modules()):
-        raise _refused(f"{type(root).__name__} is in a DistributedDataParallel")
+        raise _refused(f"{type(root).__name__} is in {_calling()}")
+
+
+def _calling() -> str:
+    """The DistributedDataParallel that calls, or TorchRec's module that made it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and _is_of_torchrec(module):
+            return _described(module)
+        frame = frame.f_back
+    return "a DistributedDataParallel"
+
+
+def _is_of_torchrec(module: nn.Module) -> bool:
+    return any(kind.__module__ == _TORCHREC for kind in type(module).__mro__)
+
+
+def _described(wrapper: nn.Module) -> str:
+    """A wrapper, and why its sharders leave collections of tierbed as they are."""
+    of_torchrec = ", which shards TorchRec's own collections alone" if _is_of_torchrec(wrapper) else ""
+    return f"a {type(wrapper).__name__}{of_torchrec}"
 
 
 def _refused(what: str) -> TierbedError:
