@@ -212,6 +212,16 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             self._held.use_optimizer(rows_optimizer)
         self.row_optimizer = rows_optimizer
 
+    def keep_rows(self) -> None:
+        super().keep_rows()
+        if self._refused is None or self._held is None or self._closed or self.row_optimizer is None:
+            return
+        try:
+            self._held.use_optimizer(self.row_optimizer)  # rows that were loaded since may fit it
+            self._refused = None
+        except OptimizerError as error:
+            self._refused = error
+
     def read(self, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
         """The result of a lookup with checked arguments."""
         return self._table().read(lookup, weights, self.output_dtype)

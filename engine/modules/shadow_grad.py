@@ -79,8 +79,8 @@ def accumulate(embedding: Rows, lookup: Lookup, grad: Tensor, weights: Tensor | 
     name, shadow = embedding.name, embedding.shadow
     if embedding.handle not in holders:
         raise GraphError(
-            f"embedding {name!r}: backward() outside a graph; call it in the build() of a tierbed.graph.Graph, give "
-            "the optimizer to a tierbed.engine.EagerOptimizer to train in a loop, or read under torch.no_grad()"
+            f"embedding {name!r}: backward() outside a graph; call it in the build() of a tierbed.Graph, give the "
+            "optimizer to a tierbed.EagerOptimizer to train in a loop, or read under torch.no_grad()"
         )
     if not isinstance(shadow.grad, ShadowGrad):
         shadow.grad = ShadowGrad.of(embedding)

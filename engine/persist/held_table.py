@@ -174,9 +174,18 @@ class HeldTable:
             raise OptimizerError(
                 f"embedding {self.name!r} has rows of optimizer {held.rule} with state {list(held.names)} that "
                 f"begins as {list(held.initial)}, not of {wanted.rule} with {list(wanted.names)} from "
-                f"{list(wanted.initial)}; keep to one optimizer, or take another name"
+                f"{list(wanted.initial)}; train with that optimizer, or take another name{self._anew()}"
             )
         self._persistence.check_row(optimizer)
+
+    def _anew(self) -> str:
+        """The remedy for rows of another optimizer, where a folder keeps snapshots of them."""
+        if self._persistence.folder is None:
+            return ""
+        return (
+            "; or begin its state anew: save_snapshot, close, create the embedding again for the new optimizer, and "
+            "load_snapshot(name, weights_only=True)"
+        )
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """Train the rows by `optimizer` from here on. Opens the table again where lines need room for its state.

@@ -43,7 +43,7 @@ def description_for(
     if not isinstance(tables, (list, tuple)):
         raise OptionError(f"tables={tables!r}: give a list with the options of each table, as by make_table_options")
     if not isinstance(optimizer, (RowOptimizer, NoneType)):
-        raise OptimizerError(f"optimizer={optimizer!r}: give what engine.row_optimizer makes of an optimizer, or None")
+        raise OptimizerError(f"optimizer={optimizer!r}: give what tierbed.row_optimizer makes of an optimizer, or None")
     spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
     state = RowState() if optimizer is None else spec.state_of(optimizer)
     hyper = [] if optimizer is None or step == 0 else optimizer.hyper(step)

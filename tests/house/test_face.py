@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -44,6 +45,23 @@ def loaded(code: str) -> set[str]:
     told = f"{code}\nimport sys\nprint('loaded:', *({HEAVY!r} & sys.modules.keys()))"
     ran = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     return set(ran.stdout.rpartition("loaded:")[2].split())
+
+
+def test_messages_name_what_users_import_by_its_shortest_name() -> None:
+    public = set(dir(import_module("tierbed")))
+    longer = re.compile(r"\b(?:tierbed\.)?(?:engine|graph|snapshots)\.(\w+)")
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}: {match.group()}"
+        for folder in ("engine", "graph", "snapshots", "distributed", "jagged", "one_embedding", "cli")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for error in ast.walk(ast.parse(file.read_text()))
+        if isinstance(error, ast.Raise)
+        for node in ast.walk(error)
+        if isinstance(node, ast.Constant)
+        for match in longer.finditer(str(node.value))
+        if match.group(1) in public
+    ]
+    assert not found
 
 
 @pytest.mark.parametrize("name", FACES)

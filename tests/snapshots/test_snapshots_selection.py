@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.embeddings import contents, make, train
+from support.embeddings import attach, contents, make, train
 from support.kinds import TYPES, grow, open_at
 from support.stores import options
 from tierbed.engine import MultiTableEmbedding
@@ -43,6 +43,32 @@ def test_a_part_of_a_snapshot_can_be_loaded(tmp_path: Path, store: str) -> None:
         kept = rows_by_key(embedding)
     with open_at(tmp_path, store) as embedding:
         assert rows_by_key(embedding) == kept
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_the_way_to_another_optimizer_that_the_error_names_is_one(tmp_path: Path, used_before: bool) -> None:
+    remedy = r"begin its state anew: save_snapshot, close, .* and load_snapshot\(name, weights_only=True\)"
+    with open_at(tmp_path, "host", "adagrad") as embedding:
+        train(embedding, [1, 2, 3])
+        with pytest.raises(OptimizerError, match=remedy):
+            attach(embedding, "adam")
+        embedding.save_snapshot("a")
+        rows = embedding.get([1, 2, 3], 0)
+    with open_at(tmp_path, "host", "adam") as embedding:
+        if used_before:
+            with pytest.raises(OptimizerError, match="weights_only=True"):
+                train(embedding, [1])
+        embedding.load_snapshot("a", weights_only=True)
+        assert torch.equal(embedding.get([1, 2, 3], 0), rows)
+        train(embedding, [1])
+        assert embedding.opened().own_table.state.names == ("exp_avg", "exp_avg_sq")
+
+
+def test_rows_without_a_folder_have_no_way_by_a_snapshot() -> None:
+    with make(options("host"), "adagrad") as embedding:
+        train(embedding, [1])
+        with pytest.raises(OptimizerError, match=r"train with that optimizer, or take another name$"):
+            attach(embedding, "adam")
 
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
