@@ -25,11 +25,13 @@ def check_stored(
     error: type[Exception],
     what: str,
     wanted: Collection[int] | None = None,
+    can_load: bool = False,
 ) -> None:
     """Raises where the stored rows, or those of the tables `wanted`, cannot be rows of the embedding.
 
     Raises `error` where their columns, keys or number of tables differ, StoreError for names of tables or their order,
     OptimizerError where the rows lack the state of `optimizer`. what: names the stored rows in messages.
+    can_load: whether they are of a snapshot that a load can convert, as SnapshotError says of all.
     """
     for field, argument, mine in (
         ("columns", "embedding_dim", list(spec.columns)),
@@ -41,7 +43,7 @@ def check_stored(
                 f"name or persistent_path"
             )
     if stored["dtype"] != spec.dtype:
-        raise _of_other_type(error, what, "dtype", stored["dtype"], spec.dtype)
+        raise _of_other_type(error, what, "dtype", stored["dtype"], spec.dtype, can_load)
     _check_names(spec, stored, what, wanted)
     there, begun = stored["tables"], spec.plain_tables()
     if wanted is not None:  # rows of tables with higher numbers are not loaded
@@ -62,12 +64,14 @@ def check_stored(
         )
     if RowState.described(stored).types != spec.state_of(optimizer).types:
         state_type, _ = RowState.described(stored).narrow
-        raise _of_other_type(error, what, "state_dtype", state_type, spec.state_dtype)
+        raise _of_other_type(error, what, "state_dtype", state_type, spec.state_dtype, can_load)
 
 
-def _of_other_type(error: type[Exception], what: str, argument: str, theirs: str, ours: str) -> Exception:
+def _of_other_type(
+    error: type[Exception], what: str, argument: str, theirs: str, ours: str, can_load: bool
+) -> Exception:
     convert = "load_snapshot(name, convert=True)"
-    if error is SnapshotError:
+    if can_load or error is SnapshotError:
         remedy = f"load it by {convert}"
     else:
         remedy = f'save them by `tierbed snapshot save`, open with open="fresh", which drops them, and {convert}'

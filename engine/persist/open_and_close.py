@@ -106,7 +106,10 @@ class TablePersistence:
                 self.unsettled = settle(self.folder, mode, open_rows(), for_load, stores=stores)
                 self.membership.record = self.folder.group
             self._is_written = False
-            table = self._open_with(optimizer, (decide or self._own_decision)(found_in(self.folder)), self.folder)
+            found = found_in(self.folder)
+            is_new = self.life is None and found.mark is None and not found.was_open
+            opening = (decide or self._own_decision)(found)
+            table = self._open_with(optimizer, opening, self.folder, is_new, for_load)
             if self.life is None:
                 forget_ranks(self.folder)
             if self.membership is not None and self.unsettled:
@@ -126,18 +129,28 @@ class TablePersistence:
             return opening
         return opening._replace(run=self.life.run, writes=self.life.writes)
 
-    def _open_with(self, optimizer: RowOptimizer | None, opening: Opening, folder: StoreFolder) -> OpenTable:
+    def _open_with(
+        self, optimizer: RowOptimizer | None, opening: Opening, folder: StoreFolder, is_new: bool, for_load: bool
+    ) -> OpenTable:
         if self.life is not None:
             self.life.run, self.life.writes = opening.run, opening.writes
         if opening.mark is not None:
             return self._resume(optimizer, opening.mark, folder)
         if opening.snapshot is not None:
-            self.spec = self.spec.with_stored_seed(opening.snapshot.description)
+            spec = self.spec.with_stored_seed(opening.snapshot.description)
+            what = f"store folder {str(folder.path)!r}"
+            if is_new:
+                what = f"snapshot {opening.snapshot.name!r}, with which {what} opens,"
+            try:
+                check_stored(spec, opening.snapshot.description, optimizer, StoreError, what, can_load=is_new)
+                self.spec = spec
+            except StoreError:
+                if not (is_new and for_load):
+                    raise
+                opening = Opening()  # the load brings the rows, and reports what does not fit
         if opening.snapshot is None:
             table = self._start_empty(optimizer, folder)
         else:
-            what = f"store folder {str(folder.path)!r}"
-            check_stored(self.spec, opening.snapshot.description, optimizer, StoreError, what)
             folder.discard_live()  # this makes room: no run uses these rows again
             table, _ = self.load(optimizer, opening.snapshot, None, verified=opening.verified)
             if self.membership is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 from zlib import crc32
@@ -20,6 +21,7 @@ from ...engine.persist.training_group import train_together
 from ...engine.spec.options import StoreOptions
 from .configs import EmbeddingConfig, config_of, suffix_of
 from .division import Need, stores_of, stores_text
+from .other_types import warn_of_other_types
 
 
 class Tables(ModelSnapshots, nn.Module):
@@ -63,8 +65,7 @@ class Tables(ModelSnapshots, nn.Module):
             raise OptionError(f"store_options=None: nothing says where table {names} is; give store options")
         parts: dict[str, list[EmbeddingConfig]] = {}
         for config in own:
-            group = f"-{config.group}" if config.group else ""
-            parts.setdefault(f"{name}-d{config.embedding_dim}{suffix_of(config.dtype)}{group}", []).append(config)
+            parts.setdefault(_embedding_name(name, config, config.dtype), []).append(config)
         needs = {
             part: Need(configs[0].embedding_dim, _rows(configs), configs[0].dtype.itemsize)
             for part, configs in parts.items()
@@ -73,6 +74,7 @@ class Tables(ModelSnapshots, nn.Module):
         for part, configs in parts.items():
             if "." in part or part in self.embeddings:
                 raise OptionError(f"name={name!r}: {part!r} is taken or has a dot; give another name, without dots")
+            warn_of_other_types(partial(_embedding_name, name, configs[0]), configs[0].dtype, self._stores[part])
             self.embeddings[part] = MultiTableEmbedding(
                 part,
                 configs[0].embedding_dim,
@@ -184,6 +186,12 @@ def refuse_device(device: Any) -> None:
         raise OptionError(
             f"device={device!r}: store_options say where rows are, and .to(device) where lookups run; leave it out"
         )
+
+
+def _embedding_name(name: str, config: EmbeddingConfig, dtype: torch.dtype) -> str:
+    """What a collection calls the embedding of a table, if its rows are of `dtype`."""
+    group = f"-{config.group}" if config.group else ""
+    return f"{name}-d{config.embedding_dim}{suffix_of(dtype)}{group}"
 
 
 def _rows(configs: Sequence[EmbeddingConfig]) -> int | None:

@@ -119,7 +119,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         made = settings.made([anchor])
         rows = ShiftedOptimizer(made, made.param_groups[0])
         words = {dim: rows.row_state(dim).form(dim, DTYPES[weights]).width for dim in dims}
-        stores = stores_for(parts, tables, store_options, caching, words, weights)
+        stores = stores_for(name, parts, tables, store_options, caching, words, weights)
         super().__init__(name, tables, parts, stores, bounds, rows, dtype, weights, check_seed(seed), world)
         self.features = features
         self.pooling_mode = mode

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from ...engine.spec.table_spec import check_name
 from ...engine.spec.tables import check_distinct, check_table_name
 from ..modules.configs import suffix_of
 from ..modules.division import Need, stores_of
+from ..modules.other_types import warn_of_other_types
 from .enums import CacheAlgorithm, ComputeDevice, EmbeddingLocation, taken
 
 LOAD_FACTOR = 0.2  # FBGEMM's default
@@ -124,6 +126,12 @@ def checked_features(feature_table_map: Any, tables: int) -> list[int]:
     return features
 
 
+def embedding_name(name: str, table: Table, by_location: bool, dtype: torch.dtype) -> str:
+    """What the embedding of a table is called, if its rows are of `dtype`."""
+    place = f"-{table.location.name.lower()}" if by_location else ""
+    return f"{name}-d{table.dim}{suffix_of(dtype)}{place}"
+
+
 def parts_of(
     name: Any, tables: Sequence[Table], features: Sequence[int], by_location: bool, dtype: torch.dtype
 ) -> list[Part]:
@@ -132,8 +140,7 @@ def parts_of(
         raise OptionError(f"name={name!r}: it names modules; use no dots")
     parts: dict[str, Part] = {}
     for number, table in enumerate(tables):
-        place = f"-{table.location.name.lower()}" if by_location else ""
-        own = f"{name}-d{table.dim}{suffix_of(dtype)}{place}"
+        own = embedding_name(name, table, by_location, dtype)
         parts.setdefault(own, Part(own, [], [], [])).tables.append(number)
     for part in parts.values():
         for feature, number in enumerate(features):
@@ -144,6 +151,7 @@ def parts_of(
 
 
 def stores_for(
+    name: str,
     parts: Sequence[Part],
     tables: Sequence[Table],
     store_options: Mapping[str, Any] | None,
@@ -160,10 +168,14 @@ def stores_for(
         caching.refuse("store_options stands in the place of all locations; give it cache_policy and a budget there")
         rows = {part.name: sum(tables[number].rows for number in part.tables) for part in parts}
         needs = {part.name: Need(tables[part.tables[0]].dim, rows[part.name], dtype.itemsize) for part in parts}
-        return stores_of(store_options, needs)
+        stores = stores_of(store_options, needs)
+        for part in parts:
+            named = partial(embedding_name, name, tables[part.tables[0]], False)
+            warn_of_other_types(named, dtype, stores[part.name])
+        return stores
     if not cached:
         caching.refuse("no table is in EmbeddingLocation.MANAGED_CACHING, and the others have no cache; leave it out")
-    stores: dict[str, StoreOptions] = {}
+    stores = {}
     for part in parts:
         table = tables[part.tables[0]]
         if table.location is EmbeddingLocation.DEVICE:
