@@ -16,7 +16,8 @@ CHUNK = 1 << 16  # rows
 
 def copied_weights(embedding: MultiTableEmbedding, number: int, rows: int) -> Tensor:
     """The rows [rows, dim] of one table, those that were never written as they begin."""
-    weights = torch.empty(rows, embedding.dim, device=embedding.device)
+    with torch.inference_mode(False):
+        weights = torch.empty(rows, embedding.dim, device=embedding.device)
     for first in range(0, rows, CHUNK):
         keys = torch.arange(first, min(first + CHUNK, rows))
         weights[first : first + CHUNK] = embedding.get(keys, number)

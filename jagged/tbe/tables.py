@@ -29,6 +29,7 @@ from ...engine.spec.tables import choices, table_number
 from ..modules.division import stores_text
 from .bounds import Bounds
 from .copies import copied_states, copied_weights, fill_uniform
+from .read_only import ReadOnlyCopy
 from .settings import ShiftedOptimizer
 from .specs import Part, Table
 
@@ -100,11 +101,23 @@ class TablesInEmbeddings(ModelSnapshots, nn.Module):
                 embedding.spec = replace(embedding.spec, tables=tuple(self._options(part, uniform)))
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """The rows of each table [rows, dim], copied: writing to them changes no table, and `embedding.put` does."""
-        return self._by_table(lambda embedding, rows: [copied_weights(embedding, i, n) for i, n in enumerate(rows)])
+        """The rows of each table [rows, dim], copied: an in-place write into them raises InputError.
+
+        `embedding_of(table).put(keys, rows, table)` writes, and `clone()` gives a tensor of your own.
+        """
+        copies = self._by_table(lambda embedding, rows: [copied_weights(embedding, i, n) for i, n in enumerate(rows)])
+        return [
+            ReadOnlyCopy.of(
+                weights,
+                f"split_embedding_weights of {self.name!r} copies rows, so writing into those of table {table.name!r} "
+                f"changes none that is stored; call embedding_of({table.name!r}).put(torch.arange({table.rows}), rows, "
+                f"{table.name!r}), or clone() them for a tensor of your own",
+            )
+            for weights, table in zip(copies, self.tables, strict=True)
+        ]
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
-        """The optimizer's states of each table, copied: writing to them changes no table.
+        """The optimizer's states of each table, copied: an in-place write into them raises InputError.
 
         [rows, dim] each, of EXACT_ROWWISE_ADAGRAD [rows]. EXACT_SGD has none, and gives an empty list. Raises
         StoreError where ranks share the rows.
@@ -117,7 +130,19 @@ class TablesInEmbeddings(ModelSnapshots, nn.Module):
                     f"split_optimizer_states of {self.name!r}: ranks share the rows, and no call gathers their states; "
                     "save a snapshot, whose files have them"
                 )
-        return self._by_table(lambda embedding, rows: copied_states(embedding, rows, self._rows))
+        copies = self._by_table(lambda embedding, rows: copied_states(embedding, rows, self._rows))
+        return [
+            [
+                ReadOnlyCopy.of(
+                    state,
+                    f"split_optimizer_states of {self.name!r} copies them, so writing into that of table "
+                    f"{table.name!r} changes no row; load a snapshot or state_dict() that has the state, or clone() it "
+                    "for a tensor of your own",
+                )
+                for state in states
+            ]
+            for states, table in zip(copies, self.tables, strict=True)
+        ]
 
     def embedding_of(self, table: int | str) -> MultiTableEmbedding:
         """The embedding that has a table, where the table goes by its name: for put, get, snapshots. InputError."""
