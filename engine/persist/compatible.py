@@ -10,6 +10,7 @@ from typing import Any
 from ...snapshots.store.converted import converted_description
 from ...snapshots.store.selection import Selection
 from ..errors import InputError, OptimizerError, SnapshotError, StoreError
+from ..optim.kernel import kernels
 from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
 from ..spec.table_spec import KEY_TYPES, TableSpec
@@ -54,6 +55,8 @@ def check_stored(
         log.warning(
             "%s began its rows with another seed or other initializers: rows not yet stored begin differently", what
         )
+    if optimizer is None:
+        _warn_of_state(spec, stored, what)
     if optimizer is None or stored.get("rows") == 0 or (stored["optimizer"] is None and not stored["states"]):
         return
     if (stored["optimizer"], stored["states"]) != (optimizer.rule, list(optimizer.states)):
@@ -65,6 +68,20 @@ def check_stored(
     if RowState.described(stored).types != spec.state_of(optimizer).types:
         state_type, _ = RowState.described(stored).narrow
         raise _of_other_type(error, what, "state_dtype", state_type, spec.state_dtype, can_load)
+
+
+def _warn_of_state(spec: TableSpec, stored: dict[str, Any], what: str) -> None:
+    """Log, before an optimizer is there, that none could train the stored rows with this `state_dtype`."""
+    kernel, (theirs, _) = kernels().get(stored["optimizer"]), RowState.described(stored).narrow
+    if kernel is not None and kernel.element_states and theirs != spec.state_dtype:
+        log.warning(
+            "%s holds state of %s, and state_dtype=torch.%s: its rows can be read, and a step will raise; give "
+            "state_dtype=torch.%s",
+            what,
+            theirs,
+            spec.state_dtype,
+            theirs,
+        )
 
 
 def _of_other_type(

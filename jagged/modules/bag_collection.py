@@ -45,6 +45,7 @@ class EmbeddingBagCollection(Tables):
     share: a collection whose tables of the same name are looked up here as well; store_options are for the others.
     device: TorchRec's argument, which is refused: store_options say where rows are.
     world: a `World` of tierbed.distributed, over whose ranks the rows are spread; shared tables have their own.
+    state_dtype: of the optimizer's state that every element has: torch.float32 or bfloat16.
 
     Raises OptionError.
     """
@@ -61,11 +62,13 @@ class EmbeddingBagCollection(Tables):
         share: Tables | None = None,
         device: None = None,
         world: Ranks | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         refuse_device(device)
         super().__init__(
-            tables, EmbeddingBagConfig, store_options, name, key_type, seed, output_dtype, share, world=world
-        )
+            tables, EmbeddingBagConfig, store_options, name, key_type, seed, output_dtype, share, None, world,
+            state_dtype,
+        )  # fmt: skip
         self.is_weighted = is_weighted
         self._keys: list[str] = []
         self._lengths: list[int] = []

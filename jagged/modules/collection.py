@@ -52,6 +52,7 @@ class EmbeddingCollection(Tables):
         padded: Mapping[str, int] | None = None,
         device: None = None,
         world: Ranks | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         refuse_device(device)
         if padded is not None and not isinstance(padded, Mapping):
@@ -59,8 +60,9 @@ class EmbeddingCollection(Tables):
         self._padded = dict(padded or {})
         padding = (2**64 - 1 if key_type == torch.uint64 else PADDING_ID) if self._padded else None
         super().__init__(
-            tables, EmbeddingConfig, store_options, name, key_type, seed, output_dtype, share, padding, world
-        )
+            tables, EmbeddingConfig, store_options, name, key_type, seed, output_dtype, share, padding, world,
+            state_dtype,
+        )  # fmt: skip
         self.need_indices = need_indices
         self._names = output_names(self.configs)
         features = {feature for config in self.configs for feature in config.feature_names}

@@ -19,6 +19,7 @@ from ...engine.modules.saved_rows import SavedRows
 from ...engine.persist.held_contract import Ranks
 from ...engine.persist.training_group import train_together
 from ...engine.spec.options import StoreOptions
+from ...engine.spec.table_spec import check_state_dtype
 from .configs import EmbeddingConfig, config_of, suffix_of
 from .division import Need, stores_of, stores_text
 from .other_types import warn_of_other_types
@@ -27,7 +28,7 @@ from .other_types import warn_of_other_types
 class Tables(ModelSnapshots, nn.Module):
     """Tables in embeddings, one for each dim and group: `<name>-d<dim>`, and `-<group>` after it where there is one.
 
-    tables, store_options, name, key_type, seed, output_dtype, share, world: as of a collection.
+    tables, store_options, name, key_type, seed, output_dtype, share, world, state_dtype: as of a collection.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Tables(ModelSnapshots, nn.Module):
         share: Tables | None,
         padding_idx: int | None = None,
         world: Ranks | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         if not isinstance(tables, (list, tuple)) or not tables:
@@ -55,7 +57,7 @@ class Tables(ModelSnapshots, nn.Module):
         self._shared: list[str] = []  # the embeddings of another collection
         own = [config for config in self.configs if share is None or not share.has(config.name)]
         if share is not None:
-            self._take(share, [config for config in self.configs if config not in own], output_dtype)
+            self._take(share, [config for config in self.configs if config not in own], output_dtype, state_dtype)
         if not own:
             if store_options is not None:
                 raise OptionError("store_options: share has every table, with its store; leave store_options out")
@@ -87,6 +89,7 @@ class Tables(ModelSnapshots, nn.Module):
                 seed=(seed + crc32(part.encode())) % 2**63,
                 output_dtype=output_dtype,
                 world=world,
+                state_dtype=state_dtype,
             )
             self._at |= {config.name: (part, number) for number, config in enumerate(configs)}
         train_together(self.embeddings[part] for part in parts)
@@ -145,7 +148,9 @@ class Tables(ModelSnapshots, nn.Module):
     ) -> None:
         self.close()
 
-    def _take(self, share: Tables, configs: Sequence[EmbeddingConfig], output_dtype: torch.dtype) -> None:
+    def _take(
+        self, share: Tables, configs: Sequence[EmbeddingConfig], output_dtype: torch.dtype, state_dtype: torch.dtype
+    ) -> None:
         """Look up tables that `share` has there. OptionError where a config says something else than its own."""
         if not isinstance(share, Tables):
             raise OptionError(f"share={type(share).__name__}: give a collection")
@@ -168,6 +173,11 @@ class Tables(ModelSnapshots, nn.Module):
             dtype = share.embedding_of(config.name).output_dtype
             if dtype != output_dtype:
                 raise OptionError(f"output_dtype={output_dtype}: the tables of share return {dtype}; give that")
+            of_state = share.embedding_of(config.name).spec.state_dtype
+            if check_state_dtype(state_dtype) != of_state:
+                raise OptionError(
+                    f"state_dtype={state_dtype}: the tables of share keep state of torch.{of_state}; give that"
+                )
             self.embeddings[part] = share.embeddings[part]
             self._shared.append(part)
             self._stores |= {part: share._stores[part]}

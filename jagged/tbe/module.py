@@ -13,13 +13,13 @@ from torch._guards import detect_fake_mode
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.numeric import real
 from ...engine.persist.held_contract import Ranks
-from ...engine.spec.table_spec import DTYPES, check_seed
+from ...engine.spec.table_spec import DTYPES, check_seed, check_state_dtype
 from .bounds import Bounds
 from .calls import Call, checked_call
 from .enums import BoundsCheckMode, CacheAlgorithm, OptimType, PoolingMode, WeightDecayMode, taken, taken_dtype
 from .lookups import Plan
 from .refused import CONSTRUCTOR, refuse, refuse_call
-from .settings import DEFAULTS, Settings, ShiftedOptimizer, checked_step
+from .settings import DEFAULTS, Settings, ShiftedOptimizer, checked_state_dtype, checked_step
 from .specs import LOAD_FACTOR, Caching, checked_features, checked_tables, device_of, parts_of, stores_for
 from .tables import TablesInEmbeddings
 from .update import Trainer
@@ -42,7 +42,8 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
     update, a row of a larger L2 norm is scaled to it; 0 is none. max_gradient: with `gradient_clipping`, the
     magnitude to which each element of the output's gradient is clamped before it is summed.
     weights_precision: of stored rows, output_dtype: of results: torch.float32, float16 or bfloat16, or a SparseType of
-    FBGEMM. The optimizer's state stays float32, and training rounds rows of 16 bits by chance.
+    FBGEMM. Training rounds rows of 16 bits by chance. optimizer_state_dtypes: {"momentum1": dtype, ...} of the states
+    that `split_optimizer_states` gives, float32 or bfloat16; those of every element have one dtype, others are float32.
     bounds_check_mode: of indices that a table has no row for. FATAL raises InputError; WARNING drops them, and logs the
     first; IGNORE drops them; dropped ones are like none, and `metrics()` counts them. NONE checks nothing: any 64-bit
     index is a row. Offsets are always checked.
@@ -78,6 +79,7 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         cache_algorithm: Any = CacheAlgorithm.LRU,
         cache_load_factor: float = LOAD_FACTOR,
         table_names: Sequence[str] | None = None,
+        optimizer_state_dtypes: Mapping[str, Any] | None = None,
         device: Any = None,
         store_options: Mapping[str, Any] | None = None,
         name: str = "tbe",
@@ -118,9 +120,13 @@ class TableBatchedEmbeddingBags(TablesInEmbeddings):
         anchor = nn.Parameter(torch.zeros(0))
         made = settings.made([anchor])
         rows = ShiftedOptimizer(made, made.param_groups[0])
-        words = {dim: rows.row_state(dim).form(dim, DTYPES[weights]).width for dim in dims}
+        state_dtype = checked_state_dtype(optimizer_state_dtypes, rows)
+        of_state = check_state_dtype(state_dtype)
+        words = {dim: rows.row_state(dim, of_state).form(dim, DTYPES[weights]).width for dim in dims}
         stores = stores_for(name, parts, tables, store_options, caching, words, weights)
-        super().__init__(name, tables, parts, stores, bounds, rows, dtype, weights, check_seed(seed), world)
+        super().__init__(
+            name, tables, parts, stores, bounds, rows, dtype, weights, state_dtype, check_seed(seed), world
+        )
         self.features = features
         self.pooling_mode = mode
         # autograd reaches lookups by it; optimizers of the dense part find no gradient in it

@@ -37,7 +37,6 @@ CONSTRUCTOR: dict[str, tuple[Any, str]] = {
     "use_experimental_tbe": (False, "there is one implementation; leave it out"),
     "prefetch_pipeline": (False, f"{_MEMORY}; call prefetch"),
     "stats_reporter_config": (None, "read metrics(), or give MetricsCollector the module's embeddings"),
-    "optimizer_state_dtypes": (None, "the state of rows is float32; leave it out"),
     "multipass_prefetch_config": (None, f"{_MEMORY}; call prefetch"),
     "global_weight_decay": (
         None,

@@ -18,7 +18,7 @@ from ...engine.optim.optimizers import RowOptimizer
 from ...engine.optim.partial_rowwise_adam import PartialRowWiseAdam
 from ...engine.optim.rowwise_adagrad import RowWiseAdagrad
 from ...engine.row_format import LAST_STEP
-from .enums import OptimType, WeightDecayMode
+from .enums import OptimType, WeightDecayMode, taken_dtype
 
 _NEAREST = {
     OptimType.SGD: OptimType.EXACT_SGD,
@@ -151,6 +151,29 @@ class ShiftedOptimizer(RowOptimizer):
 
     def hyper(self, step: int, clip_value: float | None = None) -> list[float]:
         return super().hyper(max(step + self.shift, 1), clip_value)
+
+
+def checked_state_dtype(given: Any, rows: RowOptimizer) -> torch.dtype:
+    """The dtype of states that every element has, of FBGEMM's {"momentum1": dtype, "momentum2": dtype}. OptionError."""
+    widths = rows.row_state(2).widths  # a dim of 1 does not tell which states are of elements
+    dtypes = {f"momentum{number}": torch.float32 for number in range(1, len(widths) + 1)}
+    if given is None:
+        return torch.float32
+    if not isinstance(given, Mapping) or not given.keys() <= dtypes.keys():
+        names = f"dtypes by the names {', '.join(dtypes)}" if dtypes else "none, since the optimizer has no state"
+        raise OptionError(f"optimizer_state_dtypes={given!r}: give {names}")
+    dtypes |= {name: taken_dtype(dtype, f"optimizer_state_dtypes[{name!r}]") for name, dtype in given.items()}
+    of_elements: set[torch.dtype] = set()
+    for (name, dtype), width in zip(dtypes.items(), widths, strict=True):
+        if width > 1:
+            of_elements.add(dtype)
+        elif dtype != torch.float32:
+            raise OptionError(
+                f"optimizer_state_dtypes[{name!r}]={dtype}: it is one number a row, which is float32; leave it out"
+            )
+    if len(of_elements) > 1:
+        raise OptionError(f"optimizer_state_dtypes={given!r}: states of an element have one dtype; give it to each")
+    return next(iter(of_elements), torch.float32)
 
 
 def checked_step(step: Any) -> int:

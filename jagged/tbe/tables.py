@@ -53,6 +53,7 @@ class TablesInEmbeddings(ModelSnapshots, nn.Module):
         rows: ShiftedOptimizer,
         dtype: torch.dtype,
         weights_dtype: torch.dtype,
+        state_dtype: torch.dtype,
         seed: int,
         world: Ranks | None = None,
     ) -> None:
@@ -73,6 +74,7 @@ class TablesInEmbeddings(ModelSnapshots, nn.Module):
                 seed=(seed + crc32(tables[part.tables[0]].name.encode())) % 2**63,
                 output_dtype=dtype,
                 world=world,
+                state_dtype=state_dtype,
             )
             embedding.requires_grad_(False)  # no EagerOptimizer and no graph trains it
             embedding.use_optimizer(rows)

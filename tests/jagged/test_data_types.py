@@ -6,12 +6,27 @@ import logging
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tierbed import SnapshotError, StoreError, make_cached_ssd_store_options, make_host_mem_store_options
-from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, TableBatchedEmbeddingBags
+from tierbed import (
+    EagerOptimizer,
+    OptionError,
+    SnapshotError,
+    StoreError,
+    make_cached_ssd_store_options,
+    make_host_mem_store_options,
+)
+from tierbed.jagged import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    OptimType,
+    TableBatchedEmbeddingBags,
+)
 
 ROWS = torch.linspace(-3, 3, 80).reshape(10, 8)
 MAKERS = {
@@ -73,3 +88,64 @@ def test_a_table_batched_embedding_names_rows_of_another_precision(
     with TableBatchedEmbeddingBags([(10, 8, 3, 0)], store_options=stored, weights_precision=torch.float16):
         [said] = [one.message for one in caplog.records if one.levelno == logging.WARNING]
         assert said.startswith("embedding 'tbe-d8-float16' begins empty")
+
+
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+def test_the_state_of_a_collections_optimizer_has_the_dtype_that_it_is_made_with(kind: Any) -> None:
+    config = EmbeddingBagConfig if kind is EmbeddingBagCollection else EmbeddingConfig
+    tables = [config(10, 8, "t"), config(10, 4, "u")]
+    with pytest.raises(OptionError, match=r"state_dtype=torch\.float16: sums of squares"):
+        kind(tables, make_host_mem_store_options(), state_dtype=torch.float16)
+    made = kind(tables, make_host_mem_store_options(), "made", state_dtype=torch.bfloat16)
+    optimizer = EagerOptimizer(torch.optim.Adagrad(made.parameters(), lr=0.1), made)
+    for table in "tu":
+        made.embedding_of(table)(torch.tensor([1]), 0).square().sum().backward()
+    optimizer.step()
+    for table in "tu":
+        assert made.embedding_of(table).opened().own_table.state.types == ("bfloat16",)
+    with pytest.raises(OptionError, match=r"state_dtype=torch\.float32: the tables of share keep state"):
+        kind(tables, name="other", share=made)
+    kind(tables, name="other", share=made, state_dtype=torch.bfloat16)
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given", "types"),
+    [
+        (OptimType.ADAM, {"momentum1": BF16, "momentum2": "bf16"}, ("bfloat16", "bfloat16")),
+        (OptimType.ADAM, {"momentum1": torch.float32}, ()),
+        (OptimType.PARTIAL_ROWWISE_ADAM, {"momentum1": BF16, "momentum2": torch.float32}, ("bfloat16", "float32")),
+        (OptimType.EXACT_ADAGRAD, {"momentum1": BF16}, ("bfloat16",)),
+        (OptimType.EXACT_SGD, {}, ()),
+    ],
+)
+@pytest.mark.parametrize("dim", [1, 8])
+def test_the_state_of_a_table_batched_embedding_has_the_dtypes_of_fbgemms_argument(
+    optimizer: OptimType, given: dict[str, Any], types: tuple[str, ...], dim: int
+) -> None:
+    tbe = TableBatchedEmbeddingBags([(10, dim, 3, 0)], optimizer=optimizer, optimizer_state_dtypes=given)
+    tbe(torch.tensor([1, 2]), torch.tensor([0, 1, 2])).backward(torch.full((2, dim), 0.3))
+    assert tbe.embedding_of(0).opened().own_table.state.types == types
+    states = tbe.split_optimizer_states()[0] if types else []
+    for state, type in zip(states, types, strict=True):
+        assert state.any()
+        assert bool(state.eq(state.bfloat16().float()).all()) == (type == "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given", "said"),
+    [
+        (OptimType.ADAM, {"momentum1": BF16}, "states of an element have one dtype"),
+        (OptimType.ADAM, {"momentum3": BF16}, "give dtypes by the names momentum1, momentum2"),
+        (OptimType.ADAM, torch.bfloat16, "give dtypes by the names momentum1, momentum2"),
+        (OptimType.ADAM, {"momentum1": torch.int8}, r"optimizer_state_dtypes\['momentum1'\]=torch.int8"),
+        (OptimType.EXACT_ROWWISE_ADAGRAD, {"momentum1": BF16}, "it is one number a row, which is float32"),
+        (OptimType.EXACT_SGD, {"momentum1": BF16}, "the optimizer has no state"),
+        (OptimType.EXACT_ADAGRAD, {"momentum1": torch.float16}, "state_dtype=torch.float16: sums of squares"),
+    ],
+)
+def test_dtypes_that_a_state_cannot_have_are_refused(optimizer: OptimType, given: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        TableBatchedEmbeddingBags([(10, 8, 3, 0)], optimizer=optimizer, optimizer_state_dtypes=given)

@@ -130,7 +130,9 @@ def test_narrow_rows_stay_near_those_of_float32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("store", ["host", "ssd"])
-def test_a_store_of_another_dtype_is_refused_and_a_snapshot_is_converted(store: str, tmp_path: Path) -> None:
+def test_a_store_of_another_dtype_is_refused_and_a_snapshot_is_converted(
+    store: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with make(options(store, tmp_path), "adam") as embedding:
         train(embedding, KEYS)
         embedding.save_snapshot("wide")
@@ -154,6 +156,11 @@ def test_a_store_of_another_dtype_is_refused_and_a_snapshot_is_converted(store: 
         assert contents(other).tobytes() == trained.tobytes()
         other.load_snapshot("narrow")
         assert contents(other).tobytes() == trained.tobytes()
+    with make(place, dtype=torch.bfloat16) as read:
+        read.size()
+        [said] = [one.message for one in caplog.records if "state_dtype" in one.message]
+        assert "holds state of bfloat16, and state_dtype=torch.float32: its rows can be read" in said
+        assert said.endswith("give state_dtype=torch.bfloat16")
     kept = make(place, dtype=torch.bfloat16)
     attach(kept, "adam")
     with pytest.raises(StoreError, match=r"rows of state_dtype bfloat16, not float32; give state_dtype=torch"):
