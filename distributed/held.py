@@ -25,6 +25,7 @@ from ..snapshots.asking.serving import Service
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
 from ..snapshots.store.instants import rows_of, rows_of_ranks
+from ..snapshots.store.selection import ALL
 from .agreement import agree, attempt, everywhere, raw_bytes, told
 from .home import Home
 from .live_rows import LiveRows
@@ -228,11 +229,11 @@ class ShardedHeld:
     def save_rows(self, place: Path) -> None:
         self.saves.save_rows(place)
 
-    def check_rows(self, place: Path, state: bool = True) -> None:
-        self.saves.check_rows(place, state)
+    def check_rows(self, place: Path, selection: Selection = ALL) -> None:
+        self.saves.check_rows(place, selection)
 
-    def load_rows(self, place: Path, state: bool = True) -> None:
-        self.saves.load_rows(place, state)
+    def load_rows(self, place: Path, selection: Selection = ALL) -> None:
+        self.saves.load_rows(place, selection)
 
     def discard_rows(self, name: str) -> None:
         self.saves.discard_rows(name)

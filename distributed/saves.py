@@ -172,8 +172,7 @@ class RankSnapshots:
         op = f"loading snapshot {name!r} of embedding {self._name!r}"  # also where a rank is of another step
         self._finish_saving()
         snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(self.folder / name))
-        keeps_bits = selection.is_whole and not selection.convert  # rows go back to no snapshot of other numbers
-        return self._load(op, snapshot, selection, strict, name if keeps_bits else None)
+        return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """As `HeldTable.prune_snapshots`."""
@@ -203,27 +202,31 @@ class RankSnapshots:
         op = self._op(f"linking snapshot {place.name!r}")
         everywhere(self._world, op, lambda: self._at_home(lambda _: link_snapshot(Snapshot.open(there), place)))
 
-    def check_rows(self, place: Path, state: bool) -> None:
+    def check_rows(self, place: Path, selection: Selection) -> None:
         """As `HeldTable.check_rows`. Each rank reads its part."""
         op = f"checking snapshot {place.name!r} of embedding {self._name!r}"
         snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(place))
 
         def check() -> dict[str, int]:
-            self._own.check_fit(snapshot, state)
+            fitted = self._own.check_fit(snapshot, selection)
             snapshot.verify()
+            if fitted.types is not None:
+                for _ in fitted.rows_of(snapshot, LoadReport()):
+                    pass
             return snapshot.found
 
         check_all_rows(self._world, op, snapshot, check)
-        if self._home is not None and state:
+        if self._home is not None and selection.can_recover:
             whole, there = Snapshot(place, snapshot.manifest), self.folder / place.name
             everywhere(self._world, op, lambda: self._at_home(lambda _: check_linked(whole, there)))
 
-    def load_rows(self, place: Path, state: bool) -> None:
+    def load_rows(self, place: Path, selection: Selection) -> None:
         """As `HeldTable.load_rows`."""
         op = f"loading snapshot {place.name!r} of embedding {self._name!r}"  # also where a rank is of another step
         with ExitStack() as linking:
-            read = self.link_in(place, linking) if self._home is not None and state else place
-            self.load_from(op, read, Selection(state=state), place.name if state else None)
+            links = selection.can_recover
+            read = self.link_in(place, linking) if self._home is not None and links else place
+            self.load_from(op, read, selection, place.name if links else None)
 
     def link_in(self, place: Path, linking: ExitStack) -> Path:
         """The snapshot `place` in the store folder, where rank 0 links it."""

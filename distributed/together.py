@@ -15,7 +15,7 @@ from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_writer import Progress
 from ..snapshots.store.all_or_none import Decided
 from ..snapshots.store.instants import check_one_instant
-from ..snapshots.store.selection import LoadReport, Selection
+from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .agreement import attempt, everywhere
 from .part_save import BackgroundPartSave, commit_together
 
@@ -80,7 +80,7 @@ def load_together(world: Group, tables: Tables, name: str) -> list[LoadReport]:
     everywhere(world, op, lambda: check_one_instant([table.name for table in tables], snapshots))
     with _locked(tables):
         for table, place in zip(tables, places, strict=True):
-            table.saves.check_rows(place, True)
+            table.saves.check_rows(place, ALL)
         return _load(world, tables, places)
 
 
@@ -96,12 +96,13 @@ def save_rows(world: Group, tables: Tables, places: Sequence[Path]) -> None:
             table.save_rows(place)
 
 
-def load_rows(world: Group, tables: Tables, places: Sequence[Path], state: bool) -> None:
+def load_rows(world: Group, tables: Tables, places: Sequence[Path], selection: Selection) -> None:
     """As `load_rows_together` of one process."""
-    stored = [(t, p) for t, p in zip(tables, places, strict=True) if state and t.home is not None]
-    for table, place in zip(tables, places, strict=True):
+    both, links = [*zip(tables, places, strict=True)], selection.can_recover
+    stored = [(table, place) for table, place in both if links and table.home is not None]
+    for table, place in both:
         if (table, place) not in stored:
-            table.load_rows(place, state)
+            table.load_rows(place, selection)
     with _locked([table for table, _ in stored]), ExitStack() as linking:
         own = [table.saves.link_in(place, linking) for table, place in stored]
         _load(world, [table for table, _ in stored], own)

@@ -17,7 +17,7 @@ from ..engine.persist.training_group import TrainingGroup
 from ..engine.spec.options import StoreOptions
 from ..engine.spec.table_spec import TableSpec
 from ..engine.table.background_save import Saving
-from ..snapshots.store.selection import LoadReport
+from ..snapshots.store.selection import LoadReport, Selection
 from . import together
 from .agreement import agree, raw_bytes
 from .group import Group
@@ -117,9 +117,9 @@ class World(Group):
         """Save the rows of several embeddings as the snapshots `places` of a checkpoint."""
         together.save_rows(self, tables, places)
 
-    def load_rows(self, tables: Sequence[Any], places: Sequence[Path], state: bool) -> None:
+    def load_rows(self, tables: Sequence[Any], places: Sequence[Path], selection: Selection) -> None:
         """Load the rows of several embeddings from the snapshots `places` of a checkpoint."""
-        together.load_rows(self, tables, places, state)
+        together.load_rows(self, tables, places, selection)
 
     def _all_tensors(self, op: str, x: Tensor, free: int) -> list[Tensor]:
         """The tensors of all ranks. free: how many of the first dimensions may differ. InputError for no tensor."""

@@ -24,6 +24,7 @@ from ..engine.modules.ranks import refuse_around
 from ..engine.modules.saved_rows import are_apart, rows_apart
 from ..engine.numeric import whole
 from ..engine.signals import uninterrupted
+from ..snapshots.store.selection import Selection
 from .passes.lookahead import Coming
 from .passes.step_end import StepEnd, positive
 from .run.attempt import FailedForSizes
@@ -258,23 +259,25 @@ class Graph(ModelSnapshots, Built):
         """Raise what `save` would raise now for these arguments. Call it before the training that is to be saved."""
         checkpoint.check_save(self, path, overwrite)
 
-    def load(self, path: str | os.PathLike[str], *, optimizers: bool = True) -> None:
+    def load(self, path: str | os.PathLike[str], *, optimizers: bool = True, convert: bool = False) -> None:
         """Go on from a checkpoint: the next steps are those of a run that never stopped.
 
         optimizers: False takes parameters, buffers and the weights of rows alone, for a graph with other optimizers or
-        none; after a kill, rows go back to the snapshot that they went back to before. Raises SnapshotError for a
-        checkpoint that is missing, damaged or of another graph, before anything is replaced, and InputError for what is
-        no path.
+        none. convert: True converts rows of embeddings with another dtype or state_dtype: widening is exact, narrowing
+        rounds to nearest even. In both cases rows go back, after a kill, to the snapshot that they went back to before.
+        Raises SnapshotError for a checkpoint that is missing, damaged or of another graph, before anything is replaced,
+        and InputError for what is no path, or a number that a narrower dtype cannot hold.
         """
-        if not isinstance(optimizers, bool):
-            raise InputError(f"optimizers={optimizers!r}: give True or False")
+        for argument, value in (("optimizers", optimizers), ("convert", convert)):
+            if not isinstance(value, bool):
+                raise InputError(f"{argument}={value!r}: give True or False")
         check = partial(check_state, self, self.__optimizers, self.__end, with_optimizers=optimizers)
 
         def put(state: dict[str, Any]) -> None:
             self.load_state_dict(without_rows(self, state, optimizers))
 
         with rows_apart():
-            checkpoint.load(self, path_of(path), check, put, optimizers)
+            checkpoint.load(self, path_of(path), check, put, Selection(state=optimizers, convert=convert))
 
     def get_extra_state(self) -> Any:
         """The extra state in `state_dict()`: optimizers, schedules, scaler and random numbers, those of all ranks.

@@ -17,6 +17,7 @@ from ..engine.modules.eager import EagerOptimizer
 from ..engine.modules.saved_rows import SavedRows, rows_apart
 from ..engine.modules.shadow_grad import ShadowGrad
 from ..engine.persist.training_group import train_together
+from ..snapshots.store.selection import Selection
 from .graph import Graph
 from .state import checkpoint
 from .state.extra_state import Training, check_extra_state, check_modules
@@ -69,12 +70,17 @@ def load_checkpoint(
     optimizers: Optimizers = (),
     schedulers: Sequence[Any] = (),
     scaler: Any = None,
+    *,
+    convert: bool = False,
 ) -> dict[str, Any]:
     """Go on from a checkpoint of `save_checkpoint`: the next steps are those of a run that never stopped.
 
-    The arguments are those of the save. Returns its `extra`. Raises SnapshotError for a checkpoint that is missing,
-    damaged or of another model, before anything is replaced, and InputError for an argument of another kind.
+    The arguments are those of the save. convert: as of `Graph.load`. Returns its `extra`. Raises SnapshotError for a
+    checkpoint that is missing, damaged or of another model, before anything is replaced, and InputError for an argument
+    of another kind.
     """
+    if not isinstance(convert, bool):
+        raise InputError(f"convert={convert!r}: give True or False")
     training = _training(model, optimizers, schedulers, scaler)
 
     def held(state: dict[str, Any]) -> OrderedDict[str, Any]:
@@ -93,7 +99,7 @@ def load_checkpoint(
 
     extra: dict[str, Any] = {}
     with rows_apart():
-        checkpoint.load(model, path_of(path), check, put, of="loop")
+        checkpoint.load(model, path_of(path), check, put, Selection(convert=convert), of="loop")
     return extra
 
 

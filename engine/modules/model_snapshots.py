@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ...snapshots.store.selection import LoadReport
+from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..errors import OptionError, SnapshotError
 from ..persist.together import (
     load_rows_together,
@@ -100,14 +100,14 @@ def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
         world.save_rows(tables, places)
 
 
-def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], state: bool = True) -> None:
-    """Load the rows of embeddings, with or without their optimizer state, from the snapshots `places`."""
+def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], selection: Selection = ALL) -> None:
+    """Load the rows of embeddings, or a selection of what they have, from the snapshots `places`."""
     world = _world_of(embeddings)
     tables: list[Any] = [embedding.opened(for_load=True) for embedding in embeddings]
     if world is None:
-        load_rows_together(tables, places, state)
+        load_rows_together(tables, places, selection)
     else:
-        world.load_rows(tables, places, state)
+        world.load_rows(tables, places, selection)
     for embedding in embeddings:
         embedding.keep_rows()
 

@@ -88,7 +88,9 @@ def _of_other_type(
     error: type[Exception], what: str, argument: str, theirs: str, ours: str, can_load: bool
 ) -> Exception:
     convert = "load_snapshot(name, convert=True)"
-    if can_load or error is SnapshotError:
+    if error is SnapshotError:
+        remedy = "load it with convert=True"
+    elif can_load:
         remedy = f"load it by {convert}"
     else:
         remedy = f'save them by `tierbed snapshot save`, open with open="fresh", which drops them, and {convert}'

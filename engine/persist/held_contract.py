@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...snapshots.files.reader import Snapshot
-from ...snapshots.store.selection import LoadReport, Selection
+from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..ops.rows_contract import Pinned
 from ..optim.optimizers import RowOptimizer
 from ..spec.inputs import Lookup
@@ -94,11 +94,11 @@ class Held(Protocol):
 
     def save_rows(self, place: Path) -> None: ...
 
-    def check_rows(self, place: Path, state: bool = True) -> None: ...
+    def check_rows(self, place: Path, selection: Selection = ALL) -> None: ...
 
     def discard_rows(self, name: str) -> None: ...
 
-    def load_rows(self, place: Path, state: bool = True) -> None: ...
+    def load_rows(self, place: Path, selection: Selection = ALL) -> None: ...
 
     def drop_rows(self, saved: Snapshot) -> None: ...
 
@@ -141,7 +141,7 @@ class Ranks(Protocol):
     def save_rows(self, tables: Sequence[Held], places: Sequence[Path]) -> None:
         """Save the rows of several embeddings for a checkpoint."""
 
-    def load_rows(self, tables: Sequence[Held], places: Sequence[Path], state: bool) -> None:
+    def load_rows(self, tables: Sequence[Held], places: Sequence[Path], selection: Selection) -> None:
         """Load the rows of several embeddings from a checkpoint."""
 
     def hold(

@@ -18,7 +18,7 @@ from ...snapshots.asking.serving import Service
 from ...snapshots.files.format import Manifest
 from ...snapshots.files.reader import Snapshot, list_snapshots
 from ...snapshots.looking.row import place_of, plain_row, read_row
-from ...snapshots.store.selection import LoadReport, Selection
+from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..durable import remedy_for
 from ..errors import ClosedError, OptimizerError, StoreError
 from ..optim.optimizers import RowOptimizer
@@ -307,9 +307,9 @@ class HeldTable:
         if self.snapshots.membership is not None:
             self.snapshots.membership.reformed()
 
-    def check_fit(self, snapshot: Snapshot, state: bool) -> None:
-        """Raises SnapshotError, OptimizerError where rows of a snapshot cannot be those of this table."""
-        self.snapshots.check_fit(self.table, snapshot, state)
+    def check_fit(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
+        """The selection for this table. SnapshotError, OptimizerError if rows of a snapshot cannot be its own."""
+        return self.snapshots.check_fit(self.table, snapshot, selection)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
         return self.snapshots.prune(self.table, keep_last, keep_every)
@@ -317,15 +317,15 @@ class HeldTable:
     def save_rows(self, place: Path) -> None:
         self.snapshots.save_rows(self.table, place)
 
-    def check_rows(self, place: Path, state: bool = True) -> None:
-        self.snapshots.check_rows(self.table, place, state)
+    def check_rows(self, place: Path, selection: Selection = ALL) -> None:
+        self.snapshots.check_rows(self.table, place, selection)
 
     def discard_rows(self, name: str) -> None:
         self.snapshots.discard_rows(name)
 
-    def load_rows(self, place: Path, state: bool = True) -> None:
+    def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         before = self.table
-        self._replace(before, lambda: self.snapshots.load_rows(before, place, state))
+        self._replace(before, lambda: self.snapshots.load_rows(before, place, selection))
 
     def drop_rows(self, saved: Snapshot) -> None:
         self.snapshots.drop_rows(self.table, saved)

@@ -14,7 +14,7 @@ from ...snapshots.files.writer import Together, clear_leftovers, write_snapshot
 from ...snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ...snapshots.store.retention import drop_unneeded, prune, state_snapshot
 from ...snapshots.store.saving import Held, begin_save, check_save, save_held
-from ...snapshots.store.selection import LoadReport, Selection
+from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..errors import OptionError, SnapshotError
 from ..row_format import Chunks
 from ..store.folder import StoreFolder
@@ -201,35 +201,42 @@ class TableSnapshots:
             table.check()
             write_snapshot(place, table.describe(), table.scan())
 
-    def load_rows(self, table: OpenTable, place: Path, state: bool = True) -> OpenTable:
+    def load_rows(self, table: OpenTable, place: Path, selection: Selection = ALL) -> OpenTable:
         """A table with the rows of the snapshot `place`, which `check_rows` has checked.
 
-        A store folder gets the snapshot as well, to go back to. Without `state` the table has the weights alone, and a
-        store folder gets no snapshot, since going back to it would bring the state.
+        A store folder gets the snapshot as well, to go back to. Without state, or converted, it gets none, since going
+        back to it would bring the state, or other numbers.
         """
         snapshot = Snapshot.open(place)
-        if self._persistence.folder is None or not state:
-            return self._persistence.load(table.optimizer, snapshot, table, Selection(state=state))[0]
+        if self._persistence.folder is None or not selection.can_recover:
+            fitted = self.check_fit(table, snapshot, selection)
+            return self._persistence.load(table.optimizer, snapshot, table, fitted)[0]
         folder = self._folder_of(place.name)
         linking = linked(snapshot, folder.snapshots / place.name, lambda: folder.base == place.name)
         with table.lock, linking as own:  # kept where a load fails late: the live rows may go back to it
             return self._persistence.load(table.optimizer, own, table)[0]
 
-    def check_rows(self, table: OpenTable, place: Path, state: bool = True) -> None:
-        """Read and check all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError."""
+    def check_rows(self, table: OpenTable, place: Path, selection: Selection = ALL) -> None:
+        """Read and check all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError.
+
+        InputError for a number that a narrower dtype cannot hold.
+        """
         snapshot = Snapshot.open(place)
-        self.check_fit(table, snapshot, state)
+        fitted = self.check_fit(table, snapshot, selection)
         snapshot.verify()
-        if self._persistence.folder is not None and state:
+        if fitted.types is not None:
+            for _ in fitted.rows_of(snapshot, LoadReport()):
+                pass
+        if self._persistence.folder is not None and selection.can_recover:
             check_linked(snapshot, self._folder_of(place.name).snapshots / place.name)
 
-    def check_fit(self, table: OpenTable, snapshot: Snapshot, state: bool) -> None:
-        """Raises SnapshotError, OptimizerError where rows of a snapshot cannot be the table's."""
-        described = Selection(state=state).description(snapshot.description)
-        what = f"snapshot {snapshot.name!r}"
-        check_stored(
-            self._persistence.spec.with_stored_seed(described), described, table.optimizer, SnapshotError, what
-        )
+    def check_fit(self, table: OpenTable, snapshot: Snapshot, selection: Selection) -> Selection:
+        """The selection for this table. SnapshotError, OptimizerError if rows of a snapshot cannot be the table's."""
+        spec, what = self._persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
+        if selection.convert:
+            return fitting(spec, snapshot.description, table.optimizer, selection, True, what)[0]
+        check_stored(spec, selection.description(snapshot.description), table.optimizer, SnapshotError, what)
+        return selection
 
     def drop_rows(self, table: OpenTable, saved: Snapshot) -> None:
         """Remove the snapshot that `save_rows` made for a replaced checkpoint, unless others or the live rows need it.

@@ -17,7 +17,7 @@ from ...snapshots.store.all_or_none import Decided, all_or_none
 from ...snapshots.store.instants import check_one_instant, rows_of
 from ...snapshots.store.linked import link_snapshot, linked
 from ...snapshots.store.retention import drop_replaced
-from ...snapshots.store.selection import LoadReport, Selection
+from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..errors import OptionError, SnapshotError, StoreError
 from ..store.folder import StoreFolder
 from ..store.folder_state import snapshot_id
@@ -146,7 +146,7 @@ def load_together(tables: Tables, name: str) -> list[LoadReport]:
         snapshots = [table.snapshots.snapshot(name) for table in tables]
         check_one_instant([table.name for table in tables], snapshots)
         for table, snapshot in zip(tables, snapshots, strict=True):
-            table.check_fit(snapshot, True)
+            table.check_fit(snapshot)
             snapshot.verify()
         return _load(tables, snapshots)
 
@@ -163,12 +163,13 @@ def save_rows_together(tables: Tables, places: Sequence[Path]) -> None:
             table.save_rows(place)
 
 
-def load_rows_together(tables: Tables, places: Sequence[Path], state: bool = True) -> None:
-    """Load the snapshots `places`, which `check_rows` has checked. With `state`, store folders get them too."""
-    stored = [(t, p) for t, p in zip(tables, places, strict=True) if state and t.snapshots.membership is not None]
-    for table, place in zip(tables, places, strict=True):
+def load_rows_together(tables: Tables, places: Sequence[Path], selection: Selection = ALL) -> None:
+    """Load the snapshots `places`, which `check_rows` has checked. Store folders get those of whole rows too."""
+    both, links = [*zip(tables, places, strict=True)], selection.can_recover
+    stored = [(table, place) for table, place in both if links and table.snapshots.membership is not None]
+    for table, place in both:
         if (table, place) not in stored:
-            table.load_rows(place, state)
+            table.load_rows(place, selection)
     if not stored:
         return
     with between_steps(_members([table for table, _ in stored])), ExitStack() as linking:

@@ -46,6 +46,7 @@ from ...engine.modules.model_snapshots import load_rows, save_rows
 from ...engine.modules.saved_rows import EXTRA, SavedRows
 from ...engine.spec.names import is_folder_name
 from ...snapshots.files.reader import Snapshot
+from ...snapshots.store.selection import ALL, Selection
 from ..passes.ranks import refuse_worlds
 from ..trace.names import path_of
 from .kept import CALLS, FORMATS, ROWS, STATE, TENSORS, checksum, read_format
@@ -168,29 +169,33 @@ def load(
     folder: Path,
     check: Callable[[dict[str, Any]], None],
     put: Callable[[dict[str, Any]], None],
-    optimizers: bool = True,
+    selection: Selection = ALL,
     of: str = "graph",
 ) -> None:
     """Load the rows of all embeddings under `root`, and the state, by `put`. All is checked before a row is replaced.
 
-    of: as of `save`. `check` raises GraphError where a state does not fit. Without `optimizers`, rows come without
-    their state. Raises SnapshotError where the checkpoint is missing, damaged or of another graph, and what `put` does:
-    then no embedding can be used until a load succeeds.
+    of: as of `save`. `check` raises GraphError where a state does not fit. selection: what of the rows is loaded: with
+    their state or without, converted or not. Raises SnapshotError where the checkpoint is missing, damaged or of
+    another graph, and what `put` does: then no embedding can be used until a load succeeds.
     """
     folder = folder.absolute()
     embeddings = _saved(root)
     saving = Saving(refuse_worlds(dict(embeddings)), f"loading checkpoint {folder.name!r}")
     record, state = saving.each("reading", lambda: _read(folder, list(embeddings), of))
-    saving.each("its id", lambda: None, {"checkpoint": record["snapshot"], "optimizers": optimizers})
+    saving.each(
+        "its id",
+        lambda: None,
+        {"checkpoint": record["snapshot"], "optimizers": selection.state, "convert": selection.convert},
+    )
     rows = [folder / ROWS / str(number) / record["snapshot"] for number in range(len(embeddings))]
     try:
         saving.each("state", lambda: check(state))
         for embedding, place in zip(embeddings.values(), rows, strict=True):
-            embedding.opened(for_load=True).check_rows(place, optimizers)
+            embedding.opened(for_load=True).check_rows(place, selection)
     except (GraphError, OptimizerError) as error:
         remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) and of == "graph" else ""
         raise SnapshotError(f"checkpoint {str(folder)!r} does not fit this {_thing(of)}: {error}{remedy}") from error
-    load_rows([*embeddings.values()], rows, optimizers)
+    load_rows([*embeddings.values()], rows, selection)
     training = state.get(EXTRA if of == "graph" else "training")
     if training is not None:
         training["random"] = saving.own_random(training["random"], record["ranks"])

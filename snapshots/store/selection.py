@@ -51,6 +51,11 @@ class Selection:
         return self.has_every_row and self.state and self.types is None
 
     @property
+    def can_recover(self) -> bool:
+        """Whether a snapshot that was loaded so has all rows, bit by bit: recovery may load it."""
+        return self.is_whole and not self.convert
+
+    @property
     def has_every_row(self) -> bool:
         """Whether no row is left out."""
         return self.tables is None and self.where is None and self.padding is None

@@ -25,6 +25,7 @@ from tierbed.engine import GroupError, InputError, MultiTableEmbedding, OptionEr
 from tierbed.engine.row_format import row_dtype
 from tierbed.engine.spec.inputs import Lookup
 from tierbed.engine.table.background_save import BackgroundSave
+from tierbed.snapshots.store.selection import Selection
 
 KEYS = torch.arange(120)
 Rows = NDArray[np.void]
@@ -377,7 +378,7 @@ def rows_of_a_checkpoint(world: World, folder: Path, store: str | None) -> Rows:
         held.load_rows(place)
         assert own_rows(embedding).tobytes() == rows.tobytes()
         step(embedding, 1)
-        held.load_rows(place, False)
+        held.load_rows(place, Selection(state=False))
         held.discard_rows("c")
         held.load_rows(place)
         return rows

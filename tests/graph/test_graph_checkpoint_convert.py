@@ -1,0 +1,70 @@
+"""A checkpoint whose rows have another dtype is refused, or with `convert=True` loaded with rounded numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.checkpoints import IDS, Rating, steps
+from support.embeddings import contents, make
+from support.stores import options
+from tierbed import load_checkpoint, save_checkpoint
+from tierbed.engine.errors import InputError, SnapshotError
+
+KINDS = ["device", "host folder", "ssd folder"]
+
+
+def rating(kind: str, path: Path, dtype: torch.dtype, state_dtype: torch.dtype = torch.float32) -> Rating:
+    store, *folder = kind.split()
+    stored = options(store, path if folder else None)
+    return Rating(make(stored, None, "rows", tables=2, dtype=dtype, state_dtype=state_dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_another_dtype_is_converted_if_that_is_asked_for(tmp_path: Path, kind: str) -> None:
+    wide = rating(kind, tmp_path / "wide", torch.float32)
+    steps(wide, IDS[:3])
+    wide.save(tmp_path / "saved")
+    numbers, keys = wide.rows.get(IDS[0], 0), contents(wide.rows)["key"]
+    wide.rows.close()
+    narrow = rating(kind, tmp_path / "narrow", torch.bfloat16, torch.bfloat16)
+    before = steps(narrow, IDS[:1])
+    with pytest.raises(SnapshotError, match="holds rows of dtype float32, not bfloat16"):
+        narrow.load(tmp_path / "saved")
+    with pytest.raises(InputError, match="convert=1: give True or False"):
+        narrow.load(tmp_path / "saved", convert=1)  # type: ignore[arg-type]
+    narrow.load(tmp_path / "saved", convert=True)
+    assert torch.equal(narrow.rows.get(IDS[0], 0), numbers.bfloat16().float())
+    assert (contents(narrow.rows)["key"] == keys).all()
+    assert narrow.rows.metrics()["table"]["step"] == 3
+    assert steps(narrow, IDS[3:4]) != before
+    narrow.rows.close()
+    if "folder" in kind:
+        again = rating(kind, tmp_path / "narrow", torch.bfloat16, torch.bfloat16)
+        again.load(tmp_path / "saved", optimizers=False, convert=True)
+        assert torch.equal(again.rows.get(IDS[0], 0), numbers.bfloat16().float())
+
+
+def test_a_number_that_a_narrower_dtype_cannot_hold_replaces_no_row(tmp_path: Path) -> None:
+    wide = rating("device", tmp_path, torch.float32)
+    steps(wide, IDS[:1])
+    wide.rows.put([7], torch.full((1, wide.rows.dim), 1e30), 0)
+    wide.save(tmp_path / "saved")
+    narrow = rating("device", tmp_path, torch.float16)
+    steps(narrow, IDS[:2])
+    before = contents(narrow.rows).tobytes()
+    with pytest.raises(InputError, match="1e\\+30"):
+        narrow.load(tmp_path / "saved", convert=True)
+    assert contents(narrow.rows).tobytes() == before
+
+
+def test_a_plain_loop_converts_as_a_graph_does(tmp_path: Path) -> None:
+    with make(options("host"), tables=1) as wide, make(options("host"), tables=1, dtype=torch.bfloat16) as narrow:
+        wide.put([1, 2], torch.full((2, wide.dim), 0.3), 0)
+        save_checkpoint(tmp_path / "saved", wide)
+        with pytest.raises(SnapshotError, match="convert=True"):
+            load_checkpoint(tmp_path / "saved", narrow)
+        load_checkpoint(tmp_path / "saved", narrow, convert=True)
+        assert narrow.get([1], 0).eq(torch.tensor(0.3).bfloat16().float()).all()
