@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from threading import Lock
@@ -30,6 +31,8 @@ from ..table.table import OpenTable
 from .keyed_rows import KeyedRows
 from .ranks import check_world, refuse_lookup
 from .shadow_grad import accumulate, holders, is_reached
+
+log = logging.getLogger("tierbed")
 
 
 class MultiTableMultiColumnEmbedding(KeyedRows):
@@ -199,6 +202,17 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         columns = list(spec.columns)
         tables = list(spec.labels) if any(spec.table_names) else spec.num_tables
         return f"{spec.name!r}, columns={columns}, tables={tables}, store={self.store_options.store}"
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As torch's, of all tables of the embedding."""
+        if not requires_grad and self.spec.num_tables > 1:
+            log.warning(
+                "embedding %r: requires_grad_(False) freezes all of its tables, %s; to freeze one of them, give that "
+                "table an embedding of its own, in a collection by a group",
+                self.name,
+                ", ".join(self.spec.labels),
+            )
+        return super().requires_grad_(requires_grad)
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
         """Let the rows follow one of the optimizer's param groups, as `Graph.add_optimizer` asks. OptimizerError."""

@@ -40,6 +40,11 @@ from .training_group import TrainingGroup
 log = logging.getLogger("tierbed")
 T = TypeVar("T")
 
+_ONE_AT_A_TIME = (
+    "a folder is open in one embedding of a process, and the one that had it before is closed; use one embedding in "
+    "both places, or give each a name or a persistent_path of its own"
+)
+
 _by_folder: weakref.WeakValueDictionary[str, HeldTable] = weakref.WeakValueDictionary()
 
 
@@ -64,6 +69,7 @@ class HeldTable:
     ) -> None:
         self.name = spec.name
         self.device = device
+        self._replaced = False  # whether another embedding opened the folder
         self._process = os.getpid()
         self._table: OpenTable | None = None
         self._closed_at = 0  # the step of the rows when they were closed
@@ -75,6 +81,9 @@ class HeldTable:
             folder = os.path.realpath(place if share is None else share.folder(place))
             older = _by_folder.get(folder)
             if older is not None:
+                if older.own_open is not None:
+                    log.warning("embedding %r opens %s: %s", self.name, folder, _ONE_AT_A_TIME)
+                    older._replaced = True
                 older.close()
         self._persistence = TablePersistence(spec, options, device, share, group)
         if self._persistence.membership is not None:
@@ -94,9 +103,8 @@ class HeldTable:
     def table(self) -> OpenTable:
         """The open table. ClosedError after `close`, StoreError in a forked process, whose parent has the folder."""
         if self._table is None:
-            raise ClosedError(
-                f"embedding {self.name!r} was closed, or another embedding opened its folder; create it again"
-            )
+            said = f"another embedding opened its folder, and {_ONE_AT_A_TIME}" if self._replaced else "create it again"
+            raise ClosedError(f"embedding {self.name!r} was closed: {said}")
         if self._process != os.getpid() and (self._persistence.folder is not None or self._table.has_thread):
             raise StoreError(
                 f"embedding {self.name!r} was opened by process {self._process}, which holds its folder or its "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class PositionWeighted(nn.Module):
     max_feature_lengths: {feature: the most ids of a bag}. Other features of a batch have weights of 1.
     `position_weight` [sum of lengths] is one parameter for all features, in their order. Raises OptionError.
 
-    A longer bag raises InputError. A graph does not read lengths: there, ids beyond the last place have its weight.
+    A longer bag raises InputError. A graph on a GPU does not read lengths: ids beyond the last place have its weight.
     """
 
     def __init__(self, max_feature_lengths: Mapping[str, int]) -> None:
@@ -59,10 +59,13 @@ class PositionWeighted(nn.Module):
         position = torch.arange(batch.values().shape[0], device=device)
         bag = torch.searchsorted(offsets, position, right=True) - 1
         key = bag // max(batch.stride(), 1)
-        place, most = position - offsets[bag], torch.tensor(lengths, device=device)
-        if not is_traced():
-            self._check(place, key, most, keys)
-        index = torch.tensor(firsts, device=device)[key] + torch.minimum(place, most[key] - 1)
+        place, most = position - offsets[bag], torch.tensor(lengths, device=device)[key]
+        limited = torch.tensor([name in self.max_feature_lengths for name in keys], device=device)[key]
+        if is_traced():
+            place = _checked_places(place, most, limited, key, "\n".join(keys))
+        else:
+            _check(place, most, limited, key, keys)
+        index = torch.tensor(firsts, device=device)[key] + torch.minimum(place, most - 1)
         weights = torch.cat([self.position_weight, self.position_weight.new_ones(1)])[index]
         return KeyedJaggedTensor(keys, batch.values(), weights, offsets=offsets)
 
@@ -75,13 +78,27 @@ class PositionWeighted(nn.Module):
         found = [places.get(key, (first, 1)) for key in keys]
         return [begin for begin, _ in found], [length for _, length in found]
 
-    def _check(self, place: Tensor, key: Tensor, most: Tensor, keys: list[str]) -> None:
-        """InputError for a bag of more ids than its feature has weights."""
-        weighted = torch.tensor([name in self.max_feature_lengths for name in keys], device=place.device)
-        beyond = weighted[key] & (place >= most[key])
-        if beyond.any():
-            name = keys[int(key[beyond][0])]
-            raise InputError(
-                f"feature {name!r}: a bag of more than {self.max_feature_lengths[name]} ids; shorten bags, or give "
-                f"max_feature_lengths[{name!r}] as many as the longest has"
-            )
+
+def _check(place: Tensor, most: Tensor, limited: Tensor, key: Tensor, keys: Sequence[str]) -> None:
+    """InputError for an id at a place [n] of `most` or more, where its key has so many weights."""
+    beyond = limited & (place >= most)
+    if beyond.any():
+        first = int(beyond.nonzero()[0])
+        name, length = keys[int(key[first])], int(most[first])
+        raise InputError(
+            f"feature {name!r}: a bag of more than {length} ids; shorten bags, or give max_feature_lengths[{name!r}] "
+            "as many as the longest has"
+        )
+
+
+@torch.library.custom_op("tierbed::checked_places", mutates_args=())
+def _checked_places(place: Tensor, most: Tensor, limited: Tensor, key: Tensor, keys: str) -> Tensor:
+    """Places, which a step of a graph checks on a CPU alone: a GPU would wait for it. keys: a name a line."""
+    if place.device.type == "cpu":
+        _check(place, most, limited, key, keys.split("\n"))
+    return place.clone()
+
+
+@_checked_places.register_fake
+def _(place: Tensor, most: Tensor, limited: Tensor, key: Tensor, keys: str) -> Tensor:
+    return torch.empty_like(place)

@@ -76,7 +76,7 @@ class TablesInEmbeddings(ModelSnapshots, nn.Module):
                 world=world,
                 state_dtype=state_dtype,
             )
-            embedding.requires_grad_(False)  # no EagerOptimizer and no graph trains it
+            embedding.shadow.requires_grad_(False)  # no EagerOptimizer and no graph trains it
             embedding.use_optimizer(rows)
             self.embeddings[part.name] = embedding
         train_together(self.embeddings.values())

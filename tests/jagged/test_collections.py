@@ -386,6 +386,18 @@ def test_ids_of_another_integer_dtype_are_converted() -> None:
         assert torch.equal(made(narrow).values(), made(wide).values())
 
 
+def test_a_frozen_embedding_names_all_tables_that_it_freezes(caplog: pytest.LogCaptureFixture) -> None:
+    tables = [EmbeddingBagConfig(20, 4, "a"), EmbeddingBagConfig(20, 4, "b"), EmbeddingBagConfig(20, 4, "c", group="c")]
+    ebc = EmbeddingBagCollection(tables, options("host"))
+    ebc.embedding_of("c").requires_grad_(False)
+    ebc.requires_grad_(True)
+    assert not caplog.records
+    ebc.embedding_of("a").requires_grad_(False)
+    [said] = [one.message for one in caplog.records]
+    assert "freezes all of its tables, a, b; to freeze one of them, give that table" in said
+    assert said.endswith("in a collection by a group")
+
+
 def test_tables_of_another_data_type_are_another_embedding() -> None:
     types = {"a": "FP32", "b": "BF16", "c": torch.float16, "d": "FP32"}
     tables = [EmbeddingBagConfig(20, 4, name, data_type) for name, data_type in types.items()]

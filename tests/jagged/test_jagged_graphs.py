@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from support.examples import examples
 from support.graphs import FEW
 from support.jagged import Features, features
-from tierbed.engine.errors import GraphError
+from tierbed.engine.errors import GraphError, InputError
 from tierbed.graph import Graph
-from tierbed.jagged import JaggedTensor, KeyedJaggedTensor
+from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, PositionWeighted
 
 
 class Calls(Graph):
@@ -150,3 +150,17 @@ def test_features_that_are_views_of_one_batch_run_in_one_step() -> None:
         assert more.tolist() == [first + value + 1 for value in range(second)]
         assert lengths.tolist() == [second]
     assert graph.why_recompiled() == []
+
+
+def test_a_bag_of_more_ids_than_places_fails_the_step_and_not_the_graph() -> None:
+    def batch(lengths: list[int]) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(["b", "a"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths))
+
+    positions = PositionWeighted({"a": 2})
+    graph = Calls(lambda given: positions(given).weights().detach())
+    graph.positions = positions
+    assert graph(batch([3, 1, 2, 1])).tolist() == [1.0] * 7
+    with pytest.raises(InputError, match=r"'a': a bag of more than 2 ids; .*give max_feature_lengths\['a'\]"):
+        graph(batch([1, 1, 2, 3]))
+    assert graph(batch([5, 1, 2, 2])).tolist() == [1.0] * 10
+    assert not graph.why_recompiled()

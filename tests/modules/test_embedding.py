@@ -206,13 +206,19 @@ def test_an_embedding_closed_before_its_first_use_stays_closed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_creating_an_embedding_again_closes_the_old_handle_and_resumes(tmp_path: Path, store: str) -> None:
+def test_creating_an_embedding_again_closes_the_old_handle_and_resumes(
+    tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
     old = make(options(store, tmp_path), "adam")
     train(old, range(50))
     before = contents(old)
     new = make(options(store, tmp_path), "adam")
     assert contents(new).tobytes() == before.tobytes()
-    with pytest.raises(ClosedError, match="another embedding opened its folder"):
+    [said] = [one.message for one in caplog.records if "opens" in one.message]
+    assert "the one that had it before is closed; use one embedding in both places, or give each a name" in said
+    with pytest.raises(
+        ClosedError, match=r"another embedding opened its folder, and .*; use one embedding in both places, or give"
+    ):
         old.size()
     old.close()  # ends nothing of the new one's
     train(new, range(60))
