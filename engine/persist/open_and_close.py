@@ -46,6 +46,7 @@ from ..table.scanned import checked_rows, load_rows
 from ..table.stack import build_stack
 from ..table.table import OpenTable
 from .compatible import check_stored
+from .loaded_ids import LoadedIds
 from .opening import Base, Decide, Found, Opening, found_in, lacks_space, lost, no_space_to_open
 from .other_ranks import decide_alone, forget_ranks
 from .rows_in_tensors import RowTensors
@@ -352,7 +353,10 @@ class TablePersistence:
             for _ in selection.chunks(snapshot.chunks(), described, report):  # counted first, for `capacity`
                 pass
         stored = {**selection.description(described), "rows": report.rows}
-        selected = selection.rows_of(snapshot, LoadReport())
+        selected, last_ids = selection.rows_of(snapshot, LoadReport()), self.spec.last_ids
+        ids = None if running is None or last_ids is None else LoadedIds(self.spec, last_ids)
+        if ids is not None:
+            selected = ids.counted(selected)
         with contextlib.nullcontext() if running is None else running.lock:
             base = snapshot.name if selection.is_whole and self.life is None else None
             by = "load" if running is not None else "open" if self.unsettled else "recovery"
@@ -360,6 +364,11 @@ class TablePersistence:
             table = self._restore(optimizer, stored, contextlib.nullcontext(selected), running, to, verified=verified)
             if self.folder is not None and self._scratch:
                 self.folder.note_step(table.step)
+        if ids is not None:
+            untrained = not described["states"] and not described["step"]
+            report.remarks += ids.remarks(f"snapshot {snapshot.name!r}", of_dense=untrained)
+            for remark in report.remarks:
+                log.warning("embedding %r: %s", self.spec.name, remark)
         return table, report
 
     def load_tensors(self, optimizer: RowOptimizer | None, held: RowTensors, running: OpenTable) -> OpenTable:

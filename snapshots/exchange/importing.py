@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...engine.errors import InputError
 from ...engine.row_format import RowForm
+from ...engine.spec.tables import FIELD, Names, are_names, names_in
 from ...engine.store.folder import StoreFolder
 from ..files.format import Manifest, check_name
 from ..files.writer import Progress, check_free, write_snapshot
@@ -59,6 +60,7 @@ def import_snapshot(
         description = checked_description(description, "description")
     with StoreFolder(Path(store), "import_snapshot") as folder:
         described = _fitted(description or opened.description or _description_of(folder, opened), opened)
+        _check_order(names_in(described), opened)
         return write_rows(folder.snapshots / name, described, _rows(opened, described), progress)
 
 
@@ -87,7 +89,19 @@ def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:
         raise InputError(f"{source.what}: how many tables it is of is not known; give description=description_for(...)")
     key_type = getattr(torch, source.key_type or "int64")
     default = description_for(store.path.name, source.dim, key_type, padding_idx=source.padding_idx)
-    return {**default, "tables": default["tables"] * source.tables}
+    names = {FIELD: source.table_names} if source.tables > 1 and are_names(source.table_names, source.tables) else {}
+    return {**default, "tables": default["tables"] * source.tables, **(names if any(source.table_names) else {})}
+
+
+def _check_order(names: Names, source: Source) -> None:
+    """InputError if tensors of TorchRec's tables are in another order than the tables of those names."""
+    for number, name in enumerate(source.table_names):
+        is_other = name is not None and name in names and names.index(name) != number
+        if is_other and source.tables is not None and source.tables > 1:
+            raise InputError(
+                f"{source.what}: tensor {number} is of table {name!r}, and table {number} is {names[number]!r}; list "
+                f"the tensors in the order of the tables, {', '.join(map(str, names))}"
+            )
 
 
 def _fitted(description: Mapping[str, Any], source: Source) -> Mapping[str, Any]:

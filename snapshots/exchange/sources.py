@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from ...engine.errors import InputError, SnapshotError, TierbedError
 from ...engine.row_format import NUMBERS
+from ...engine.spec.tables import is_table_name
 from ..files.reader import Snapshot
 from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
 from .descriptions import checked_description
@@ -60,7 +62,8 @@ class Source:
 
     Attributes: `what` names it in messages; `rows` and `dim`; `names` of the columns that are there; `key_type`, None
     where keys are row numbers; `tables`, how many tables the parts of the source are, None where a column says a row's
-    table; `description`, of exports and snapshots alone; `padding_idx` of an `nn.Embedding`.
+    table; `table_names` of the parts, None of tensors that are not named as TorchRec does; `description`, of exports
+    and snapshots alone; `padding_idx` of an `nn.Embedding`.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Source:
             self._parts = parts(shapes)
         self.names = frozenset(self._parts[0].columns)
         self.tables = None if TABLE in self.names else len(self._parts)
+        self.table_names = [_torchrec_table(part.columns[EMBEDDING]) for part in self._parts]
         self.dim, self.rows = 0, 0
         for part in self._parts:
             self._add(part, shapes)
@@ -201,6 +205,12 @@ def _dense(tensor: Any, extra: Mapping[str, Column], table: Any) -> Callable[[Ma
         return [Part({EMBEDDING: name}, index) for index, name in enumerate(names)]
 
     return parts
+
+
+def _torchrec_table(tensor: str) -> str | None:
+    """The table of a tensor of TorchRec's state_dict(); None of any other tensor."""
+    found = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$", tensor)
+    return found[1] if found is not None and is_table_name(found[1]) else None
 
 
 def _memory(columns: Mapping[str, Column], extra: Mapping[str, Column]) -> Opener:

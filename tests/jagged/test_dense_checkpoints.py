@@ -1,0 +1,62 @@
+"""Dense checkpoints of tables with other sizes, or in another order, than a collection's are not taken in silence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from tierbed import InputError, StoreError, import_snapshot, make_host_mem_store_options
+from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig
+
+NAMES = {name: f"model.embedding_bags.{name}.weight" for name in ("user", "item")}
+
+
+def checkpoint(path: Path, sizes: Mapping[str, int]) -> str:
+    torch.save({NAMES[name]: torch.full((rows, 4), float(rows)) for name, rows in sizes.items()}, path / "dense.pt")
+    return str(path / "dense.pt")
+
+
+def collection(path: Path) -> EmbeddingBagCollection:
+    tables = [EmbeddingBagConfig(10, 4, "user"), EmbeddingBagConfig(20, 4, "item")]
+    return EmbeddingBagCollection(tables, make_host_mem_store_options(persistent_path=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("users", "said"),
+    [
+        (13, "snapshot 'd' has 3 rows of table user with ids from 10 on, which no lookup takes: give .* of 13"),
+        (7, "snapshot 'd' has ids 0 to 6 of table user, which takes 10, so the others begin as new rows: .* of 7"),
+        (10, ""),
+    ],
+)
+def test_other_sizes_than_num_embeddings_are_reported_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, users: int, said: str
+) -> None:
+    source = checkpoint(tmp_path, {"user": users, "item": 20})
+    import_snapshot(tmp_path / "ebc-d4", "d", source, tensor=[*NAMES.values()])
+    with collection(tmp_path) as bags:
+        report = bags.embedding_of("user").load_snapshot("d")
+        assert len(report.remarks) == bool(said)
+        for found in (report.remarks, [one.message for one in caplog.records if "table user" in one.message]):
+            assert len(found) == bool(said)
+            assert all(map(re.compile(f"(embedding 'ebc-d4': )?{said}").match, found))
+        assert bags.embedding_of("user").get([6], "user").eq(users).all()
+
+
+def test_tensors_in_another_order_than_tables_are_refused(tmp_path: Path) -> None:
+    source, swapped = checkpoint(tmp_path, {"user": 10, "item": 20}), [NAMES["item"], NAMES["user"]]
+    import_snapshot(tmp_path / "ebc-d4", "d", source, tensor=swapped)
+    with collection(tmp_path) as bags:
+        with pytest.raises(StoreError, match=r"tables \['item', 'user'\], and the embedding has \['user', 'item'\]"):
+            bags.embedding_of("user").load_snapshot("d")
+        bags.embedding_of("user").put([1], torch.ones(1, 4), "user")
+    with pytest.raises(InputError, match="tensor 0 is of table 'item', and table 0 is 'user'; list the tensors in the"):
+        import_snapshot(tmp_path / "ebc-d4", "e", source, tensor=swapped)
+    import_snapshot(tmp_path / "ebc-d4", "e", source, tensor=[*NAMES.values()])
+    with collection(tmp_path) as bags:
+        bags.embedding_of("user").load_snapshot("e")
+        assert bags.embedding_of("item").get([1], "item").eq(20).all()
