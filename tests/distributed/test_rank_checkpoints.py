@@ -238,3 +238,23 @@ def test_what_one_rank_cannot_do_is_refused_on_all(tmp_path: Path) -> None:
     ]
     assert_all_heard(found, parts)
     assert sorted(os.listdir(tmp_path)) == ["a", "c", "d", "file"]
+
+
+def save_wide_and_load_narrow(world: World, folder: Path) -> tuple[str, bool]:
+    wide = rating(world, "host", folder / "a")
+    steps(wide, part(world)[:2])
+    wide.save(folder / "c")
+    numbers = wide.rows.get(IDS[0], 0)
+    wide.rows.close()
+    stored = options("host", folder / "b")
+    with make(stored, None, "rows", tables=2, dtype=torch.bfloat16, world=world) as narrow:
+        graph = Rating(narrow)
+        said = fails(lambda: graph.load(folder / "c"), SnapshotError)
+        graph.load(folder / "c", convert=True)
+        return said, torch.equal(narrow.get(IDS[0], 0), numbers.bfloat16().float())
+
+
+def test_ranks_convert_a_checkpoint_together(tmp_path: Path) -> None:
+    for said, is_converted in run_ranks(2, save_wide_and_load_narrow, tmp_path):
+        assert "holds rows of dtype float32, not bfloat16" in said
+        assert is_converted
