@@ -68,6 +68,7 @@ METRICS: dict[str, Metric] = {
     "index_bytes": Metric("gauge", "of `bytes`, those of the index"),
     "evictions_clean": Metric("counter", "rows that gave way and were as the tier below has them"),
     "evictions_dirty": Metric("counter", "rows that gave way and differed from what the tier below has"),
+    "too_small": Metric("gauge", "1 if the cache is too small, else 0: see below"),
     "overflows": Metric("counter", "rows that got no place in their set, since batches need all rows there"),
     "overflow_rows": Metric("gauge", "rows in the overflow area now"),
     "overflow_peak_rows": Metric("gauge", "the most rows that were there at a time"),

@@ -23,6 +23,7 @@ def metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         counts = {**table.lifecycle.metrics, **announced}
         tiers, (hits, misses) = store.metrics(), store.asked().T
         next(iter(tiers.values())).update(hits=int(hits.sum()), misses=int(misses.sum()))
+        table.small_caches.judge(tiers)
         by_table, dropped = table.counts.by_table(table.scan), table.processor.dropped
         return {
             "table": {"rows": table.counts.rows, "step": table.step, "dropped": int(dropped.sum()), **counts},

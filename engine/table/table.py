@@ -32,6 +32,7 @@ from .erasure import Erasure
 from .pinned import PinnedBatch
 from .prefetch import Prefetcher
 from .scanned import locked
+from .small_caches import FIRST_STEP, SmallCaches
 from .stack import Stack
 from .watch import Watch
 
@@ -75,6 +76,8 @@ class OpenTable:
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
         self.watch = Watch(spec.name, stack, self.form.dtype, self.lock, self.use, self.check)
         self._erasure = Erasure(self.counts, lifecycle, self.watch, self.before_write)
+        self.small_caches = SmallCaches(spec.name)
+        self._next_look = FIRST_STEP  # the step that does what few steps do
 
     @property
     def is_lost(self) -> bool:
@@ -388,12 +391,21 @@ class OpenTable:
 
     def next_step(self) -> int:
         """The step that comes. Raises StoreError where rows could not keep its number."""
+        if self.step >= self._next_look:
+            self._look()
+        return self.step + 1
+
+    def _look(self) -> None:
+        """Do what few steps do: refuse the step after the last, and warn of a cache that is too small."""
         if self.step >= LAST_STEP:
             raise StoreError(
                 f"embedding {self.spec.name!r} is of step {self.step}, the last that rows can keep: save a snapshot "
                 "and load it with weights_only=True, from where steps and the optimizer's state begin anew"
             )
-        return self.step + 1
+        with self.lock, suppress(StoreError):  # a store that failed raises where its rows are needed
+            tiers = self.opened().metrics()
+            self.small_caches.judge(tiers)
+            self._next_look = min(2 * self.step, LAST_STEP) if len(tiers) > 1 else LAST_STEP
 
     def _batch(self, lookups: list[Lookup], like: PinnedBatch | None = None) -> Any:
         self.check(wait=False)

@@ -35,3 +35,57 @@ def test_a_batch_of_more_rows_than_the_cache_is_told_once_with_numbers(
     with make(options(store, tmp_path / "more", enough), "adagrad") as embedding:
         train(embedding, range(1000))
     assert remarks(caplog) == []
+
+
+@pytest.mark.parametrize("store", [*STORES, "ssd_host"])
+def test_a_cache_that_evicts_what_it_needs_again_is_named_once_with_the_remedy(
+    store: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "tierbed")
+    with make(options(store, tmp_path), "adagrad") as embedding:
+        for step in range(63):
+            train(embedding, range(40 * (step % 10), 40 * (step % 10) + 40))
+        assert remarks(caplog) == []  # counters are read as the 64th step ended
+        for step in range(63, 70):
+            train(embedding, range(40 * (step % 10), 40 * (step % 10) + 40))
+        (said,) = remarks(caplog)
+        metrics = embedding.metrics()
+        assert metrics["device"]["too_small"] == 1
+        if store == "ssd_host":  # which has all rows, in its overflow as well
+            assert metrics["host"]["too_small"] == 0
+    found = re.search(r"(\d+) % of (\d+) looked-up rows hit, and (\d+) rows \((\d+) of them dirty\) were evicted", said)
+    assert said.startswith("embedding 'rows': cache_budget_mb is too small: ")
+    assert "tierbed.plan(trace)" in said
+    assert found is not None
+    assert (int(found[1]) < 50, int(found[2])) == (True, 64 * 40)
+    assert int(found[4]) > 64 * 20
+    assert remarks(caplog) == []
+
+
+def test_a_cache_is_not_called_small_while_it_fills_or_for_rows_that_it_could_not_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "tierbed")
+    with make(options("cached_host", tmp_path), "adagrad") as embedding:
+        for step in range(70):
+            train(embedding, range(step, step + 2))
+        embedding.get(range(10_000, 20_000), 0)
+        device = embedding.metrics()["device"]
+        assert device["hits"] < device["misses"] / 100
+        assert device["too_small"] == 0
+    with make(options("cached_host"), "adagrad") as embedding:
+        for step in range(70):
+            train(embedding, range(40 * step, 40 * step + 40))  # ids that come once
+        device = embedding.metrics()["device"]
+        assert (device["hits"], device["too_small"]) == (0, 0)
+        assert device["evictions_dirty"] > 1000
+    assert remarks(caplog) == []
+
+
+def test_metrics_name_a_small_cache_before_the_step_that_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "tierbed")
+    with make(options("cached_host", tmp_path), "adagrad") as embedding:
+        for step in range(30):
+            train(embedding, range(40 * (step % 10), 40 * (step % 10) + 40))
+        assert embedding.metrics()["device"]["too_small"] == 1
+        assert len(remarks(caplog)) == 1
