@@ -12,10 +12,10 @@ try:
     import typer
 
     from . import checkpoint, compare, doctor, exchange, keep, snapshot, store, verify, watch
-    from .output import INTERRUPTED, PROBLEM, complain, print_json, tell_interrupted
+    from .output import INTERRUPTED, PROBLEM, checked_stdout, complain, print_error, tell_interrupted
 except KeyboardInterrupt:  # as `main` tells it, by nothing that was to be imported
     if "--json" in sys.argv:
-        print('{\n  "error": "interrupted"\n}')
+        print('{"error": "interrupted"}')
     raise SystemExit(130) from None
 except ImportError as error:
     import json
@@ -23,7 +23,7 @@ except ImportError as error:
     message = f"{error}; the command line needs it: pip install --force-reinstall typer rich"
     print(f"tierbed: {message}", file=sys.stderr)
     if "--json" in sys.argv:
-        print(json.dumps({"error": message}, indent=2))
+        print(json.dumps({"error": message}))
     raise SystemExit(1) from None
 
 app = typer.Typer(
@@ -64,6 +64,11 @@ app.command("doctor")(doctor.doctor)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run `tierbed`. Exits as docs/cli.md says: 0 if all is well, 1 if a problem was found, 2 for wrong usage."""
+    with checked_stdout():
+        _run(arguments)
+
+
+def _run(arguments: list[str] | None) -> None:
     as_json = "--json" in (sys.argv if arguments is None else arguments)
     try:
         app(arguments, prog_name="tierbed")
@@ -80,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         complain(f"tierbed: {message}")
         if as_json:
-            print_json({"error": message})
+            print_error(message)
         raise SystemExit(PROBLEM) from None
 
 
@@ -90,7 +95,8 @@ def _message(error: Exception) -> str | None:
         return f"{error}; `tierbed doctor` tells what this installation lacks"
     from ..engine.errors import TierbedError
 
-    return str(error) if isinstance(error, TierbedError) else None
+    of_file = isinstance(error, OSError) and error.filename is not None  # another is of stdout: `checked_stdout`
+    return str(error) if of_file or isinstance(error, TierbedError) else None
 
 
 def _version(wanted: bool) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import typer
@@ -32,6 +35,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_error(message: str) -> None:
+    """The document of an error on stdout, in one line, as readers of lines need it."""
+    print_json({"error": message}, indent=None)
 
 
 def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
@@ -64,18 +72,41 @@ def complain(message: str) -> None:
     print(text(message), file=sys.stderr)
 
 
+@contextmanager
+def checked_stdout() -> Iterator[None]:
+    """A block that prints. Ends with `PROBLEM` and a message if stdout takes no more, such as on a full disk.
+
+    Characters that its encoding lacks are printed as escapes. Without a message where a pipe was closed.
+    """
+    stdout = sys.stdout
+    if not isinstance(stdout, TextIOWrapper):  # none, or one of a program that runs commands in itself
+        yield
+        return
+    stdout.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            yield
+        finally:
+            stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # what is buffered goes there at the end
+        if error.errno != errno.EPIPE:
+            complain(f"tierbed: stdout: {error.strerror}")
+        raise SystemExit(PROBLEM) from None
+
+
 def fail(message: str, code: int = PROBLEM, as_json: bool = False) -> NoReturn:
     """End with a message on stderr, and as the document of --json."""
     complain(f"tierbed: {message}")
     if as_json:
-        print_json({"error": message})
+        print_error(message)
     raise typer.Exit(code)
 
 
 def tell_interrupted(as_json: bool) -> None:
     """Print what Ctrl-C leaves on stdout: the document of --json, or nothing."""
     if as_json:
-        print_json({"error": "interrupted"})
+        print_error("interrupted")
 
 
 def text(value: Any) -> str:

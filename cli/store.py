@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -80,7 +81,14 @@ def compact(
 
 
 def get(
-    store: Store,
+    store: Annotated[
+        Path,
+        typer.Argument(
+            metavar="STORE",
+            help="A store folder, <persistent_path>/<embedding name>, or the folder of a snapshot.",
+            show_default=False,
+        ),
+    ],
     key: Annotated[int, typer.Argument(metavar="KEY", help="The id.", show_default=False)],
     table: Annotated[str, typer.Option(help="The table, by id or name.")] = "0",
     snapshot: Annotated[
@@ -99,14 +107,15 @@ def get(
     from ..engine.errors import InputError
     from ..engine.store.folder_state import holder
     from ..snapshots.asking.asking import ask_row
+    from ..snapshots.files.reader import Snapshot
     from ..snapshots.looking.row import live_row, plain_row, snapshot_row
-    from ..snapshots.store.status import existing_store
+    from ..snapshots.store.status import existing_store, is_snapshot
 
     found: dict[str, Any] = {}
 
     try:
-        if snapshot is not None:
-            opened = open_snapshot(store, snapshot)
+        if snapshot is not None or is_snapshot(store):
+            opened = Snapshot.open(store) if snapshot is None else open_snapshot(store, snapshot)
             row, description = snapshot_row(opened, table_of(table), key), opened.description
         elif holder(existing_store(store)) is not None and (
             (asked := ask_row(store, table_of(table), key, timeout)) is not None

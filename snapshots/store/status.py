@@ -12,6 +12,7 @@ from ...engine.errors import SnapshotError, StoreError
 from ...engine.spec.tables import labels_of, names_in
 from ...engine.store.folder_state import MANIFEST, FolderState, holder
 from ...engine.store.shares import RANKS, marks_in, share_folder
+from ...engine.store.snapshot_place import SNAPSHOTS
 from ...engine.store.table_counts import counts_in
 from ..files.reader import Snapshot, list_snapshots
 from .closed_ranks import mark_of_ranks
@@ -171,6 +172,12 @@ def stores_in(path: Path) -> list[Path]:
     return sorted(
         one for one in path.iterdir() if os.path.isfile(one / "MARK") or any(one.glob(f"snapshots/*/{MANIFEST}"))
     )
+
+
+def is_snapshot(path: Path) -> bool:
+    """Whether the path is the folder of a snapshot, in a store or elsewhere, or of one that a store lacks."""
+    in_store = path.parent.name == SNAPSHOTS and _may_be_store(path.parent.parent)
+    return (in_store or os.path.isfile(path / MANIFEST)) and not _may_be_store(path)
 
 
 def _may_be_store(path: Path) -> bool:

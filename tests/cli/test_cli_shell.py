@@ -201,6 +201,41 @@ def test_a_closed_pipe_gives_no_traceback(cli: Cli) -> None:
     assert done.stderr == ""
 
 
+def test_a_name_that_the_encoding_of_the_terminal_lacks_is_printed_by_escapes(cli: Cli) -> None:
+    save(cli.store / "snapshots" / "für-表")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    for command in ("list", "verify"):
+        line = [COMMAND, "snapshot", command, str(cli.store)]
+        done = subprocess.run(line, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert r"f\xfcr-\u8868" in done.stdout
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_full_disk_under_stdout_is_an_error_in_one_line(cli: Cli, unbuffered: str) -> None:
+    full_disk = "tierbed: stdout: No space left on device\n"
+    for store, more, said in (
+        (cli.store, [], full_disk),
+        (cli.store, ["--json"], full_disk),
+        (cli.store / "typo", ["--json"], rf"tierbed: .*is no store folder.*\n{full_disk}"),
+    ):
+        line = [COMMAND, "snapshot", "list", str(store), *more]
+        with open("/dev/full", "w") as full:
+            environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+            done = subprocess.run(line, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 1
+        assert re.fullmatch(said, done.stderr), done.stderr
+
+
+def test_an_error_is_one_line_of_json_for_those_who_read_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("watch", "list"):
+        code, out, _ = Cli(tmp_path / "typo", capsys).run(command, "--json")
+        assert (code, out.count("\n")) == (1, 1)
+        assert "is no store folder" in json.loads(out)["error"]
+
+
 def test_watch_tells_what_changed_between_two_looks(cli: Cli) -> None:
     first = look(cli.store)
     events = list(changes(None, first))

@@ -146,6 +146,17 @@ def test_a_row_of_a_snapshot_is_that_of_its_time(cli: Cli, tmp_path: Path, store
             assert (found["updates"], found["step"]) == (row["updates"], row["step"])
 
 
+def test_get_takes_the_folder_of_a_snapshot(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, "device")
+    row = cli.json("store get", "-5", "--snapshot", "full")
+    assert Cli(cli.store / "snapshots" / "full", capsys).json("store get", "-5") == row
+    cli.says("export", "full", str(tmp_path / "elsewhere"), "--format", "snapshot")
+    assert Cli(tmp_path / "elsewhere", capsys).json("store get", "-5") == row
+    missing = Cli(cli.store / "snapshots" / "none", capsys).fails("store get", "-5")
+    assert "there is no snapshot 'none'" in missing
+    assert "those there: 'full', 'more'" in missing
+
+
 def test_a_damaged_bucket_is_told_by_get(cli: Cli, tmp_path: Path) -> None:
     trained(tmp_path, "device")
     for file in (cli.store / "snapshots" / "full").glob("bucket-*.npy"):
