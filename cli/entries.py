@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
     from ..snapshots.files.reader import Snapshot
 
-HEADER = ["name", "kind", "over", "rows", "size", "step", "age"]
-RIGHT = {3, 4, 5, 6}
+HEADER = ["name", "kind", "over", "dtype", "rows", "size", "step", "age"]
+RIGHT = {4, 5, 6, 7}
 
 
 def entry(name: str, manifest: Manifest) -> dict[str, Any]:
@@ -25,11 +25,26 @@ def entry(name: str, manifest: Manifest) -> dict[str, Any]:
         "name": name,
         "kind": manifest.kind,
         "parent": None if manifest.parent is None else manifest.parent.name,
+        **dtypes(manifest.description),
         "rows": manifest.rows,
         "bytes": manifest.total_bytes,
         "step": manifest.description["step"],
         "created": when(manifest.created),
     }
+
+
+def dtypes(description: Mapping[str, Any]) -> dict[str, str | None]:
+    """The dtypes of rows, by their valid description: of the embedding, and of state, None where rows have none."""
+    from ..snapshots.store.converted import types_of
+
+    dtype, state_dtype = types_of(description)
+    return {"dtype": dtype, "state_dtype": state_dtype}
+
+
+def dtype_words(description: Mapping[str, Any]) -> str:
+    """The dtypes of rows, as people read them: one name where all numbers have it."""
+    dtype, state_dtype = dtypes(description).values()
+    return f"{dtype}, state {state_dtype}" if state_dtype not in (None, dtype) else str(dtype)
 
 
 def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
@@ -40,7 +55,7 @@ def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
 def _line(name: str, manifest: Manifest) -> list[str]:
     over = "" if manifest.parent is None else manifest.parent.name
     figures = f"{manifest.rows:,}", size(manifest.total_bytes), f"{manifest.description['step']:,}"
-    return [name, manifest.kind, over, *figures, age(manifest.created)]
+    return [name, manifest.kind, over, dtype_words(manifest.description), *figures, age(manifest.created)]
 
 
 def report(done: str, name: str, manifest: Manifest, begin: float, as_json: bool, **more: Any) -> None:

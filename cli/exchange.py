@@ -34,6 +34,14 @@ class Format(StrEnum):
     snapshot = "snapshot"
 
 
+class Dtype(StrEnum):
+    """A dtype of stored numbers, a name of a torch.dtype."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
 def export(
     store: Store,
     name: Name,
@@ -93,6 +101,10 @@ def import_(
         str | None,
         typer.Option(help="The table of all rows, id or name, or a .npy file of ids.", show_default=False),
     ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="The dtype of the rows; by default that of SOURCE's description, else the store's."),
+    ] = None,
     create: Annotated[bool, typer.Option("--create", help="Make the store folder where it is not there.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -100,6 +112,8 @@ def import_(
 
     Example: tierbed snapshot import store/users pretrained model.pt --tensor emb.weight
     """
+    import torch
+
     from ..engine.errors import StoreError
     from ..snapshots.exchange.importing import import_snapshot
     from ..snapshots.store.status import existing_store
@@ -114,8 +128,11 @@ def import_(
     ids = None if table_ids is None else table_of(table_ids)
     if isinstance(ids, str) and ids.endswith(".npy") and not Path(ids).is_file():
         raise typer.BadParameter(f"--table-ids {ids!r}: give a table id or name, or a .npy file that is there")
+    numbers = None if dtype is None else getattr(torch, dtype)
     with told_in_use([store], as_json), progress("importing") as told:
-        manifest = import_snapshot(store, name, source, keys=keys, table_ids=ids, tensor=names, progress=told)
+        manifest = import_snapshot(
+            store, name, source, keys=keys, table_ids=ids, tensor=names, dtype=numbers, progress=told
+        )
     report("imported", name, manifest, begin, as_json)
 
 

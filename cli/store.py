@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .arguments import Json, Store, Timeout, complete_names, hold, open_snapshot, table_of
+from .entries import dtype_words, dtypes
 from .output import INTERRUPTED, NO_ROW, fail, print_fields, print_json, progress, size, span, tell_interrupted, text
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def stat(store: Store, as_json: Json = False) -> None:
         {
             "state": {"open": held, **_STATES}[status.state],
             "live rows": _live(status),
+            **({} if status.mark is None else {"dtype": dtype_words(status.mark)}),
             "rows": "unknown" if status.rows is None else f"{status.rows:,}",
             **(tables if len(by_table) > 1 else {}),
             "step": "unknown" if status.step is None else f"{status.step:,}",
@@ -147,6 +149,7 @@ def plain(status: StoreStatus) -> dict[str, Any]:
         "live": status.live,
         "ranks": status.ranks,
         "together": list(status.together),
+        **({"dtype": None, "state_dtype": None} if status.mark is None else dtypes(status.mark)),
         "rows": status.rows,
         "rows_by_table": status.rows_by_table,
         "step": status.step,

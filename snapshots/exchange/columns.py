@@ -130,7 +130,7 @@ class Columns:
                 row, column = np.argwhere(flags)[0].tolist()
                 raise InputError(
                     f"{where}: {field.name} holds {arrays[field.name][row, column]!s} for key {keys[row]}, which "
-                    f"overflows {field.type}; give smaller numbers, or a description with dtype=torch.float32"
+                    f"overflows {field.type}; give smaller numbers, or dtype=torch.float32"
                 )
 
     def _check_keys(self, keys: NDArray[Any], where: str) -> None:

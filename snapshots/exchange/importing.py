@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from ...engine.errors import InputError
 from ...engine.row_format import RowForm
 from ...engine.spec.tables import FIELD, Names, are_names, names_in
+from ...engine.spec.table_spec import check_dtype
 from ...engine.store.folder import StoreFolder
 from ..files.format import Manifest, check_name
 from ..files.writer import Progress, check_free, write_snapshot
+from ..store.converted import converted_description, types_of
 from .columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state
 from .sorting import RowSorter
@@ -32,6 +34,7 @@ def import_snapshot(
     table_ids: int | str | NDArray[Any] | Tensor | Path | None = None,
     tensor: str | Sequence[str] | None = None,
     description: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Make snapshot `name` in a store folder, `<persistent_path>/<embedding name>`, which `load` then makes live.
@@ -48,19 +51,25 @@ def import_snapshot(
     be paths of .npy files. Of a repeated (table, key) the last row stands.
     description: of the table, by `description_for`; None for the source's own, else the store's, else for an empty
     store that of an embedding with defaults. Where the source lacks the optimizer's states, rows are without state.
+    dtype: of the embedding's numbers in the snapshot, torch.float32, float16 or bfloat16; None for that of the
+    description. Optimizer state keeps the dtype of the description.
     progress: told rows as they are read and again as they are written.
 
     Nothing in a file is run. Memory: about 1/64 of the rows a few times, as `RowSorter` says. Creates and locks the
     store folder. Raises InputError for what cannot be rows of the table, SnapshotError for a file that cannot be read
-    or a name that is taken or cannot be used, StoreError where the store is in use, OptionError without pyarrow.
+    or a name that is taken or cannot be used, StoreError where the store is in use, OptionError without pyarrow and for
+    another dtype.
     """
     check_name(name)
     opened = open_source(source, keys, table_ids, tensor)
     if description is not None:
         description = checked_description(description, "description")
+    numbers = None if dtype is None else check_dtype(dtype)
     with StoreFolder(Path(store), "import_snapshot") as folder:
         described = _fitted(description or opened.description or _description_of(folder, opened), opened)
         _check_order(names_in(described), opened)
+        if numbers is not None:
+            described = converted_description(dict(described), (numbers, types_of(described)[1] or "float32"))
         return write_rows(folder.snapshots / name, described, _rows(opened, described), progress)
 
 

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from support.embeddings import make, train
 from support.scripts import run_python
 from support.shell import Cli
 from support.small_snapshots import chunked, description, joined, make_buckets, make_rows, save
+from support.stores import options
 from tierbed.cli import main
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
@@ -113,6 +116,36 @@ def test_an_import_into_what_is_no_store_names_the_option_that_makes_one(
     assert cli.json("import", "a", str(tmp_path / "rows.npy"), "--create")["rows"] == 3
 
 
+def test_an_import_takes_a_dtype_and_all_that_shows_rows_names_it(
+    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3)
+    np.save(tmp_path / "rows.npy", values)
+    new = Cli(tmp_path / "new", capsys)
+    made = new.json("import", "half", str(tmp_path / "rows.npy"), "--create", "--dtype", "bfloat16")
+    assert (made["dtype"], made["state_dtype"]) == ("bfloat16", None)
+    new.json("load", "half")
+    stat = new.json("store stat")
+    assert (stat["dtype"], stat["state_dtype"]) == ("bfloat16", None)
+    assert "\ndtype      bfloat16\n" in new.says("store stat")
+    (entry,) = new.json("list")["snapshots"]
+    assert (entry["dtype"], entry["state_dtype"]) == ("bfloat16", None)
+    row = new.json("store get", "2")["embedding"]
+    assert row == torch.from_numpy(values).bfloat16().float()[2].tolist()
+    with make(options("device", tmp_path / "trained"), "adagrad") as embedding:
+        train(embedding, [1, 2])
+        embedding.put([3], torch.full((1, 5), 1e6), table_ids=0)
+        embedding.save_snapshot("full")
+    source = str(tmp_path / "trained" / "rows" / "snapshots" / "full")
+    other = Cli(tmp_path / "other", capsys)
+    imported = other.json("import", "narrow", source, "--create", "--dtype", "bfloat16")
+    assert (imported["dtype"], imported["state_dtype"]) == ("bfloat16", "float32")
+    assert "bfloat16, state float32" in other.says("list")
+    assert other.json("import", "same", source)["dtype"] == "float32"
+    overflow = other.fails("import", "less", source, "--dtype", "float16")
+    assert "1e+06 for key 3, which overflows float16; give smaller numbers, or dtype=torch.float32" in overflow
+
+
 def test_list_shows_sound_and_damaged_snapshots(cli: Cli) -> None:
     assert cli.json("list") == {"snapshots": [], "damaged": {}}
     save(cli.store / "snapshots" / "[red]b", step=5)
@@ -122,8 +155,8 @@ def test_list_shows_sound_and_damaged_snapshots(cli: Cli) -> None:
     code, out, _ = cli.run("list")
     lines = [line.split() for line in out.splitlines()]
     assert code == 0
-    assert lines[0] == ["name", "kind", "over", "rows", "size", "step", "age"]
-    assert [line[:3] for line in lines[1:]] == [["[red]b", "full", "30"], ["a", "full", "30"]]
+    assert lines[0] == ["name", "kind", "over", "dtype", "rows", "size", "step", "age"]
+    assert [line[:4] for line in lines[1:]] == [["[red]b", "full", "float32", "30"], ["a", "full", "float32", "30"]]
     (cli.store / "snapshots" / "a" / "manifest.msgpack").unlink()
     code, out, err = cli.run("list")
     assert code == 1

@@ -197,7 +197,7 @@ def test_stat_tells_what_the_next_run_does(cli: Cli, tmp_path: Path, store: str)
     stat = cli.json("store stat")
     assert (stat["state"], stat["step"], stat["rows"], stat["base"]) == ("open", 2, None, None)
     assert stat["holder"] > 0
-    assert stat["rows_by_table"] is None
+    assert stat["rows_by_table"] is stat["dtype"] is stat["state_dtype"] is None
     assert (stat["restart"]["from"], stat["restart"]["lost_steps"]) == ("empty", 2)
     embedding.save_snapshot("first")
     train(embedding, [4])
@@ -208,6 +208,7 @@ def test_stat_tells_what_the_next_run_does(cli: Cli, tmp_path: Path, store: str)
     stat = cli.json("store stat")
     assert (stat["state"], stat["holder"], stat["step"], stat["rows"], stat["base"]) == ("closed", None, 3, 4, "first")
     assert stat["live"] == ("rocksdb" if store == "ssd" else "rows")
+    assert (stat["dtype"], stat["state_dtype"]) == ("float32", "float32")
     assert stat["rows_by_table"] == {"0": 4, "1": 0, "2": 0}
     assert "\nrows by table  0: 4, 1: 0, 2: 0\n" in cli.says("store stat")
     assert (stat["restart"]["from"], stat["restart"]["step"]) == ("live", 3)

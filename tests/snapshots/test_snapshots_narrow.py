@@ -142,7 +142,7 @@ def test_a_number_that_no_narrow_row_can_hold_is_named_with_its_key_and_nothing_
     values = VALUES.copy()
     values[3, 1] = -65520
     about = description_for("t", DIM, dtype=torch.float16)
-    problem = r"embedding holds -65520.0 for key -7, which overflows float16; give smaller numbers, or a description"
+    problem = r"embedding holds -65520.0 for key -7, which overflows float16; give smaller numbers, or dtype="
     with pytest.raises(InputError, match=problem):
         import_snapshot(tmp_path / "t", "s", values, keys=np.arange(40) - 10, description=about)
     with make_persistent_table_writer(
