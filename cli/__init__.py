@@ -11,7 +11,7 @@ try:
     import rich  # noqa: F401  its parts are imported where output needs them
     import typer
 
-    from . import checkpoint, compare, doctor, exchange, keep, snapshot, store, verify, watch
+    from . import checkpoint, compare, doctor, exchange, keep, options, snapshot, store, verify, watch
     from .output import INTERRUPTED, PROBLEM, checked_stdout, complain, print_error, tell_interrupted
 except KeyboardInterrupt:  # as `main` tells it, by nothing that was to be imported
     if "--json" in sys.argv:
@@ -59,6 +59,7 @@ checkpoint_app.command("prune")(checkpoint.prune)
 store_app.command("stat")(store.stat)
 store_app.command("compact")(store.compact)
 store_app.command("get", context_settings={"ignore_unknown_options": True})(store.get)  # a key may be negative
+store_app.command("options")(options.options)
 app.command("doctor")(doctor.doctor)
 
 

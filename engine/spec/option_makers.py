@@ -203,16 +203,22 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
 def load_store_options(path: Path_, name: str) -> StoreOptions:
     """The store options of embedding `name` from a TOML file: a table [name] with `store` and the maker's arguments.
 
-    A relative persistent_path is relative to the working directory. Raises OptionError for a missing file or table,
-    bad TOML, unknown options.
+    A relative persistent_path is relative to the working directory; `~` and `${NAME}` in it are replaced. `tierbed
+    store options` shows what the options of a file become. Raises OptionError for a missing file or table, bad TOML,
+    unknown options.
     """
-    try:
-        with Path(path).open("rb") as file:
-            tables = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OptionError(f"store options file {os.fspath(path)!r}: {error}") from None
+    tables = read_store_options(path)
     if not isinstance(tables.get(name), dict):
         raise OptionError(
             f"store options file {os.fspath(path)!r} has no table [{name}]; it has {', '.join(tables) or 'none'}"
         )
     return store_options_from_dict(tables[name], f"{os.fspath(path)} [{name}]")
+
+
+def read_store_options(path: Path_) -> dict[str, Any]:
+    """What a TOML file of store options holds, not checked. Raises OptionError for a missing file or bad TOML."""
+    try:
+        with Path(path).open("rb") as file:
+            return tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError(f"store options file {os.fspath(path)!r}: {error}") from None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ..errors import OptionError
 from ..numeric import auto_budget_option, budget_option, real, whole, whole_option
 from ..row_format import BUCKETS
+from .paths import expanded
 from .plain import PlainDict
 from .rocksdb_options import CACHE_MB, READ_MODES, options_text, require_rocksdb
 
@@ -25,7 +26,8 @@ Budget = float | Literal["auto"]  # MiB; "auto" is what engine/cache/division.py
 class StoreOptions(PlainDict):
     """The options that every store has.
 
-    persistent_path: the folder that holds a folder for each embedding, by name; None keeps nothing on disk.
+    persistent_path: the folder that holds a folder for each embedding, by name; None keeps nothing on disk. `~` and
+    `${NAME}` in paths are replaced, and a variable that is not set is an error.
     snapshot_path: the folder that holds a folder for the snapshots of each embedding, by name; None is persistent_path.
     capacity: the most rows that may have been written, over all tables; None is no limit.
     size_factor, storage_dim: row size in multiples of the dim, or in floats, optimizer state included. The engine knows
@@ -67,7 +69,7 @@ class StoreOptions(PlainDict):
             if path is not None:
                 if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
                     raise OptionError(f"{name}={path!r}: give one folder as a str or Path, or None")
-                self._set(name, os.fspath(path))
+                self._set(name, expanded(name, os.fspath(path)))
         if self.snapshot_path is not None and self.persistent_path is None:
             raise OptionError(
                 f"snapshot_path={self.snapshot_path!r}: snapshots are of a store on disk; give persistent_path too"

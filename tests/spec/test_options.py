@@ -219,6 +219,30 @@ def test_a_file_gives_each_deployment_its_store(tmp_path: Path) -> None:
     assert embedding(load_store_options(file, "users")).size() == 0
 
 
+def test_paths_are_those_that_a_shell_would_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    text = '[users]\nstore = "host_mem"\npersistent_path = "${NVME}/a"\nsnapshot_path = "~/b"\n'
+    found = load_store_options(written(tmp_path / "deploy.toml", text), "users")
+    assert (found.persistent_path, found.snapshot_path) == (f"{tmp_path}/a", f"{tmp_path}/home/b")
+    made = engine.make_host_mem_store_options("$NVME/a", snapshot_path=Path("~/b"))
+    assert made == found == engine.make_host_mem_store_options(**{k: v for k, v in made.items() if k != "store"})
+    assert engine.make_host_mem_store_options("a~b/5$").persistent_path == "a~b/5$"
+
+
+@pytest.mark.parametrize("path", ["${TIERBED_UNSET}/a", "/ssd/$TIERBED_UNSET", "${TIERBED_EMPTY}/a", "${NVME:-/ssd}"])
+def test_a_variable_that_is_not_set_makes_no_folder_of_its_name(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERBED_EMPTY", "")
+    with pytest.raises(OptionError, match=r"snapshot_path=.*environment variable '.*' is not set, or empty"):
+        engine.make_host_mem_store_options("a", snapshot_path=path)
+
+
+def test_an_unknown_user_makes_no_folder_of_its_name() -> None:
+    with pytest.raises(OptionError, match=r"'~nobody-here' is no user here; give '\./~nobody-here'"):
+        engine.make_host_mem_store_options("~nobody-here/a")
+    assert engine.make_host_mem_store_options("./~nobody-here").persistent_path == "./~nobody-here"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

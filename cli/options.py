@@ -1,0 +1,152 @@
+"""`tierbed store options`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .arguments import Json
+from .output import PROBLEM, complain, print_fields, print_json, size, text
+
+if TYPE_CHECKING:
+    from ..engine.spec.options import StoreOptions
+
+MB = 1 << 20
+
+
+def options(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A TOML file of store options.", show_default=False)],
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Which embeddings; all by default.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a file for load_store_options: the options of each embedding as they will be, and the memory and disk.
+
+    Opens no store and makes no folder. Exits with 1 for what is unknown or cannot be.
+
+    Example: tierbed store options deploy.toml
+    """
+    from ..engine.errors import TierbedError
+    from ..engine.host_memory import free_host_memory
+    from ..engine.spec.option_makers import load_store_options, read_store_options
+    from ..engine.spec.table_spec import check_name
+
+    found: dict[str, dict[str, Any]] = {}
+    wrong: dict[str, str] = {}
+    for name in names or read_store_options(file):
+        try:
+            made = load_store_options(file, check_name(name))
+            found[name] = {"options": made.as_dict(), "memory_bytes": _memory(made), "disk": _disk(made, name)}
+        except TierbedError as error:
+            wrong[name] = str(error)
+    known = sum(part for one in found.values() for part in one["memory_bytes"].values() if isinstance(part, int))
+    free = free_host_memory()
+    if as_json:
+        free_bytes = None if free is None else free.bytes
+        print_json({"embeddings": found, "wrong": wrong, "memory_bytes": known, "free_memory_bytes": free_bytes})
+    else:
+        for name, one in found.items():
+            print(f"[{text(name)}]")
+            parts = ", ".join(
+                f"{part.replace('_', ' ')} {_amount(bytes)}" for part, bytes in one["memory_bytes"].items()
+            )
+            print_fields({**one["options"], "memory": parts, "disk": _disk_words(one["disk"])})
+            print()
+        here = "" if free is None else f"; {size(free.bytes)} free {free.where}"
+        print(f"memory of all, as far as it is known: {size(known)}{here}")
+    for name, problem in wrong.items():
+        complain(f"wrong: {text(name)}: {problem}")
+    if wrong:
+        raise typer.Exit(PROBLEM)
+
+
+def _memory(options: StoreOptions) -> dict[str, int | str | None]:
+    """Bytes of each part; "auto" for what divides free memory, and None for what follows from the rows.
+
+    The cache in device memory is in that of the host where there is no GPU, and then has an overflow.
+    """
+    from ..engine.cache.division import INDEX_BYTES
+    from ..engine.row_format import line_bytes_of
+    from ..engine.spec.options import CachedHostMemOptions, CachedSsdOptions
+    from ..engine.store.rocksdb import WRITE_BUFFER_BYTES
+
+    def budget(mb: float | str) -> int | str:
+        return mb if isinstance(mb, str) else int(mb * MB)
+
+    parts: dict[str, int | str | None] = {}
+    if isinstance(options, CachedHostMemOptions):
+        parts |= {"cache": budget(options.cache_budget_mb), "overflow": budget(options.overflow_mb)}
+    if isinstance(options, CachedSsdOptions):
+        if options.host_cache_budget_mb:
+            parts |= {
+                "host_cache": budget(options.host_cache_budget_mb),
+                "host_cache_overflow": budget(options.overflow_mb),
+            }
+        blocks = int((options.rocksdb_cache_mb or 0) * MB)
+        return parts | {"rocksdb": WRITE_BUFFER_BYTES + blocks + INDEX_BYTES * (options.capacity or 0)}
+    if options.capacity is None or options.storage_dim is None:
+        return parts | {"table": None}
+    return parts | {"table": options.capacity * line_bytes_of(options.storage_dim)}
+
+
+def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
+    """Where the rows and the snapshots will be, the bytes free there, and those of all rows, None if unknown.
+
+    Raises OptionError for a path that cannot be, and for rows that are more than the disk holds.
+    """
+    from ..engine.errors import OptionError
+    from ..engine.row_format import row_dtype
+
+    if options.persistent_path is None:
+        return None
+    live, snapshots = Path(options.persistent_path), Path(options.snapshot_path or options.persistent_path)
+    usage = shutil.disk_usage(_writable("persistent_path", live))
+    free = shutil.disk_usage(_writable("snapshot_path", snapshots)).free
+    rows = None
+    if options.capacity is not None and options.storage_dim is not None:
+        rows = options.capacity * row_dtype(options.storage_dim).itemsize
+        if rows > usage.total:
+            raise OptionError(
+                f"capacity={options.capacity}: rows of storage_dim={options.storage_dim} take {size(rows)}, and the "
+                f"disk of persistent_path={str(live)!r} has {size(usage.total)}; give a larger one, or a lower capacity"
+            )
+    return {
+        "store": str(live / name),
+        "free_bytes": usage.free,
+        "snapshots": str(snapshots / name / "snapshots"),
+        "free_bytes_of_snapshots": free,
+        "rows_bytes": rows,
+    }
+
+
+def _writable(option: str, path: Path) -> Path:
+    """The nearest folder that exists. Raises OptionError if no folder can be made in it."""
+    from ..engine.errors import OptionError
+
+    folder = path.absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise OptionError(f"{option}={str(path)!r}: {str(folder)!r} is no folder; give another path")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OptionError(f"{option}={str(path)!r}: this user cannot write {str(folder)!r}; change its mode or owner")
+    return folder
+
+
+def _amount(bytes: int | str | None) -> str:
+    if bytes is None:
+        return "unknown without capacity and storage_dim"
+    return bytes if isinstance(bytes, str) else size(bytes)
+
+
+def _disk_words(disk: dict[str, Any] | None) -> str:
+    if disk is None:
+        return "none, and nothing is kept"
+    rows = f"rows {_amount(disk['rows_bytes'])}, and as much again for each full snapshot"
+    free = f"{size(disk['free_bytes'])} free in {disk['store']}"
+    return f"{rows}; {free}, {size(disk['free_bytes_of_snapshots'])} for {disk['snapshots']}"

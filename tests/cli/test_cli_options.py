@@ -1,0 +1,108 @@
+"""`tierbed store options`: a deployment's file is checked, and no store is opened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierbed.cli import main
+from tierbed.engine import _core, load_store_options
+
+FILE = """
+[users]
+store = "cached_host_mem"
+persistent_path = "${NVME}/store"
+cache_budget_mb = 2
+overflow_mb = 1
+capacity = 1000
+storage_dim = 32
+[items]
+store = "host_mem"
+[shops]
+store = "cached_host_mem"
+cache_budget_mb = "auto"
+"""
+ROW, LINE = 12 + 4 * 32 + 8, 144  # bytes of a row on disk, and of its line in memory
+
+
+def checked(capsys: pytest.CaptureFixture[str], folder: Path, text: str, *names: str, code: int = 0) -> tuple[Any, str]:
+    """The document for a file, and what stderr has."""
+    file = folder / "deploy.toml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as exit:
+        main(["store", "options", str(file), *names, "--json"])
+    out, err = capsys.readouterr()
+    assert (exit.value.code or 0) == code, err
+    return json.loads(out), err
+
+
+def test_options_are_shown_as_they_will_be_with_memory_and_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVME", str(tmp_path))
+    found, err = checked(capsys, tmp_path, FILE)
+    assert (err, found["wrong"]) == ("", {})
+    assert found["free_memory_bytes"] > 0
+    users, items, shops = (found["embeddings"][name] for name in ("users", "items", "shops"))
+    assert users["options"] == load_store_options(tmp_path / "deploy.toml", "users").as_dict()
+    assert users["options"]["persistent_path"] == f"{tmp_path}/store"
+    assert users["memory_bytes"] == {"cache": 2 << 20, "overflow": 1 << 20, "table": 1000 * LINE}
+    assert (items["memory_bytes"], items["disk"]) == ({"table": None}, None)
+    assert shops["memory_bytes"]["cache"] == "auto"
+    assert found["memory_bytes"] == (3 << 20) + 1000 * LINE + (64 << 20)
+    disk = users["disk"]
+    assert (disk["store"], disk["rows_bytes"]) == (f"{tmp_path}/store/users", 1000 * ROW)
+    assert disk["snapshots"] == f"{tmp_path}/store/users/snapshots"
+    assert disk["free_bytes"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["deploy.toml"]
+    with pytest.raises(SystemExit):
+        main(["store", "options", str(tmp_path / "deploy.toml"), "users"])
+    out = capsys.readouterr().out
+    assert f"\npersistent_path       {tmp_path}/store\n" in out
+    assert "cache 2.1 MB, overflow 1.05 MB, table 144 kB" in out
+
+
+@pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
+def test_a_store_on_ssd_asks_for_its_caches_and_buffers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f'[a]\nstore = "cached_ssd"\npersistent_path = "{tmp_path}"\ncache_budget_mb = 2\nhost_cache_budget_mb = 4'
+    found, _ = checked(capsys, tmp_path, text)
+    mb = {part: bytes / (1 << 20) for part, bytes in found["embeddings"]["a"]["memory_bytes"].items()}
+    assert mb == {"cache": 2, "overflow": 192, "host_cache": 4, "host_cache_overflow": 192, "rocksdb": 64}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("chapacity = 5", "host_mem has no option chapacity; it has persistent_path"),
+        ("capacity = 0", "capacity=0"),
+        ('persistent_path = "${TIERBED_UNSET}/x"', "environment variable 'TIERBED_UNSET' is not set"),
+        ('persistent_path = "deploy.toml/x"', "'deploy.toml' is no folder"),
+        ('persistent_path = "."\ncapacity = 1000000000000000\nstorage_dim = 8', "rows of storage_dim=8 take"),
+    ],
+)
+def test_what_is_unknown_or_cannot_be_is_named_beside_what_is_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lines: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = f'[good]\nstore = "host_mem"\n[bad]\nstore = "host_mem"\n{lines}\n'
+    found, err = checked(capsys, tmp_path, text, code=1)
+    assert (list(found["embeddings"]), list(found["wrong"])) == (["good"], ["bad"])
+    assert message in found["wrong"]["bad"].replace(f"{tmp_path}/", "")
+    assert err.startswith("wrong: bad: ")
+    found, _ = checked(capsys, tmp_path, text, "good")
+    assert list(found["embeddings"]) == ["good"]
+    found, _ = checked(capsys, tmp_path, text, "typo", code=1)
+    assert "has no table [typo]; it has good, bad" in found["wrong"]["typo"]
+
+
+def test_a_value_or_a_name_that_is_no_embedding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, _ = checked(capsys, tmp_path, 'title = "x"\n["a/b"]\nstore = "host_mem"\n', code=1)
+    assert found["wrong"].keys() == {"title", "a/b"}
+    assert "that can name a folder" in found["wrong"]["a/b"]
+    with pytest.raises(SystemExit) as exit:
+        main(["store", "options", str(tmp_path / "missing.toml")])
+    assert exit.value.code == 1
+    assert "missing.toml" in capsys.readouterr().err
