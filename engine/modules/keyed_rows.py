@@ -65,7 +65,10 @@ class KeyedRows(SavedRows):
     def delete(self, ids: Any, table_ids: Any = None) -> int:
         """Forget rows, optimizer state included, in every tier; ids as in `get`. Returns how many had been written.
 
-        A deleted id is like one that was never seen: it has its initial row, and begins anew when it is trained or put.
+        A deleted id is like one never seen: it has its initial row, and begins again when it is trained or put.
+        Snapshots, checkpoints and exports keep the row, and a load or a recovery after a kill brings it back. RocksDB's
+        files keep its bytes until they are merged, by `compact` or in the background. docs/lifecycle.md, "Delete", has
+        the steps after which no file has the row.
         """
         return self._table().delete(self._asked(ids, table_ids))
 
