@@ -50,3 +50,10 @@ class GroupError(TierbedError, RuntimeError):
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+for _error in (
+    TierbedError, OptionError, InputError, OptimizerError, CapacityError, StoreError, ClosedError, SnapshotError,
+    GraphError, GroupError,
+):  # fmt: skip
+    _error.__module__ = "tierbed"  # from where users import it, as tracebacks name it

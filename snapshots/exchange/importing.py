@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ...engine.errors import InputError
 from ...engine.row_format import RowForm
-from ...engine.spec.tables import FIELD, Names, are_names, names_in
 from ...engine.spec.table_spec import check_dtype
+from ...engine.spec.tables import FIELD, Names, are_names, names_in
 from ...engine.store.folder import StoreFolder
 from ..files.format import Manifest, check_name
 from ..files.writer import Progress, check_free, write_snapshot

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import re
 import subprocess
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import tierbed
 from support.embeddings import make, train
 from support.places import ROOT
 from support.stores import options
+from tierbed import errors
 
 FACES = {
     "tierbed": ROOT / "face" / "tierbed",
@@ -111,3 +115,12 @@ def test_looking_at_snapshots_loads_no_torch(tmp_path: Path) -> None:
 
 def test_a_graph_loads_torch_and_no_cupy() -> None:
     assert loaded("import tierbed, tierbed.engine\ntierbed.Graph") == {"torch"}
+
+
+def test_tracebacks_and_pickles_have_the_public_names_of_errors() -> None:
+    for name, kind in vars(errors).items():
+        if name.endswith("Error"):
+            assert getattr(tierbed, name) is kind
+            assert pickle.loads(pickle.dumps(kind)) is kind
+            (line,) = traceback.format_exception_only(kind("why"))
+            assert line == f"tierbed.{name}: why\n"
