@@ -338,3 +338,31 @@ def test_where_a_package_is_missing_all_else_says_so(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert done.stderr.startswith(f"tierbed: No module named '{package}'; the command line needs it: pip install")
         assert json.loads(done.stdout)["error"] in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "command"),
+    [
+        ("matplotlib", "plot", "snapshot inspect {} a --plot a.png"),
+        ("pyarrow", "parquet", "snapshot export {} a new.parquet"),
+        ("pyarrow", "parquet", "snapshot import {} new a.parquet"),
+    ],
+)
+def test_a_command_that_needs_an_extra_names_it(
+    cli: Cli, tmp_path: Path, package: str, extra: str, command: str
+) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"")
+    words = [str(tmp_path / word) if "." in word else word for word in command.split()]
+    done = without(package, tmp_path, COMMAND, *(str(cli.store) if word == "{}" else word for word in words))
+    assert done.returncode == 1
+    assert f"pip install 'tierbed[{extra}]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("code", ["prometheus_text()", "MetricsCollector()"])
+def test_what_gives_metrics_names_its_extra(tmp_path: Path, code: str) -> None:
+    script = f"from tierbed import MetricsCollector, prometheus_text; {code}"
+    done = without("prometheus_client", tmp_path, sys.executable, "-c", script)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("tierbed.OptionError: Prometheus metrics need prometheus_client")
+    assert "pip install 'tierbed[metrics]'" in done.stderr

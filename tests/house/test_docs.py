@@ -67,6 +67,30 @@ def test_a_page_runs(page: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+EXTRAS = {
+    "prometheus_client": "metrics",
+    "torch.utils.tensorboard": "metrics",
+    "matplotlib": "plot",
+    "pyarrow": "parquet",
+}
+
+
+def test_a_block_that_needs_an_extra_says_which() -> None:
+    needed = []
+    for page in DOCS.glob("*.md"):
+        for block in blocks(page.name):
+            for module in re.findall(r"^(?:from|import) ([\w.]+)", block, re.M):
+                extra = next((EXTRAS[name] for name in EXTRAS if f"{module}.".startswith(f"{name}.")), None)
+                if extra is not None:
+                    needed.append((page.name, module))
+                    assert f"pip install 'tierbed[{extra}]'" in block, needed[-1]
+    assert ("metrics.md", "prometheus_client") in needed
+    (plot,) = (block for block in blocks("planning.md") if ".plot(" in block)
+    assert "pip install 'tierbed[plot]'" in plot
+    for page, extra in (("planning.md", "plot"), ("metrics.md", "metrics")):
+        assert f"tierbed[{extra}]" in (DOCS / page).read_text().partition("```python")[0].replace("\n", " ")
+
+
 def test_what_the_graph_page_looks_at_is_there(tmp_path: Path) -> None:
     page = (DOCS / "graph.md").read_text()
     (example,) = re.findall(r"^## Looking at it\n\n```python\n(.*?)^```", page, re.M | re.S)
