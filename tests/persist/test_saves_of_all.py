@@ -32,6 +32,8 @@ def save_over(path: Path, stores: tuple[str, ...], kind: str, begin: Callable[[]
     model = Model(path, stores)
     model.steps(1)
     model.save_snapshot("latest")
+    if kind == "incremental":  # it goes over another one
+        model.save_snapshot("other")
     model.steps(2)
     begin()
     model.save_snapshot("latest", kind, overwrite=True)
