@@ -126,6 +126,7 @@ class Membership:
         self.versions = Versions(Rows(EMPTY))
         self.holder: Callable[[], Any] = lambda: None  # gives what has the table
         self._formed: Instant | None = None  # of the last open or load of one of them, for the first write of each
+        self._had: set[str] = set()  # the stores that had the rows of a load of all when it came to this one
         self._is_at = False  # whether MARK says that the rows are at a version
         self._number = 0  # the largest of an instant in the snapshots: those of states are not in MARK
         self._in_state: Version | None = None  # the last version that a state_dict named
@@ -181,6 +182,8 @@ class Membership:
         if self.record is None or at is None or at.all is None:
             return False
         for id, version in at.all.versions.items():
+            if id in self._had:
+                continue
             other = self._other(self.record.peers[id]) if id in self.record.peers else None
             noted = other.folder.group if isinstance(other, Membership) else other and other.record
             if other is not None and other.present != version and noted and noted.number < at.all.number:
@@ -390,8 +393,11 @@ class Membership:
         """After a load: what is open now is of one instant, by the user's will."""
         if self.record is not None:
             with between_steps([self]):
-                formed = self.instant()
-                for one in [self, *self.open_peers()]:
+                formed, at = self.instant(), self.folder.at
+                versions = {} if at is None or at.all is None else at.all.versions
+                everyone = [self, *self.open_peers()]
+                self._had = {one.id for one in everyone if one.present == versions.get(one.id)}
+                for one in everyone:
                     one._formed = formed
 
     def saved(self, of_all: OfAll | None = None) -> Together:

@@ -375,6 +375,26 @@ def test_a_state_whose_rows_were_saved_before_is_loaded_as_it_was(tmp_path: Path
     assert in_process(state_of_linked, tmp_path, "at") == [3, 2]
 
 
+def there_already(path: Path, trains_on: bool) -> list[int]:
+    model = Model(path, TWO, state_dict_snapshots=True)
+    model.steps(2)
+    model.save_snapshot("two")
+    model.steps(1)
+    state = model.state_dict()
+    model.steps(1, "a")
+    model.load_state_dict(state)
+    if trains_on:
+        model.steps(2, "b")
+        model.save_snapshot("later")
+    return model.at()
+
+
+@pytest.mark.parametrize(("trains_on", "found"), [(False, [3, 3]), (True, [3, 5])])
+def test_a_loaded_state_has_come_to_those_that_had_its_rows(tmp_path: Path, trains_on: bool, found: list[int]) -> None:
+    assert killed(there_already, tmp_path, trains_on) == found
+    assert at(tmp_path) == found
+
+
 def test_rows_that_were_kept_are_not_replaced_by_the_next_run(tmp_path: Path) -> None:
     for part in ("train", "keep"):
         in_process(state_of_three, tmp_path, part)
