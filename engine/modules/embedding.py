@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from threading import Lock
+from threading import Lock, get_ident
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 
 from ..errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from ..ops import lookup as ops
-from ..ops.rows_contract import Pinned
+from ..ops.rows_contract import TRACED, Pinned
 from ..ops.segments import segment
 from ..optim.optimizers import RowOptimizer, row_optimizer
 from ..optim.row_state import RowState
@@ -101,9 +101,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     @property
     def device(self) -> torch.device:
         """Where lookups take place: the device that the module was moved to."""
-        shadow = self.shadow
-        device = shadow.device  # of the fake tensor by which another thread traces, it is meta for an instant
-        return getattr(shadow, "fake_device", device) if device.type == "meta" else device
+        return self._shadow_here().device
 
     @property
     def dim(self) -> int:
@@ -144,8 +142,17 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {device}; give "
                     f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
                 )
-        output: Tensor = ops.lookup(self.shadow, *lookup, weights, self.handle)
+        output: Tensor = ops.lookup(self._shadow_here(), *lookup, weights, self.handle)
         return output
+
+    def _shadow_here(self) -> Tensor:
+        """The shadow parameter; while another thread traces, not the fake tensor of its trace.
+
+        Two threads in autograd of one fake tensor wait for each other: one has its lock, the other Python's.
+        """
+        shadow = self.shadow
+        traced: tuple[int, Tensor] | None = getattr(shadow, TRACED, None)
+        return shadow if traced is None or traced[0] == get_ident() else traced[1]
 
     def prefetch(
         self,

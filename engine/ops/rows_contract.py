@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ..spec.table_spec import TableSpec
 
 
+TRACED = "tierbed_traced"  # attribute of a trace's tensor: the thread of the trace, and the live parameter
+
+
 class Pinned(Protocol):
     """The unique rows of all lookups of a step, pinned in the top tier until `update` or `release`."""
 

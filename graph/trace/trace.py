@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.errors import GraphError
+from ...engine.ops.rows_contract import TRACED
 from .alias import is_random
 from .arguments import Call, Dims, argument_names
 from .built import Built
@@ -211,7 +212,11 @@ def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
 
 def _leaf(fake: Tensor, live: Tensor) -> Tensor:
     """A tensor for build in place of a parameter or buffer: a leaf, so that no gradient reaches the live tensor."""
-    return nn.Parameter(fake, live.requires_grad) if isinstance(live, nn.Parameter) else fake
+    if not isinstance(live, nn.Parameter):
+        return fake
+    leaf = nn.Parameter(fake, live.requires_grad)
+    setattr(leaf, TRACED, (get_ident(), live))
+    return leaf
 
 
 def _refuse_hooks(tensors: list[Tensor], names: dict[int, str]) -> None:

@@ -108,6 +108,37 @@ def test_a_step_that_failed_lets_other_threads_train() -> None:
     assert graph.rows.metrics()["table"]["step"] == 2
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["reads", "trains"])
+def test_a_lookup_while_another_thread_traces_the_same_rows_has_their_values(grad: bool) -> None:
+    rows = embedding()
+    eager = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+    expected = rows.get(IDS)
+    tracing, looked = threading.Event(), threading.Event()
+
+    def build(graph: Graph, ids: Tensor) -> Tensor:
+        found: Tensor = graph.rows(ids)  # type: ignore[operator]
+        tracing.set()
+        assert looked.wait()
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(graph_of(build, rows=rows), IDS)
+        try:
+            assert tracing.wait()
+            with torch.set_grad_enabled(grad):
+                found = rows(IDS)
+            assert torch.equal(rows.get(IDS), expected)
+        finally:
+            looked.set()
+        assert torch.equal(step.result(), expected)
+    assert type(found) is Tensor
+    assert torch.equal(found, expected)
+    if grad:
+        found.sum().backward()
+        eager.step()
+        assert not torch.equal(rows.get(IDS), expected)
+
+
 def child_in_a_step() -> int:
     """The exit code of a process that is forked in the middle of another thread's step, and trains."""
     graph = Train(embedding())

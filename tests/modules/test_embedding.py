@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support.embeddings import DIM, TABLES, attach, contents, held, make, train
 from support.optimizers import OPTIMIZERS
@@ -246,16 +245,6 @@ def test_two_embeddings_share_a_path_each_in_a_folder_of_its_name(tmp_path: Path
         assert sorted(folder.name for folder in tmp_path.iterdir()) == ["items", "users"]
     with make(where, "adam", "users") as users, make(where, "sgd", "items") as items:
         assert [contents(users).tobytes(), contents(items).tobytes()] == [rows.tobytes() for rows in saved]
-
-
-def test_rows_are_read_while_another_thread_traces_the_embedding() -> None:
-    rows = make(options("device"), "adagrad")
-    expected = rows.get([1, 2], 0)
-    with FakeTensorMode() as tracing:
-        rows._parameters["shadow"] = tracing.from_tensor(rows.shadow)
-    tracing.in_kernel_invocation = True  # as at the instant at which its ops compute shapes
-    assert rows.shadow.device.type == "meta"
-    assert torch.equal(rows.get([1, 2], 0), expected)
 
 
 def test_embeddings_without_a_path_and_of_one_name_do_not_disturb_each_other() -> None:

@@ -37,6 +37,24 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 """
 
+LATE = """
+import os
+import torch
+
+torch.set_num_threads(2)
+torch.rand(1000, 1000) + 1  # torch has its threads before the fork, and the engine is loaded after it
+child = os.fork()
+if child == 0:
+    from support.embeddings import make, train
+    from tierbed import engine
+
+    with make(engine.make_device_mem_store_options(), "adagrad", tables=1) as embedding:
+        train(embedding, torch.arange(6_000), grad=1.0)
+        os._exit(0 if embedding.size() == 6_000 else 1)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(code, "-")
+"""
+
 
 def run(policy: str | None, script: str) -> tuple[str, str]:
     """How many threads the steps added, and the rows."""
@@ -63,3 +81,7 @@ def test_steps_add_no_thread_beside_those_that_spin_and_a_fork_without_them_trai
 @pytest.mark.slow
 def test_steps_have_a_thread_of_their_own_where_those_of_torch_sleep(of_torch: tuple[str, str]) -> None:
     assert run("PASSIVE", STEPS) == ("1", of_torch[1])
+
+
+def test_a_child_that_loads_the_engine_after_its_parent_used_threads_trains() -> None:
+    assert run(None, LATE)[0] == "0"

@@ -7,8 +7,11 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <exception>
+#include <fstream>
 #include <memory>
 #include <mutex>
+#include <sstream>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -142,10 +145,27 @@ thread_local std::unique_ptr<Pool> own_pool;
 // OpenMP's entry: calls run(data) on each of so many threads, the caller's among them.
 using RunParallel = void (*)(void (*run)(void*), void* data, unsigned threads, unsigned flags);
 
-const pid_t loaded_in = getpid();
+// Whether this process began by exec. One that was forked takes libgomp's threads from its parent's memory, where they
+// do not exist, and a parallel region would wait for them forever. Linux tells it by PF_FORKNOEXEC in the ninth field of
+// /proc/self/stat; a system that gives no flags, as in a sandbox, gives no answer, and false is safe.
+bool began_by_exec() {
+    constexpr unsigned long FORKED = 0x40;
+    std::ifstream file("/proc/self/stat");
+    std::string stat, skipped;
+    std::getline(file, stat);
+    const std::size_t name_end = stat.rfind(')');  // the name may have blanks
+    if (name_end == std::string::npos) return false;
+    std::istringstream fields(stat.substr(name_end + 1));
+    for (int field = 3; field < 9; ++field) fields >> skipped;
+    unsigned long flags = 0;
+    return fields >> flags && flags != 0 && !(flags & FORKED);
+}
 
-// That of torch, whose threads spin after their work, so that a pool of our own would wait for their cores. Null where
-// they sleep, for threads that make no steps, and in a forked child, where torch's threads are not.
+// The process whose OpenMP threads may be used: the one that loaded this library, unless it was forked itself.
+const pid_t openmp_process = began_by_exec() ? getpid() : 0;
+
+// That of torch, whose threads spin after their work, so that a pool of our own would wait for their cores. Null if
+// they sleep, for threads that make no steps, and in a forked child, which has none of torch's threads.
 RunParallel torch_threads() {
 #ifdef __SANITIZE_THREAD__
     return nullptr;  // it does not see how OpenMP orders its threads
@@ -155,7 +175,7 @@ RunParallel torch_threads() {
         const bool sleep = policy && (*policy == 'p' || *policy == 'P');
         return sleep ? nullptr : reinterpret_cast<RunParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     }();
-    return makes_steps && loaded_in == getpid() ? entry : nullptr;
+    return makes_steps && openmp_process == getpid() ? entry : nullptr;
 #endif
 }
 
