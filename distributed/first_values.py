@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.errors import GraphError
-from .agreement import agree
+from .agreement import agree, attempt
+from .sendable import bytes_of, check_sendable
 from .world import World
 
 _PIECE = 16 << 20  # bytes that rank 0 sends to each other rank at once
@@ -22,7 +23,7 @@ def share_first_values(world: World, op: str, tensors: Sequence[tuple[str, Tenso
     """Give these parameters the values that they have on rank 0, and those buffers that have not begun. Collective.
 
     tensors: names and tensors, in an order of their own. GraphError on all ranks, before anything is written, where
-    ranks have others or in another order.
+    ranks have others or in another order. InputError for one whose bytes are not its values, as of a quantized buffer.
     """
     begun = world.begun
     tensors = [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) or tensor not in begun]
@@ -37,8 +38,9 @@ def share_first_values(world: World, op: str, tensors: Sequence[tuple[str, Tenso
                 f"{differs}; make the graph on every rank by the same code"
             )
             raise world.told
+    _, error = attempt(lambda: [check_sendable(f"{op}: {name}", tensor) for name, tensor in tensors])
     with world.whole(op):
-        agree(world, op)
+        agree(world, op, error)
         for _, tensor in tensors:
             _copy_of_first(world, op, tensor)
             begun[tensor] = True
@@ -52,8 +54,8 @@ def described(tensors: Sequence[tuple[str, Tensor]]) -> list[str]:
 @torch.no_grad()
 def _copy_of_first(world: World, op: str, tensor: Tensor) -> None:
     first = world.rank == 0
-    values = tensor.detach().cpu().contiguous().view(-1) if first else torch.empty(tensor.numel(), dtype=tensor.dtype)
-    for piece in values.view(torch.uint8).split(_PIECE):
+    values = bytes_of(tensor) if first else torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
+    for piece in values.split(_PIECE):
         size, none = len(piece), [0] * world.size
         given = piece.repeat(world.size) if first else piece[:0]
         out = torch.empty_like(piece)
@@ -61,4 +63,4 @@ def _copy_of_first(world: World, op: str, tensor: Tensor) -> None:
         if not first:
             piece.copy_(out)
     if not first:
-        tensor.copy_(values.view(tensor.shape))
+        tensor.copy_(values.view(tensor.dtype).view(tensor.shape))

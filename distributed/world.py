@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.errors import InputError, OptionError
+from ..engine.errors import OptionError
 from ..engine.optim.optimizers import RowOptimizer
 from ..engine.persist.training_group import TrainingGroup
 from ..engine.spec.options import StoreOptions
@@ -19,10 +19,11 @@ from ..engine.spec.table_spec import TableSpec
 from ..engine.table.background_save import Saving
 from ..snapshots.store.selection import LoadReport, Selection
 from . import together
-from .agreement import agree, raw_bytes
+from .agreement import agree, attempt, raw_bytes
 from .group import Group
 from .held import ShardedHeld
 from .rendezvous import make_default_group
+from .sendable import bytes_of, check_sendable
 
 
 class World(Group):
@@ -58,20 +59,18 @@ class World(Group):
     def gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, one after the other along dimension 0, in the order of ranks.
 
-        Lengths may differ; the other dimensions and the dtype are the same on all ranks.
+        Lengths may differ; the other dimensions and the dtype are the same on all ranks. A tensor of no dimension
+        counts as one of length 1. Raises InputError on all ranks, and the group goes on, if a rank gives what is no
+        dense tensor of numbers.
         """
-        parts = self._all_tensors("gather", x, 1)
-        return torch.cat(parts)
+        return torch.cat(self._all_tensors("gather", x, 1))
 
     def sum(self, x: Tensor) -> Tensor:
-        """The tensors of all ranks, of one shape and dtype, added in the order of ranks."""
-        if isinstance(x, Tensor) and x.dtype == torch.bool:
-            raise InputError("x: got torch.bool, whose sum is no number of them; give x.to(torch.int64)")
-        first, *others = self._all_tensors("sum", x, 0)
-        total = first.clone()
+        """The tensors of all ranks, of one shape and dtype, added in the order of ranks. Raises as `gather` does."""
+        total, *others = self._all_tensors("sum", x, 0)
         for other in others:
             total += other
-        return total
+        return total.view(x.shape)
 
     def all_bytes(self, op: str, data: bytes, same: Mapping[str, Any] | None = None) -> list[bytes]:
         """The `data` of each rank, in the order of ranks.
@@ -121,15 +120,28 @@ class World(Group):
         """Load the rows of several embeddings from the snapshots `places` of a checkpoint."""
         together.load_rows(self, tables, places, selection)
 
-    def _all_tensors(self, op: str, x: Tensor, free: int) -> list[Tensor]:
-        """The tensors of all ranks. free: how many of the first dimensions may differ. InputError for no tensor."""
-        if not isinstance(x, Tensor) or x.layout != torch.strided:
-            what = x.layout if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(f"x: got {what}; give a dense torch.Tensor")
-        data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return [_tensor(part, x) for part in self.all_bytes(op, data, {"tensor": f"{x.dtype} {list(x.shape[free:])}"})]
+    def _all_tensors(self, op: str, x: Any, open_dims: int) -> list[Tensor]:
+        """Copies of the tensors of all ranks, each with its length as first dimension.
+
+        open_dims: how many of the first dimensions may differ; 0 for tensors that are added up. InputError.
+        """
+        self.check_thread()
+        self.check_alive()
+        if self.size == 1:
+            x = check_sendable("x", x, open_dims == 0)
+            return [x.detach().clone().view(_length(x), *x.shape[1:])]
+        data, error = attempt(lambda: bytes_of(check_sendable("x", x, open_dims == 0)))
+        with self.whole(op):
+            same = {"tensor": None if error else f"{x.dtype} {list(x.shape[open_dims:])}"}
+            lengths = agree(self, op, error, same, note=0 if error else _length(x)).notes
+            parts = raw_bytes(self, op, data.numpy().tobytes())
+        return [_tensor(*part, x) for part in zip(parts, lengths, strict=True)]
 
 
-def _tensor(data: bytes, like: Tensor) -> Tensor:
+def _length(x: Tensor) -> int:
+    return len(x) if x.dim() else 1
+
+
+def _tensor(data: bytes, length: int, like: Tensor) -> Tensor:
     flat = torch.frombuffer(bytearray(data), dtype=like.dtype) if data else like.new_empty(0, device="cpu")
-    return flat.view(-1, *like.shape[1:]).to(like.device)
+    return flat.view(length, *like.shape[1:]).to(like.device)

@@ -145,24 +145,6 @@ def test_a_step_of_another_thread_is_refused() -> None:
     assert all("one thread" in told for told in run_ranks(2, in_a_thread))
 
 
-def no_tensors(world: World) -> list[str]:
-    heard = []
-    with pytest.raises(InputError, match=r"x: got torch\.bool"):
-        world.sum(torch.ones(2, dtype=torch.bool))
-    assert world.gather(torch.ones(1, dtype=torch.bool)).tolist() == [True, True]
-    for value in (1.5, [1], torch.eye(2).to_sparse()):
-        for call in (world.sum, world.gather):
-            with pytest.raises(InputError) as error:
-                call(value)  # type: ignore[arg-type]
-            heard.append(str(error.value))
-    return heard
-
-
-def test_what_is_no_tensor_of_numbers_is_refused() -> None:
-    for told in run_ranks(2, no_tensors):
-        assert all(text.startswith("x: got ") for text in told)
-
-
 def forgotten(world: World) -> str:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()

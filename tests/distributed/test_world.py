@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import threading
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.ranks import run_ranks
-from tierbed import GroupError, OptionError, World
+from tierbed import GroupError, InputError, OptionError, World
 
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 
@@ -111,6 +113,46 @@ def test_ranks_that_differ_are_told_and_go_on() -> None:
     assert first[1:] == second[1:]
     assert first[1].startswith("sum: ranks differ, rank 0: tensor=torch.float32 [2]; rank 1: tensor=torch.float32 [3]")
     assert first[2].startswith("gather: ranks differ, rank 0: tensor=torch.int64 []; rank 1: tensor=torch.float32 []")
+
+
+def odd_tensors(world: World) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    """What every rank hears of tensors that cannot be sent, of which rank 0 gives one; then those that can."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch will remove them
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    refused: list[Any] = [quantized, torch.ones(3).to_sparse(), torch.ones(3, device="meta"), [1.0]]
+    refused.append(torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged))
+    good = torch.ones(3)
+    heard = []
+    for call in (world.gather, world.sum):
+        for bad in refused:
+            with pytest.raises(InputError) as error:
+                call(bad if world.rank == 0 else good)
+            heard.append(str(error.value))
+    for bad in (good > 0, good.to(torch.uint16), good.to(torch.float8_e5m2)):
+        with pytest.raises(InputError) as error:
+            world.sum(bad if world.rank == 0 else good)
+        heard.append(str(error.value))
+    shapes = (), (0,), (2, 0), (0, 3), (1, 0, 4)
+    given = [torch.full(shape, world.rank + 1.0) for shape in shapes]
+    given += [torch.full((2,), complex(0, world.rank)).conj(), torch.full((2,), world.rank, dtype=torch.bool)]
+    return heard, [world.gather(x) for x in given], [world.sum(x) for x in given[:-1]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tensor_of_any_dtype_layout_or_shape_is_sent_or_refused_on_all_ranks(ranks: int) -> None:
+    every = run_ranks(ranks, odd_tensors)
+    for heard, gathered, summed in every:
+        assert heard == every[0][0]
+        for said, what in zip(
+            heard, 2 * ["quantized", "sparse", "meta", "list", "nested"] + 3 * ["torch"], strict=True
+        ):
+            assert re.match(f"{'rank 0: ' if ranks > 1 else ''}x: got .*{what}", said), said
+        expected = [(ranks,), (0,), (2 * ranks, 0), (0, 3), (ranks, 0, 4), (2 * ranks,), (2 * ranks,)]
+        assert [tuple(x.shape) for x in gathered] == expected
+        assert [tuple(x.shape) for x in summed] == [(), (0,), (2, 0), (0, 3), (1, 0, 4), (2,)]
+        assert summed[0] == sum(range(1, ranks + 1))
+        assert gathered[5].tolist() == [complex(0, -rank) for rank in range(ranks) for _ in range(2)]
+        assert gathered[6].tolist() == [bool(rank) for rank in range(ranks) for _ in range(2)]
 
 
 def from_two_threads(world: World) -> str:
