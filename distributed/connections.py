@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import secrets
+import selectors
 import socket
 import struct
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from time import monotonic
 from typing import NamedTuple
 
@@ -17,6 +20,9 @@ from ..engine.errors import GroupError
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
 ADDRESS = 256  # bytes at most of what a rank tells of its own
+GREETING = 2.0  # seconds for a connection to say which rank it is; ranks say it as they connect
+BACKLOG = 128  # connections at least that wait to be accepted, strangers among them
+MOST_NAMED = 3  # hosts of unknown connections that a message names
 HELLO = struct.Struct("32si")  # the listener's token, and the rank that connects
 
 
@@ -54,9 +60,7 @@ def connect(rank: int, size: int, tell: Callable[[bytes], list[bytes]], timeout:
         for other, why in enumerate(said):
             if why.strip():
                 raise GroupError(why.decode(errors="replace").strip(), [other])
-        while missing := [other for other in range(rank + 1, size) if other not in found]:
-            other, connection = _accepted(listener, token, missing, end)
-            found[other] = opened.enter_context(connection)
+        found |= _greeted(listener, token, range(rank + 1, size), end, opened)
         opened.pop_all()
     return Connected(found, sum(where == host for where, *_ in told))
 
@@ -75,28 +79,91 @@ def _reached(other: int, place: tuple[str, int, str], rank: int, end: float) -> 
     return connection
 
 
-def _accepted(listener: socket.socket, token: str, missing: list[int], end: float) -> tuple[int, socket.socket]:
-    """The next of the missing ranks that connects. Who does not know the token is sent away."""
-    while (left := end - monotonic()) > 0:
-        listener.settimeout(left)
-        try:
-            connection, _ = listener.accept()
-            connection.settimeout(left)
-            hello = connection.recv(HELLO.size, socket.MSG_WAITALL)
-        except OSError:
-            continue
-        if len(hello) == HELLO.size:
-            known, other = HELLO.unpack(hello)
-            if secrets.compare_digest(known, token.encode()) and other in missing:
-                return other, connection
+class _Guest(NamedTuple):
+    """A connection that has not said yet which rank it is."""
+
+    host: str
+    until: float  # when it is sent away
+    hello: bytearray
+
+
+def _greeted(
+    listener: socket.socket, token: str, ranks: Sequence[int], end: float, opened: ExitStack
+) -> dict[int, socket.socket]:
+    """The connections of these ranks, which `opened` closes. Other connections are closed, and the log names them.
+
+    All that come are heard at once, each for GREETING seconds, so one that says nothing delays no rank.
+    """
+    found: dict[int, socket.socket] = {}
+    guests: dict[socket.socket, _Guest] = {}
+    strangers: Counter[str] = Counter()
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while len(found) < len(ranks) and (now := monotonic()) < end:
+            wait = min([end, *(guest.until for guest in guests.values())]) - now
+            ready = {key.fileobj for key, _ in selector.select(max(wait, 0))}
+            if listener in ready:
+                with suppress(OSError):  # it is gone already
+                    connection, address = listener.accept()
+                    opened.enter_context(connection).setblocking(False)
+                    selector.register(connection, selectors.EVENT_READ)
+                    guests[connection] = _Guest(address[0], monotonic() + GREETING, bytearray())
+            for connection, guest in [*guests.items()]:
+                has_left = connection in ready and not _hear(connection, guest.hello)
+                if has_left or len(guest.hello) == HELLO.size or guest.until <= monotonic():
+                    selector.unregister(connection)
+                    del guests[connection]
+                    rank = _rank_in(guest.hello, token)
+                    if rank is not None and rank in ranks and rank not in found:
+                        found[rank] = connection
+                    else:
+                        connection.close()
+                        strangers[guest.host] += 1
+    strangers.update(guest.host for guest in guests.values())
+    unknown = _named(strangers, listener)
+    if missing := [rank for rank in ranks if rank not in found]:
+        raise GroupError(f"ranks {missing} did not connect in time{unknown and '; ' + unknown}", missing)
+    if unknown:
+        logging.getLogger("tierbed").warning("start of the world: %s", unknown)
+    for connection in guests:
         connection.close()
-    raise GroupError(f"ranks {missing} did not connect in time", missing)
+    return found
+
+
+def _hear(connection: socket.socket, hello: bytearray) -> bool:
+    """Add to a greeting what has come of it. False if no more will."""
+    try:
+        data = connection.recv(HELLO.size - len(hello))
+    except OSError:
+        return False
+    hello += data
+    return bool(data)
+
+
+def _rank_in(hello: bytearray, token: str) -> int | None:
+    """The rank that a greeting names, or None if it is not of one that knows the token."""
+    if len(hello) < HELLO.size:
+        return None
+    known, rank = HELLO.unpack(hello)
+    return int(rank) if secrets.compare_digest(known, token.encode()) else None
+
+
+def _named(strangers: Counter[str], listener: socket.socket) -> str:
+    if not strangers:
+        return ""
+    host, port = listener.getsockname()[:2]
+    of = ", ".join(f"{stranger} ({count})" for stranger, count in strangers.most_common(MOST_NAMED))
+    return (
+        f"{strangers.total()} unknown connections came to {host}:{port}, from {of}: a port scanner, a health check or "
+        "another job; keep them from the ports of ranks"
+    )
 
 
 def _listener(size: int) -> socket.socket:
     host = _own_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=size)
+    return socket.create_server((host, 0), family=family, backlog=max(size, BACKLOG))
 
 
 def _own_address() -> str:
