@@ -21,6 +21,7 @@ from ..engine.errors import GroupError, OptionError
 from ..engine.numeric import real
 from ..engine.signals import held, uninterrupted
 from .connections import ADDRESS, connect
+from .loss_report import LossReport
 from .roll_call import Left, RollCall
 from .script import NONE
 
@@ -78,6 +79,8 @@ class Group:
         self._under_way: list[Exchange] = []  # a failed step leaves some that nobody waits for
         self._group: dist.ProcessGroup | None = None
         self._roll_call: RollCall | None = None
+        self._op = "start of the world"  # the last call that began
+        self._report = LossReport(self.rank)
         if self.size > 1:
             _check_backend(group)
             self._meet(dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -128,6 +131,7 @@ class Group:
         # what all_to_all_single calls, without the half of its time that is Python's
         work = self._group.alltoall_base(out, given, [*out_sizes], [*given_sizes], dist.AllToAllOptions())
         self.calls += 1
+        self._op = op
         if self._roll_call is not None:
             self._roll_call.at = self.calls
         begun = Exchange(self, op, self.calls, work, out)
@@ -190,8 +194,14 @@ class Group:
 
     def _end(self, message: str, missing: Mapping[int, str]) -> GroupError:
         self.failure = GroupError(message, sorted(missing))
+        if missing:
+            self._report.write(self.failure)
         self._leave_group()
         return self.failure
+
+    def _note_loss(self, rank: int, why: str) -> None:
+        """Report a rank whose process was killed as soon as the thread of the roll call hears of it."""
+        self._report.write(GroupError(f"rank {rank} was lost ({why}); the last call here: {self._op}", [rank]))
 
     def _leave_group(self) -> None:
         if self._group is not None:
@@ -226,7 +236,7 @@ class Group:
             raise GroupError(f"the ranks {ranks} did not meet: {error}") from error
         try:
             sockets, self.on_host = connect(self.rank, self.size, self._addresses, MEETING)
-            self._roll_call = RollCall(sockets)
+            self._roll_call = RollCall(sockets, self._note_loss)
         except BaseException:
             self.close()
             raise

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
+import os
 import selectors
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Condition
 from typing import Any
 
 from ..engine.threads import Thread
 
 BOUND = 3.0  # seconds for the answers to a roll call
+ENDED = "its process ended"
 LIVES = "it runs, but has not come to this call"
 
 
@@ -28,10 +31,11 @@ class RollCall:
     """The connections of this rank to the others, and the thread that answers on them.
 
     A process that ends closes its connections, which tells the others at once. What a rank does with the group at its
-    end, it says before: which ranks it missed, or that it closed its world.
+    end, it says before: which ranks it missed, that it closed its world, or that its script ended. A rank that says
+    nothing before was killed: `on_loss`, with the rank and what is known, is called by the thread that hears of it.
     """
 
-    def __init__(self, connections: Mapping[int, socket.socket]) -> None:
+    def __init__(self, connections: Mapping[int, socket.socket], on_loss: Callable[[int, str], None]) -> None:
         self.left: Left | None = None  # how another rank ended the group
         self.at = 0  # the number of the last call that this rank began
         self._connections = dict(connections)
@@ -39,11 +43,14 @@ class RollCall:
         self._here: dict[int, int] = {}  # the call at which a rank is, of those that answered the roll call
         self._ended: dict[int, str] = {}  # how the connection to a rank ended
         self._closed: dict[int, int] = {}  # the last call of each rank that closed its world
+        self._on_loss, self._is_closed = on_loss, False
         self._selector = selectors.DefaultSelector()
         for rank, connection in connections.items():
             connection.settimeout(BOUND)
             self._selector.register(connection, selectors.EVENT_READ, (rank, bytearray()))
         Thread(target=self._listen, name="tierbed-roll-call", daemon=True).start()
+        self._pid = os.getpid()
+        atexit.register(self._end_of_process)
 
     def missing(self, call: int) -> dict[int, str]:
         """The ranks that keep this one from ending its call, and what is known of each. Raises `left`.
@@ -74,11 +81,17 @@ class RollCall:
 
     def close(self, why: str) -> None:
         """End the connections, and tell the others why."""
+        atexit.unregister(self._end_of_process)
+        self._is_closed = True
         self._tell({"closed": why, "at": self.at})
         with self._changed:
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)  # which the thread hears
+
+    def _end_of_process(self) -> None:
+        if os.getpid() == self._pid:  # a forked child has the connections of its parent
+            self.close(ENDED)
 
     def _tell(self, message: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
         line = json.dumps(message).encode() + b"\n"
@@ -104,8 +117,12 @@ class RollCall:
                     if not data:
                         self._selector.unregister(key.fileobj)
                         self._connections[rank].close()
-                        self._ended.setdefault(rank, "its process ended")
+                    is_lost = not data and rank not in self._ended and not self._is_closed
+                    if not data:
+                        self._ended.setdefault(rank, ENDED)
                     self._changed.notify_all()
+                if is_lost:
+                    self._on_loss(rank, ENDED)
         self._selector.close()
 
     def _hear(self, rank: int, message: dict[str, Any]) -> None:

@@ -1,0 +1,51 @@
+"""Where torchrun ends a job because a rank was lost, the user reads which rank, and in which call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.places import environment
+
+SCRIPT = """
+import os, signal
+import torch
+import torch.distributed as dist
+from tierbed import GroupError, World
+
+world = World.from_env(timeout=30)
+world.sum(torch.ones(2))
+if world.rank == 1:
+    {end}
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which torchrun ends this rank: it comes to its own end first
+try:
+    world.sum(torch.ones(2))
+except GroupError:
+    {caught}
+"""
+
+
+def torchrun(folder: Path, end: str, caught: str) -> subprocess.CompletedProcess[str]:
+    (script := folder / "script.py").write_text(SCRIPT.format(end=end, caught=caught))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    variables = environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run([*command, str(script)], env=variables, capture_output=True, text=True)
+
+
+def test_a_killed_rank_is_named_on_stderr_and_in_the_report_of_torchrun(tmp_path: Path) -> None:
+    ran = torchrun(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)")  # as a rank that is killed as well
+    assert ran.returncode != 0
+    at_once, report = ran.stderr.split("FAILED", 1)
+    assert at_once.count("GroupError on rank 0: ") == 1
+    assert "rank 1" in at_once[at_once.index("GroupError on rank 0: ") :]
+    assert "GroupError: sum: rank 1 did not answer (its process ended)" in report
+
+
+@pytest.mark.slow
+def test_a_rank_whose_script_ends_before_the_others_is_no_loss_to_report(tmp_path: Path) -> None:
+    ran = torchrun(tmp_path, "raise SystemExit", "raise SystemExit")
+    assert ran.returncode == 0, ran.stderr
+    assert "was lost" not in ran.stderr
