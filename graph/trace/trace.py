@@ -225,6 +225,11 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str]) -> None:
             raise GraphError(
                 f"{names[id(tensor)]} has a gradient hook, which a graph would skip; change gradients in build"
             )
+        if hasattr(tensor, "_in_backward_optimizers"):
+            raise GraphError(
+                f"{names[id(tensor)]} was given to apply_optimizer_in_backward, which a graph would skip; make the "
+                "module again, and give its parameters to an optimizer that add_optimizer takes"
+            )
 
 
 class _Guard(TorchDispatchMode):
@@ -282,6 +287,13 @@ class _Guard(TorchDispatchMode):
             )
 
     def _refuse(self, value: Tensor) -> None:
+        owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
+        optimizer = next((owner for owner in owners if isinstance(owner, Optimizer)), None)
+        if optimizer is not None:
+            raise GraphError(
+                f"build calls {type(optimizer).__name__}, an optimizer that the graph does not have; give it to "
+                "add_optimizer in __init__, and leave its step() out of build: each call of the graph ends in one"
+            )
         if id(value) in self._names:
             raise GraphError(
                 f"build uses {self._names[id(value)]} by a reference that was made earlier, such as a list of "

@@ -291,6 +291,31 @@ def test_a_module_under_torch_compile_is_recorded_as_what_it_wraps() -> None:
     torch.testing.assert_close(graph(torch.ones(2, 3)), net(torch.ones(2, 3)).detach())
 
 
+def test_a_step_of_an_optimizer_in_build_is_refused_by_its_name() -> None:
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def build(graph: Any, x: Tensor) -> None:
+        graph.net(x).sum().backward()
+        optimizer.step()
+
+    for added in ((), (optimizer,)):
+        graph = graph_of(build, *added, net=net)
+        with pytest.raises(GraphError, match=r"build calls .*SGD.*(leave its step\(\) out of build|leave it out)"):
+            graph(torch.ones(3, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_parameters_with_an_optimizer_in_backward_are_refused() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    net = nn.Linear(2, 1)
+    graph = graph_of(lambda graph, x: graph.net(x).sum().backward(), torch.optim.SGD(net.parameters()), net=net)
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    with pytest.raises(GraphError, match=r"net\.weight was given to apply_optimizer_in_backward.*add_optimizer"):
+        graph(torch.ones(3, 2))
+
+
 def test_a_graph_inside_a_graph_is_refused_by_name() -> None:
     class Inner(Net):
         def build(self, x: Tensor) -> Tensor:
