@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock, get_ident
 from types import TracebackType
 from typing import Any, Self
@@ -28,9 +28,10 @@ from ..spec.option_makers import store_options_from_dict
 from ..spec.table_spec import table_spec
 from ..table import parts
 from ..table.table import OpenTable
+from .conversion import converter
 from .keyed_rows import KeyedRows
 from .ranks import check_world, refuse_lookup
-from .shadow_grad import accumulate, holders, is_reached
+from .shadow_grad import ShadowGrad, accumulate, holders, is_reached
 
 log = logging.getLogger("tierbed")
 
@@ -90,6 +91,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.handle = ops.register(self)
         self._held: Held | None = None
         self._opening = Lock()
+        self._accumulating = Lock()
         self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
         self._closed = self._has_warned = False
         self._awaited: list[SavedAs] = []
@@ -221,8 +223,20 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             )
         return super().requires_grad_(requires_grad)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the embedding, as a module that holds it moves. OptionError for another dtype than `output_dtype`."""
+        convert, grad = converter(self, fn), self.shadow.grad
+        if not isinstance(grad, ShadowGrad):
+            return super()._apply(convert, recurse)
+        self.shadow.grad = None
+        try:
+            return super()._apply(convert, recurse)
+        finally:
+            self.shadow.grad = ShadowGrad.of(grad.rows)  # on the device of the parameter
+
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
         """Let the rows follow one of the optimizer's param groups, as `Graph.add_optimizer` asks. OptimizerError."""
+        self._refuse_in_backward()
         rows_optimizer = row_optimizer(optimizer, group)
         self.use_optimizer(rows_optimizer)
         return rows_optimizer
@@ -256,13 +270,15 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return is_reached(self)
 
     def check_trained_lookup(self) -> None:
-        """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training."""
+        """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training, as of `attach`."""
+        self._refuse_in_backward()
         if self.handle in holders:
             refuse_lookup(self.name)
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
         """Keep the gradient of a lookup for the step of the EagerOptimizer."""
-        accumulate(self, lookup, grad, weights, order)
+        with self._accumulating:
+            accumulate(self, lookup, grad, weights, order)
 
     def pin(self, lookups: list[Lookup], like: Pinned | None = None, dtype: torch.dtype | None = None) -> Pinned:
         """Pin the rows of all lookups of a training step, as `Rows.pin`."""
@@ -299,6 +315,14 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         """Drop the pin that a failed step left."""
         if self._held is not None:
             self._held.release()
+
+    def _refuse_in_backward(self) -> None:
+        if hasattr(self.shadow, "_in_backward_optimizers"):
+            raise OptimizerError(
+                f"embedding {self.name!r}: its parameter was given to apply_optimizer_in_backward, and rows have no "
+                "optimizer that runs in backward; make the embedding again, and give its parameters() to the optimizer "
+                "of an EagerOptimizer, or to one that add_optimizer of a Graph takes"
+            )
 
     def _trained(self) -> TableOfAll:
         table = self._table()

@@ -19,9 +19,11 @@ from .row_gradients import RowGradients
 # the EagerOptimizer that steps an embedding, by its handle
 holders: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
 
-# the functions that torch calls to look at a tensor, and when a module moves
-_HARMLESS = {"__get__", "__repr__", "is_complex", "is_floating_point"}
-_HARMLESS |= {"__set__", "_has_compatible_shallow_copy_type", "cpu", "cuda", "float", "to"}
+_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+# the functions by which torch, and torch.compile, look at what a tensor is, but at none of its numbers
+_LOOKS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg", "size"}
+_LOOKS |= {"storage_offset", "stride", "untyped_storage"}
 
 
 class ShadowGrad(Tensor):
@@ -32,24 +34,32 @@ class ShadowGrad(Tensor):
 
     rows: RowGradients
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShadowGrad(rows of embedding {self.rows.embedding.name!r})"
+
     @classmethod
-    def of(cls, embedding: Rows) -> ShadowGrad:
-        grad = torch.zeros_like(embedding.shadow).as_subclass(cls)
-        grad.rows = RowGradients(embedding)
+    def of(cls, rows: RowGradients) -> ShadowGrad:
+        """`rows` as the gradient of the parameter that their embedding has."""
+        plain = torch.zeros_like(rows.embedding.shadow)
+        grad = torch.Tensor._make_subclass(cls, plain)  # no view, unlike as_subclass
+        grad.rows = rows
         return grad
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in _HARMLESS:
-            leaves = pytree.tree_leaves((args, kwargs))
-            name = next(leaf.rows.embedding.name for leaf in leaves if isinstance(leaf, cls))
-            raise GraphError(
-                f"{func.__name__} of the gradient of embedding {name!r}: no tensor holds the gradients of its rows; "
-                "step by the EagerOptimizer, leave the embedding's parameters out of clip_grad_norm_ and of "
-                "GradScaler, and clip rows by clip_grad_row_norm in its param group"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        if func.__name__ in _LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+            if not isinstance(found, Tensor):  # such as .data and .T are
+                return found
+        leaves = pytree.tree_leaves((args, kwargs))
+        name = next(leaf.rows.embedding.name for leaf in leaves if isinstance(leaf, cls))
+        raise GraphError(
+            f"{func.__name__} of the gradient of embedding {name!r}: no tensor holds the gradients of its rows; "
+            "step by the EagerOptimizer, clip by its clip_grad_norm_(parameters, max_norm) in place of that of torch, "
+            "or rows alone by clip_grad_row_norm in their param group, and leave the embedding's parameters out of "
+            "GradScaler"
+        )
 
 
 def is_reached(embedding: Rows) -> bool:
@@ -76,12 +86,22 @@ def is_reached(embedding: Rows) -> bool:
 
 def accumulate(embedding: Rows, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
     """Add the gradient of a lookup to `grad` of the embedding's parameter, as `RowGradients.add`. GraphError."""
+    node = torch._C._current_autograd_node()
+    if node is not None and node.name().startswith("CompiledFunction"):  # it computes the gradients of all its inputs
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _NO_KEYS):
+            if not is_reached(embedding):
+                return
     name, shadow = embedding.name, embedding.shadow
     if embedding.handle not in holders:
         raise GraphError(
             f"embedding {name!r}: backward() outside a graph; call it in the build() of a tierbed.Graph, give the "
             "optimizer to a tierbed.EagerOptimizer to train in a loop, or read under torch.no_grad()"
         )
+    if shadow._backward_hooks or shadow._post_accumulate_grad_hooks:
+        raise GraphError(
+            f"embedding {name!r}: its parameter has a gradient hook, and no tensor holds the gradients of its rows; "
+            "remove the hook, and register it on what a lookup returns"
+        )
     if not isinstance(shadow.grad, ShadowGrad):
-        shadow.grad = ShadowGrad.of(embedding)
+        shadow.grad = ShadowGrad.of(RowGradients(embedding))
     shadow.grad.rows.add(lookup, grad, weights, order)

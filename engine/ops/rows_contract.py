@@ -142,7 +142,10 @@ class Rows(nn.Module):
         raise NotImplementedError
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
-        """Keep the gradient of a lookup outside a graph for the coming step. GraphError where no step comes."""
+        """Keep the gradient of a lookup outside a graph for the coming step. GraphError where no step comes.
+
+        Threads may call it at once.
+        """
         raise NotImplementedError
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:

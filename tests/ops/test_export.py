@@ -12,14 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from support.graphs import DIM, embedding, graph_of
 from support.scripts import run_script
-from tierbed.engine import MultiTableEmbedding
+from tierbed.engine import EagerOptimizer, MultiTableEmbedding
 from tierbed.engine.errors import ClosedError, GraphError
 
 IDS = torch.arange(4)
 ELSEWHERE = """
 import sys
 import torch
-from tierbed.engine import MultiTableEmbedding
+from tierbed.engine import EagerOptimizer, MultiTableEmbedding
 from tierbed.engine.errors import ClosedError
 
 others = [
@@ -49,6 +49,16 @@ def test_an_export_with_an_embedding_is_refused_by_name_not_bound_to_this_proces
     with pytest.raises(GraphError, match=f"embedding '{rows.name}' cannot be part.*call the embedding before"):
         torch.export.export(rows if alone else Model(rows), (IDS,), strict=strict)
     Model(rows)(IDS)  # nothing of the export is left
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_with_gradients_alive_is_refused_in_the_same_words(strict: bool) -> None:
+    model = Model(embedding())
+    optimizer = EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(IDS).sum().backward()
+    optimizer.step()
+    with pytest.raises(GraphError, match=f"embedding '{model.rows.name}' cannot be part.*call the embedding before"):
+        torch.export.export(model, (IDS,), strict=strict)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
