@@ -23,10 +23,11 @@ from ..engine.modules.model_snapshots import ModelSnapshots
 from ..engine.modules.ranks import refuse_around
 from ..engine.modules.saved_rows import are_apart, rows_apart
 from ..engine.numeric import whole
+from ..engine.optim.base import positive
 from ..engine.signals import uninterrupted
 from ..snapshots.store.selection import Selection
 from .passes.lookahead import Coming
-from .passes.step_end import StepEnd, positive
+from .passes.step_end import StepEnd
 from .run.attempt import FailedForSizes
 from .run.compiled import CompiledStep, Forward, compile_step
 from .run.pipeline import AHEAD, Run, forget_announced, iterate

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import increment_version
 
 from ..errors import GraphError, OptimizerError
 from ..ops.rows_contract import Rows
+from ..optim.base import positive
 from ..optim.optimizers import RowOptimizer, check_is_optimizer
 from ..persist.held_contract import Ranks
 from ..persist.training_group import check_failed_step, train_together
 from ..signals import uninterrupted
+from ..squares import sum_of_squares
 from .model_snapshots import ModelSnapshots
 from .one_trainer import training_step
 from .ranks import refuse_eager_ranks
@@ -140,6 +143,42 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         for embedding, _ in self._rows:
             embedding.shadow.grad = None
         self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+        """Scale the gradients of `parameters` so that their L2 norm together is at most `max_norm`. Returns that norm.
+
+        As torch.nn.utils.clip_grad_norm_, between backward() and step(), with the rows of this optimizer's embeddings,
+        whose parameters stand for them: a row counts once, with the sum of the gradients of its occurrences, as in
+        `Graph.clip_grad_norm`. The norm, a float32 scalar on the CPU, is that before the scaling.
+
+        Raises OptimizerError for a `max_norm` that is no number above 0, for rows that ranks share, and for those of
+        another EagerOptimizer; InputError for a gradient that was changed in place.
+        """
+        limit = positive("max_norm", max_norm)
+        if limit is None:
+            raise OptimizerError("max_norm=None: give a number, or leave the call out")
+        distinct = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
+        grads = [parameter.grad for parameter in distinct if parameter.grad is not None]
+        rows = [grad.rows for grad in grads if isinstance(grad, ShadowGrad)]
+        dense = [grad for grad in grads if not isinstance(grad, ShadowGrad)]
+        for name in (one.embedding.name for one in rows if holders.get(one.embedding.handle) is not self):
+            raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; clip by that one")
+        if self._world is not None and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._rows):
+            raise OptimizerError(
+                "clip_grad_norm_ of rows that ranks share: their gradients meet in step(); leave the embeddings' "
+                "parameters out and clip rows by clip_grad_row_norm in their param group, or train by a Graph with "
+                "clip_grad_norm"
+            )
+        norm = math.sqrt(sum_of_squares(dense) + sum(gradients.square_gradients() for gradients in rows))
+        share = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        if not share > 1.0:
+            with uninterrupted():
+                if dense:
+                    torch._foreach_mul_(dense, share)
+                for gradients in rows:
+                    gradients.multiply(share)
+        return torch.tensor(norm)
 
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of the wrapped optimizer. The state of rows is with the rows."""

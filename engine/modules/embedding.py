@@ -294,6 +294,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         """The rows of one call's lookups and their gradients, as `Rows.sum_gradients`."""
         return parts.sum_gradients(self._own_table(), lookups, grads, weights, self.output_dtype)
 
+    def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
+        """The sum of the squares of the gradients of rows, as `Rows.square_gradients`."""
+        return parts.square_gradients(self._own_table(), lookups, grads, weights, self.output_dtype)
+
     def announce(self, lookups: list[Lookup]) -> None:
         """Announce a step of several checked lookups, in the order in which the step pins them.
 

@@ -44,6 +44,7 @@ class RowGradients:
         self._embedding = weakref.ref(embedding)  # which may hold this object
         self._kept: dict[Hashable, _Kept] = {}
         self._began = embedding.shadow._version
+        self._scale = 1.0  # of clips: multiplies the sum of each row
 
     @property
     def embedding(self) -> Rows:
@@ -61,6 +62,11 @@ class RowGradients:
         The lookup and the weights are copied. The gradient is not: InputError in the step if it was changed in place.
         Gradients of the very same tensors are summed here, as a graph sums them.
         """
+        if self._scale != 1.0:  # of those that were clipped, and of no other
+            scaled = [one.unchanged(self.embedding.name) * self._scale for one in self._kept.values()]
+            for one, product in zip(self._kept.values(), scaled, strict=True):
+                one.grad, one.version = product, _version(product)
+            self._scale = 1.0
         given = (*lookup.tensors, weights)
         key = (lookup.pooling, lookup.places, *map(_identity, given))
         kept = self._kept.get(key)
@@ -107,7 +113,17 @@ class RowGradients:
 
     def update(self, batch: Pinned) -> None:
         """Apply the embedding's optimizer once, with the sum of all gradients. `batch`: from `pin`; its pin ends."""
-        batch.update(*self.grads())
+        scale = () if self._scale == 1.0 else (self._scale,)  # over ranks the mean is meant
+        batch.update(*self.grads(), *scale)
+
+    def square_gradients(self) -> float:
+        """The sum of the squares of the gradients of all rows, each summed over its occurrences. InputError."""
+        lookups = [one.lookup for one in self.check()]
+        return self.embedding.square_gradients(lookups, *self.grads()) * self._scale**2 if lookups else 0.0
+
+    def multiply(self, scale: float) -> None:
+        """Multiply the gradients that there are by a number."""
+        self._scale *= scale
 
     def clear(self) -> None:
         """Forget all gradients."""

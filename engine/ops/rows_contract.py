@@ -121,6 +121,10 @@ class Rows(nn.Module):
         """
         raise NotImplementedError
 
+    def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
+        """`Pinned.square_gradients` of lookups that are not pinned. InputError."""
+        raise NotImplementedError
+
     def release(self) -> None:
         """Drop the pin that a failed step left."""
         raise NotImplementedError

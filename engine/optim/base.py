@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptimizerError
+from ..numeric import real
 from .rule import Group
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of numbers that float32 holds with full precision
@@ -25,6 +26,16 @@ def number(group: Group, name: str, low: float = 0.0, high: float = LARGEST) -> 
     if not low <= found < high:
         raise OptimizerError(f"param group: {name}={value!r}; give a number that is at least {low} and below {high}")
     return found
+
+
+def positive(name: str, value: float | None) -> float | None:
+    """OptimizerError for what is neither None nor a number above 0 that float32 holds with full precision."""
+    if value is None:
+        return None
+    number = real(value)
+    if number is None or not SMALLEST <= number < LARGEST:
+        raise OptimizerError(f"{name}={value!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or None")
+    return float(number)
 
 
 def betas(group: Group) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..exact_sum import partial, total
 from ..spec.inputs import Lookup, checked_gradients
 from .table import OpenTable
 
@@ -25,3 +26,14 @@ def sum_gradients(
         table.opened()
         batch = table.processor.batch(lookups)
         return table.processor.unique_rows(batch), table.processor.sum_gradients(batch, gradients)
+
+
+def square_gradients(
+    table: OpenTable, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
+) -> float:
+    """The sum of the squares of the gradients of all rows, as that of a pinned batch; dtype: of `grads`. InputError."""
+    gradients = checked_gradients(table.spec, lookups, grads, weights, dtype)
+    with table.lock:
+        table.opened()
+        batch = table.processor.batch(lookups)
+        return total([partial(table.processor.square_gradients(batch, gradients).cpu().numpy())])

@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...engine.errors import GraphError, InputError, OptimizerError
-from ...engine.numeric import real, whole
+from ...engine.numeric import whole
 from ...engine.ops.rows_contract import Rows
-from ...engine.optim.base import LARGEST, SMALLEST
 from ...engine.signals import uninterrupted
 from ...engine.spec.inputs import Lookup
+from ...engine.squares import sum_of_squares
 from .dense import dense_step
-from .norm import sum_of_squares
 
 if TYPE_CHECKING:
     from ...distributed.dense import Vote
@@ -267,16 +266,6 @@ def check_schedule(optimizer: Optimizer, scheduler: LRScheduler) -> None:
         raise OptimizerError(
             f"lr_sch={type(scheduler).__name__} is of another optimizer; make it over the one given to add_optimizer"
         )
-
-
-def positive(name: str, value: float | None) -> float | None:
-    """OptimizerError for what is neither None nor a number above 0 that float32 holds with full precision."""
-    if value is None:
-        return None
-    number = real(value)
-    if number is None or not SMALLEST <= number < LARGEST:
-        raise OptimizerError(f"{name}={value!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or None")
-    return float(number)
 
 
 def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> list[Tensor]:

@@ -154,13 +154,17 @@ def refused(world: World) -> str:
     around = DistributedDataParallel(model)
     with pytest.raises(OptimizerError) as told:
         EagerOptimizer(torch.optim.Adagrad(around.parameters()), around)
+    optimizer = trained(model)
+    with pytest.raises(OptimizerError, match=r"clip_grad_norm_ of rows that ranks share.*clip_grad_row_norm"):
+        optimizer.clip_grad_norm_(model.parameters(), 1.0)
+    del optimizer
     model.unused = Model(None).unused
     with pytest.raises(OptimizerError, match="embeddings 'rows', 'unused' have different worlds"):
         trained(model)
     return str(told.value)
 
 
-def test_embeddings_within_a_distributed_data_parallel_or_of_several_worlds_are_refused() -> None:
+def test_a_distributed_data_parallel_around_rows_several_worlds_and_clipping_by_one_norm_are_refused() -> None:
     for said in run_ranks(2, refused):
         assert said.startswith("embedding 'rows' is in the module, a DistributedDataParallel, and its world sees to")
 

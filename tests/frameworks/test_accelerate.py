@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from support.forked import in_process
-from support.ranks import run_ranks
+from support.ranks import fails, run_ranks
 from support.two_towers import IDS, KINDS, TwoTowers, losses, optimizer_of, stores
 from tierbed.distributed import World
-from tierbed.engine import OptimizerError
+from tierbed.engine import GraphError, OptimizerError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the package
 
@@ -42,6 +42,38 @@ def test_a_run_that_is_resumed_by_load_state_is_the_uninterrupted_one(tmp_path: 
     first, second = (in_process(trained, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))
     assert first == second
     assert torch.tensor(first).isfinite().all()
+
+
+def clipped(kind: str, path: Path) -> tuple[list[float], str]:
+    """The losses of steps that are clipped, and what Accelerate's own clipping says."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from accelerate import Accelerator
+
+        accelerator, found, said = Accelerator(cpu=True), [], ""
+        model = TwoTowers(stores(kind, path))
+        model, optimizer = accelerator.prepare(model, optimizer_of(model))
+        for ids in IDS[:5]:
+            torch.manual_seed(int(ids.sum()))
+            optimizer.zero_grad()
+            loss = model(ids)
+            accelerator.backward(loss)
+            said = fails(lambda: accelerator.clip_grad_norm_(model.parameters(), 0.05), GraphError)
+            optimizer.optimizer.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            found.append(float(loss.detach()))
+        model.close()
+        return found, said
+
+
+@pytest.mark.parametrize("kind", ["host", "ssd folder"])
+def test_gradients_are_clipped_by_the_wrapped_optimizer_which_accelerates_own_clipping_names(
+    tmp_path: Path, kind: str
+) -> None:
+    found, said = in_process(clipped, kind, tmp_path / "store")
+    assert "clip by its clip_grad_norm_(parameters, max_norm)" in said
+    model = TwoTowers(stores("host", tmp_path))
+    assert found == list(losses(model, optimizer_of(model), IDS[:5], 0.05))
 
 
 def over_ranks(world: World, path: Path) -> str:

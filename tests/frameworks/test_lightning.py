@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from support.ranks import fails, run_ranks
-from support.two_towers import IDS, KINDS, TwoTowers, stores
+from support.two_towers import IDS, KINDS, TwoTowers, losses, optimizer_of, stores
 from tierbed.distributed import World
-from tierbed.engine import EagerOptimizer, OptimizerError
+from tierbed.engine import EagerOptimizer, GraphError, OptimizerError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -50,6 +50,13 @@ class Trained(pl.LightningModule):
         return loss
 
 
+class Clipped(Trained):
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        optimizer.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
+
 def fit(
     module: Trained,
     path: Path,
@@ -57,6 +64,7 @@ def fit(
     resume: str | None = None,
     accumulate: int = 1,
     monitor: str | None = None,
+    clip: float | None = None,
 ) -> ModelCheckpoint:
     keeps = ModelCheckpoint(path / "kept", monitor=monitor, save_top_k=2 if monitor else 1, save_last=True)
     trainer = pl.Trainer(
@@ -68,6 +76,7 @@ def fit(
         enable_model_summary=False,
         callbacks=[keeps],
         accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
     )
     trainer.fit(module, DataLoader(IDS[:6], batch_size=1), ckpt_path=resume)  # type: ignore[arg-type]
     return keeps
@@ -105,6 +114,23 @@ def test_the_best_of_twenty_epochs_comes_back_whole(tmp_path: Path, kind: str) -
     for ids in IDS[6:9]:
         module.eval(), second.eval()
         assert float(module.model(ids)) == float(second.model(ids))
+
+
+@pytest.mark.parametrize("kind", ["host", "ssd folder"])
+def test_gradients_are_clipped_by_the_hook_of_lightning_and_without_it_the_error_says_by_what(
+    tmp_path: Path, kind: str
+) -> None:
+    module = Trained(stores(kind, tmp_path / "plain"))
+    with pytest.raises(GraphError, match=r"clip by its clip_grad_norm_\(parameters, max_norm\)"):
+        fit(module, tmp_path / "a", 1, clip=0.05)
+    module.model.close()
+    module = Clipped(stores(kind, tmp_path / "lightning"))
+    fit(module, tmp_path / "b", 2, clip=0.05)
+    model = TwoTowers(stores("host", tmp_path))
+    optimizer = optimizer_of(model)
+    expected = list(losses(model, optimizer, IDS[:6].repeat(2, 1, 1), 0.05))
+    assert module.losses == expected
+    module.model.close()
 
 
 def over_ranks(world: World, path: Path) -> str:

@@ -45,12 +45,14 @@ def optimizer_of(model: nn.Module) -> EagerOptimizer:
     return EagerOptimizer(torch.optim.Adam(model.parameters(), lr=0.02), model)
 
 
-def losses(model: nn.Module, optimizer: Any, ids: Tensor) -> Iterator[float]:
-    """The losses of steps, whose dropout depends on the batch alone."""
+def losses(model: nn.Module, optimizer: Any, ids: Tensor, max_norm: float | None = None) -> Iterator[float]:
+    """The losses of steps, whose dropout depends on the batch alone. max_norm: of all gradients together, if any."""
     for number, batch in enumerate(ids):
-        torch.manual_seed(int(batch.sum()) + number)
+        torch.manual_seed(int(batch.sum()) + number * (max_norm is None))
         loss = model(batch)
         optimizer.zero_grad()
         loss.backward()
+        if max_norm is not None:
+            optimizer.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         yield float(loss.detach())
