@@ -1,6 +1,5 @@
 // The Python module: every room binds what is its own. engine/_core.pyi is the contract of all of them.
 #include <nanobind/nanobind.h>
-#include <pthread.h>
 
 namespace nb = nanobind;
 
@@ -19,8 +18,8 @@ void bind_rows(nb::module_& m);
 }  // namespace tierbed
 
 NB_MODULE(_core, m) {
-    // what a forked child holds is its parent's, and left as it is: no leak to report at its end
-    pthread_atfork(nullptr, nullptr, [] { nb::set_leak_warnings(false); });
+    // at the end of a process a thread, an exception or a parent may hold objects: no leak that a user can mend
+    nb::set_leak_warnings(false);
     tierbed::bind_ops(m);
     tierbed::bind_owners(m);  // after bind_ops, which binds batches
     tierbed::bind_stores(m);

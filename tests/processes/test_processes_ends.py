@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,9 @@ def test_an_end_that_cannot_close_says_once_what_is_kept(tmp_path: Path, caplog:
         with embedding_at(tmp_path / saved, store) as embedding:
             holds(embedding, 3 if saved == "saved" else 0)
         assert len(remarks(caplog)) == 1
+
+
+def test_what_is_held_at_the_end_of_a_process_is_no_report_of_leaks() -> None:
+    holds = "import ctypes, tierbed.engine._core as core; ctypes.pythonapi.Py_IncRef(ctypes.py_object(core.Crc32c()))"
+    done = subprocess.run([sys.executable, "-c", holds], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
