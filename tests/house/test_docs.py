@@ -93,10 +93,9 @@ def test_a_block_that_needs_an_extra_says_which() -> None:
         assert f"tierbed[{extra}]" in (DOCS / page).read_text().partition("```python")[0].replace("\n", " ")
 
 
-def test_what_the_graph_page_looks_at_is_there(tmp_path: Path) -> None:
+def test_the_graph_page_runs_and_what_it_looks_at_is_there(tmp_path: Path) -> None:
     page = (DOCS / "graph.md").read_text()
-    (example,) = re.findall(r"^## Looking at it\n\n```python\n(.*?)^```", page, re.M | re.S)
-    done = run(example, tmp_path)
+    done = run("\n".join(blocks("graph.md")), tmp_path)
     assert done.returncode == 0, done.stderr
     reason = "step 1: argument ids: shape (100, 4), was (256, 4); argument labels: shape (100,), was (256,)"
     assert f"`{reason}`" in page
