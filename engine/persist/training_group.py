@@ -228,7 +228,7 @@ class Membership:
     def enlist(self) -> None:
         """Note the group as it is now, if this is not noted yet. StoreError."""
         places = [] if self.group is None else self.group.stores()
-        with between_steps([self, *(_open[path] for path in places if path in _open)]):
+        with between_steps([self, *(one for path in places if (one := _open.get(path)) is not None)]):
             self._enlist()
 
     def _enlist(self) -> None:
@@ -307,7 +307,8 @@ class Membership:
     def _other(self, peer: Peer) -> Membership | Member:
         """Another store, as this process has it open, or as its folder says."""
         places = [*(place for place in self.stores if place.name == peer.name), *peer.places(self.store)]
-        other = next((_open[path] for place in places if (path := os.path.realpath(place)) in _open), None)
+        there = (_open.get(os.path.realpath(place)) for place in places)
+        other = next((one for one in there if one is not None), None)
         if other is not None and other.table is not None and other.record is not None:
             return other
         return Member(next((one for one in places if one.is_dir()), places[-1]), {})
@@ -444,7 +445,8 @@ def _id_of(group: TrainingGroup, path: str) -> str:
 
 def open_rows() -> dict[str, Rows]:
     """The versions of the rows of all stores that this process has open, by their real paths."""
-    return {path: one.versions.rows for path, one in _open.items() if one.table is not None}
+    there = [one for ref in _open.valuerefs() if (one := ref()) is not None]  # others may open and close meanwhile
+    return {one.path: one.versions.rows for one in there if one.table is not None}
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from support.graphs import embedding, graph_of
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.errors import GraphError, InputError
+from tierbed.engine.ops.rows_contract import TRACED
 from tierbed.graph import Graph
 
 VALUES, OFFSETS = torch.tensor([3, 1, 4, 1, 5]), torch.tensor([0, 2, 5])
@@ -191,7 +192,8 @@ def test_accumulated_gradients_are_taken_while_another_thread_traces_the_embeddi
     graph(torch.arange(3))
     shadow = rows.shadow
     with FakeTensorMode() as tracing:
-        traced = tracing.from_tensor(shadow)
+        traced = nn.Parameter(tracing.from_tensor(shadow))
+    setattr(traced, TRACED, (0, shadow))  # as a trace by another thread has it
     pin = rows.pin
 
     def pinned(*arguments: Any, **named: Any) -> Any:
