@@ -142,7 +142,7 @@ class ShardedHeld:
             self.membership.holder = ref(self)
             self.own.before_first_write(self.membership.first_write_noted)
             if rows.is_live:
-                live = Live(self.own.run, self.own.writes, 0)
+                live = Live(self.own.life.run, self.own.life.writes, 0)
                 opened = rows_of_ranks(live, self.membership.record, home.keeper)
             else:
                 base = rows.base

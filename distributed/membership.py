@@ -23,15 +23,15 @@ class SharedVersions(Versions):
     """The versions of rows that ranks share: their run, and how many operations of all ranks wrote since it began."""
 
     def __init__(self, opened: Rows, began: tuple[Any, ...], own: HeldTable) -> None:
-        self._opened, self._began, self._own, self._from = opened, began, own, own.writes
+        self._opened, self._began, self._own, self._from = opened, began, own, own.life.writes
 
     @property
     def writes(self) -> int:  # type: ignore[override]
-        return self._own.writes - self._from
+        return self._own.life.writes - self._from
 
     @property
     def rows(self) -> Rows:
-        return self._opened if self.writes == 0 else Rows((self._own.run, self._own.writes), self._began)
+        return self._opened if self.writes == 0 else Rows((self._own.life.run, self._own.life.writes), self._began)
 
 
 class RankMembership(Membership):

@@ -76,8 +76,8 @@ class RankSnapshots:
     def _now(self) -> Version | None:
         """The version of the rows, known to each rank by what rank 0 notes; None without a folder. Local."""
         record = None if self._home is None else FolderState(self._home.snapshots.parent).of_ranks
-        if record is None or (record.run, record.saved) != (self._own.run, self._own.writes):
-            return None if self._home is None else (self._own.run, self._own.writes)
+        if record is None or (record.run, record.saved) != (self._own.life.run, self._own.life.writes):
+            return None if self._home is None else (self._own.life.run, self._own.life.writes)
         saved = saved_as(self.place, record.snapshot) if record.snapshot else SavedAs(0, version=EMPTY)
         return (record.run, record.saved) if saved is None else saved.version
 
@@ -365,7 +365,7 @@ class RankSnapshots:
 
     def noted(self) -> Callable[[], None]:
         """What rank 0 does when the snapshot is there: note which rows it has, those of now."""
-        writes = self._own.writes
+        writes = self._own.life.writes
         return lambda: self._at_home(lambda home: home.keeper.note_saved(writes))
 
     def prune_here(self, home: Home, keep_last: int, keep_every: int | None) -> list[str]:
@@ -425,9 +425,8 @@ class RankSnapshots:
             check_all_rows(world, op, snapshot, lambda: snapshot.found)
             marks = told(world, f"{op}: marks", lambda: [self._begin_write(), secrets.token_hex(8)])
             self._own.count_write(max(writes for writes, _ in marks))  # a rank that failed may have missed some
-            run = marks[0][1] if base is not None else self._own.run
-            self._own.begin_run(run)
-            note = partial(self._note_base, base=base, snapshot=snapshot, run=run, together=together)
+            self._own.begin_run(marks[0][1] if base is not None else self._own.life.run)
+            note = partial(self._note_base, base=base, snapshot=snapshot, together=together)
             everywhere(world, f"{op}: noted", lambda: self._at_home(note))
 
         report, error = attempt(lambda: self._own.load_from(snapshot, selection, strict, verified))
@@ -459,7 +458,7 @@ class RankSnapshots:
     def _begin_write(self) -> int:
         """Take the mark off this rank's rows. Returns how many writes it has counted."""
         self._own.begin_write()
-        return self._own.writes
+        return self._own.life.writes
 
     def _lose(self, name: str) -> str:
         """Let the rows close without a mark, so that old rows of one rank do not pass for those of a load."""
@@ -476,10 +475,9 @@ class RankSnapshots:
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self._name, error)
 
-    def _note_base(self, home: Home, base: str | None, snapshot: Snapshot, run: str, together: Instant | None) -> None:
+    def _note_base(self, home: Home, base: str | None, snapshot: Snapshot, together: Instant | None) -> None:
         if base is None:
             return
         noted = () if self.membership is None else self.membership.loaded(rows_of(snapshot), "load", together)
         home.keeper.set_base(base, *noted)
-        home.keeper.note_run(run)
-        home.keeper.note_saved(self._own.writes)
+        home.keeper.note_saved(self._own.life.writes, self._own.life.run)

@@ -33,7 +33,7 @@ from .opening import Decide
 from .rows_in_tensors import RowTensors
 from .saved_as import SavedAs, check_not_awaiting, is_at
 from .saves import TableSnapshots
-from .share import Share
+from .share import Life, Share
 from .together import save_together
 from .training_group import TrainingGroup
 
@@ -225,19 +225,17 @@ class HeldTable:
 
         before: how many there were, where this share may have missed some.
         """
-        assert self._persistence.life is not None
-        self._persistence.life.writes = 1 + (self.writes if before is None else before)
+        self.life.writes = 1 + (self.life.writes if before is None else before)
 
     @property
-    def run(self) -> str:
-        """The run that the rows of all ranks are of."""
+    def life(self) -> Life:
+        """Which rows a share has, and how many operations `count_write` has counted."""
         assert self._persistence.life is not None
-        return self._persistence.life.run
+        return self._persistence.life
 
     def begin_run(self, run: str) -> None:
         """The rows of all ranks are those of a snapshot from here on."""
-        assert self._persistence.life is not None
-        self._persistence.life.run = run
+        self.life.run = run
         self._persistence.unsettled = ""
         self._persistence.expect_first_write()
 
@@ -245,12 +243,6 @@ class HeldTable:
         """Let `call` be called before the first write after an open or a load."""
         self._persistence.before_first_write = call
         self._persistence.expect_first_write()
-
-    @property
-    def writes(self) -> int:
-        """How many operations of all ranks `count_write` has counted."""
-        assert self._persistence.life is not None
-        return self._persistence.life.writes
 
     def forget_announced(self) -> None:
         """Forget what was announced, and end the thread that makes it ready, if the table is open."""
@@ -272,7 +264,8 @@ class HeldTable:
         return self.snapshots.save_in_background(self.table, name, kind, overwrite)
 
     def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
-        return self._loaded(lambda before: self.snapshots.load(before, name, selection, strict))
+        self.table.watch.finish_saving()  # it may be the one to load; its error was logged
+        return self.load_from(self.snapshots.snapshot(name), selection, strict)
 
     def load_from(
         self,
@@ -283,16 +276,11 @@ class HeldTable:
         together: Instant | None = None,
     ) -> LoadReport:
         """Load a snapshot from anywhere. verified: called before anything changes, as of `TablePersistence.load`."""
-        return self._loaded(
-            lambda before: self.snapshots.load_from(before, snapshot, selection, strict, verified, together)
-        )
-
-    def _loaded(self, load: Callable[[OpenTable], tuple[OpenTable, LoadReport]]) -> LoadReport:
         before = self.table
         reports: list[LoadReport] = []
 
         def build() -> OpenTable:
-            table, report = load(before)
+            table, report = self.snapshots.load_from(before, snapshot, selection, strict, verified, together)
             reports.append(report)
             return table
 

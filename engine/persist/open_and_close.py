@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -329,22 +329,6 @@ class TablePersistence:
         After a kill the rows go back to this snapshot. Not so after a load of a selection: only the next save or close
         makes that durable. verified: called when the rows are; where it raises, nothing has changed.
         """
-        before, self.spec = self.spec, self.spec.with_stored_seed(snapshot.description)
-        try:
-            return self._load(optimizer, snapshot, running, selection, verified, together)
-        except BaseException:
-            self.spec = before
-            raise
-
-    def _load(
-        self,
-        optimizer: RowOptimizer | None,
-        snapshot: Snapshot,
-        running: OpenTable | None,
-        selection: Selection,
-        verified: Callable[[], None] | None,
-        together: Instant | None,
-    ) -> tuple[OpenTable, LoadReport]:
         report = LoadReport()
         described = {**snapshot.description, "rows": snapshot.manifest.rows}
         if selection.has_every_row and snapshot.part is None:
@@ -357,7 +341,7 @@ class TablePersistence:
         ids = None if running is None or last_ids is None else LoadedIds(self.spec, last_ids)
         if ids is not None:
             selected = ids.counted(selected)
-        with contextlib.nullcontext() if running is None else running.lock:
+        with self._with_seed_of(snapshot.description), contextlib.nullcontext() if running is None else running.lock:
             base = snapshot.name if selection.is_whole and self.life is None else None
             by = "load" if running is not None else "open" if self.unsettled else "recovery"
             to = None if base is None else (snapshot, by, together)
@@ -373,14 +357,19 @@ class TablePersistence:
 
     def load_tensors(self, optimizer: RowOptimizer | None, held: RowTensors, running: OpenTable) -> OpenTable:
         """The table with rows that are in memory; closes `running`. After a kill rows go back as before."""
-        before, self.spec = self.spec, self.spec.with_stored_seed(held.description)
-        try:
+        with self._with_seed_of(held.description), running.lock:
             check_stored(self.spec, held.stored(), optimizer, SnapshotError, "the state")
-            with running.lock:
-                table = self._restore(optimizer, held.stored(), contextlib.nullcontext(held.chunks()), running)
-                if self.folder is not None and self._scratch:
-                    self.folder.note_step(table.step)
-                return table
+            table = self._restore(optimizer, held.stored(), contextlib.nullcontext(held.chunks()), running)
+            if self.folder is not None and self._scratch:
+                self.folder.note_step(table.step)
+            return table
+
+    @contextlib.contextmanager
+    def _with_seed_of(self, description: dict[str, Any]) -> Iterator[None]:
+        """A block that loads rows of this description, and goes on with their seed unless it raises."""
+        before, self.spec = self.spec, self.spec.with_stored_seed(description)
+        try:
+            yield
         except BaseException:
             self.spec = before
             raise

@@ -157,10 +157,6 @@ class TableSnapshots:
         else:  # nor an incremental one over a snapshot of the user, who could not replace that any more
             write_snapshot(place, held.description, held.scan(), together=together)
 
-    def load(self, table: OpenTable, name: str, selection: Selection, strict: bool) -> tuple[OpenTable, LoadReport]:
-        """A table with the rows of a snapshot. Until the rows are verified, `table` and its rows stay as they were."""
-        return self.load_from(table, self.snapshot(name), selection, strict)
-
     def snapshot(self, name: str) -> Snapshot:
         """A snapshot in the store folder. Raises SnapshotError."""
         return Snapshot.open(self._folder_of(name).snapshots / name)
@@ -174,7 +170,10 @@ class TableSnapshots:
         verified: Callable[[], None] | None = None,
         together: Instant | None = None,
     ) -> tuple[OpenTable, LoadReport]:
-        """As `load`, from a snapshot anywhere. verified, together: as of `TablePersistence.load`."""
+        """A table with the rows of a snapshot. Until the rows are verified, `table` and its rows stay as they were.
+
+        verified, together: as of `TablePersistence.load`.
+        """
         what = f"snapshot {snapshot.name!r}"
         spec = self._persistence.spec.with_stored_seed(snapshot.description)
         selection, remarks = fitting(spec, snapshot.description, table.optimizer, selection, strict, what)

@@ -127,7 +127,7 @@ class Membership:
         self.holder: Callable[[], Any] = lambda: None  # gives what has the table
         self._formed: Instant | None = None  # of the last open or load of one of them, for the first write of each
         self._had: set[str] = set()  # the stores that had the rows of a load of all when it came to this one
-        self._is_at = False  # whether MARK says that the rows are at a version
+        self.is_at = False  # whether MARK says that the rows are at a version, and so has to hear of the first write
         self._number = 0  # the largest of an instant in the snapshots: those of states are not in MARK
         self._in_state: Version | None = None  # the last version that a state_dict named
         self.torn = ""  # why its rows and those of the others are of different steps
@@ -155,7 +155,7 @@ class Membership:
     def opened(self, rows: Rows) -> None:
         """The rows are open: live rows, those of a snapshot, or none. StoreError."""
         self.found(rows)
-        self._is_at = self.folder.at is not None
+        self.is_at = self.folder.at is not None
         _open[self.path] = self
         self.enlist()
 
@@ -267,7 +267,7 @@ class Membership:
 
     def _note_unwritten(self, rows: Rows) -> None:
         self.folder.note_group(self.record, **{AT: At(rows.now, "recovery").plain()})
-        self._is_at = True
+        self.is_at = True
 
     def begin_fresh(self) -> None:
         """The rows begin empty by the user's will: to the others this is another store from here on."""
@@ -340,7 +340,7 @@ class Membership:
     def first_write(self) -> GroupRecord | None:
         """The record to note with the first write of a run; None for a store that trains alone."""
         self.check_whole()
-        self._is_at = False
+        self.is_at = False
         if self.record is None:
             return None
         instant = self._formed or self.record.instant
@@ -348,11 +348,6 @@ class Membership:
             self.record, instant=instant, number=max(self.record.number, instant.number if instant else 0)
         )
         return self.record
-
-    @property
-    def is_at(self) -> bool:
-        """Whether MARK says that the rows are at a version, and so has to hear of the first write."""
-        return self._is_at
 
     def loaded(self, snapshot_rows: Rows, by: str, all_: Instant | None = None) -> tuple[Any, ...]:
         """What MARK has to note with the snapshot that rows go back to from here on; nothing for a store by itself.
@@ -366,7 +361,7 @@ class Membership:
         if by == "load":
             number = (self.instant() if all_ is None else all_).number
             self.record = replace(self.record, instant=all_ or self.record.instant, number=max(self.number, number))
-        self._is_at = True
+        self.is_at = True
         if by == "recovery" or all_ is not None:
             return At(snapshot_rows.now, "recovery" if by == "recovery" else "load", all_), self.record
         before = Before(Member(self.store, {}).rows(killed=True), self.number)

@@ -255,21 +255,16 @@ class StoreFolder(FolderState):
         """Let the live rows be those of ranks, from snapshot `base` or from none for "", to go back to. StoreError."""
         self._write({**self._of_group(), "base": [base], "ranks": RanksRecord(ranks, run, 0, base)})
 
-    def note_saved(self, writes: int) -> None:
-        """The snapshot to go back to has the rows of ranks after so many writes. Raises StoreError."""
+    def note_saved(self, writes: int, run: str | None = None) -> None:
+        """The snapshot to go back to has the rows of ranks after so many writes. StoreError. run: a new one of them."""
         content = self._read()
         if (record := self.of_ranks) is not None:
-            self._write({**content, "ranks": record._replace(saved=writes, snapshot=self.base or "")})
+            noted = record._replace(run=run or record.run, saved=writes, snapshot=self.base or "")
+            self._write({**content, "ranks": noted})
 
     def begin_empty(self) -> None:
         """Let the live rows be those of one process, with no snapshot to go back to. Raises StoreError."""
         self._write({**self._own(), "base": [""]})
-
-    def note_run(self, run: str) -> None:
-        """The rows of ranks are of another run from here on. Raises StoreError."""
-        content = self._read()
-        if (record := self.of_ranks) is not None:
-            self._write({**content, "ranks": record._replace(run=run)})
 
     def end_ranks(self) -> None:
         """Let the live rows be those of one process from here on. Raises StoreError."""

@@ -224,10 +224,10 @@ class Saved(NamedTuple):
 class Versions:
     """The versions that the rows of an open store go through."""
 
-    def __init__(self, opened: Rows, epochs: Iterable[str] = (), run: str | None = None) -> None:
-        """opened: of the rows as they are. epochs: those of which the store has snapshots. run: of ranks' rows."""
+    def __init__(self, opened: Rows, epochs: Iterable[str] = ()) -> None:
+        """opened: of the rows as they are. epochs: those of which the store has snapshots."""
         self._opened, self._began = opened, opened.began(epochs)
-        self._epoch, self.writes = run or secrets.token_hex(8), 0
+        self._epoch, self.writes = secrets.token_hex(8), 0
 
     @property
     def rows(self) -> Rows:
