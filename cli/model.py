@@ -79,13 +79,12 @@ def save_together(
 
 
 def _save_closed(folders: list[StoreFolder], name: str, kind: str, overwrite: bool, told: Progress) -> None:
-    from ..snapshots.store.all_or_none import Decided, all_or_none
+    from ..snapshots.store.all_or_none import Decided, OfAll, all_or_none
     from ..snapshots.store.closed_ranks import save_closed
-    from ..snapshots.store.closed_store import OfAll
 
     def save(folder: StoreFolder, commit: Decided) -> None:
         own = kind if kind != "incremental" or folder.noting.base else "full"
-        save_closed(folder, name, told, own, overwrite, OfAll(folders[0].path, commit))
+        save_closed(folder, name, told, own, overwrite, OfAll(name, folders[0].path, commit))
 
     if folders:
         all_or_none(folders[0].snapshots / name, [partial(save, folder) for folder in folders])

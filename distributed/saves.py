@@ -33,8 +33,8 @@ from .part_save import BackgroundPartSave, PartSave
 
 if TYPE_CHECKING:
     from ..engine.persist.held_table import HeldTable
-    from ..engine.persist.training_group import OfAll
     from ..engine.store.versions import Instant
+    from ..snapshots.store.all_or_none import OfAll
     from .group import Group
     from .home import Home
     from .membership import RankMembership

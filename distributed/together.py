@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.persist.together import instant_of
-from ..engine.persist.training_group import OfAll
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_writer import Progress
-from ..snapshots.store.all_or_none import Decided
+from ..snapshots.store.all_or_none import Decided, OfAll
 from ..snapshots.store.instants import check_one_instant
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .agreement import attempt, everywhere
@@ -41,10 +40,9 @@ def save_together(
         table.saves.check(name, _kind(table, kind), overwrite, background)
         table.saves.at_step()
     op = f"saving snapshot {name!r} of {len(tables)} embeddings"
-    identity, first = secrets.token_hex(16), tables[0].saves
-    of_all = None
-    if first.place is not None and first.membership is not None:
-        of_all = OfAll(name, first.membership, identity, Decided(first.place / name, identity, lambda: None))
+    home, of_all = tables[0].home, None
+    if home is not None:
+        of_all = OfAll(name, home.path, Decided(home.snapshots / name, secrets.token_hex(16), lambda: None))
     saves: list[tuple[PartSave, Snapshot | None]] = []
     with _locked(tables):
         noted = [table.saves.noted() for table in tables]

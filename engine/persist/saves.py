@@ -11,6 +11,7 @@ from pathlib import Path
 from ...snapshots.files.format import Manifest, check_name
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import Together, clear_leftovers, write_snapshot
+from ...snapshots.store.all_or_none import OfAll
 from ...snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ...snapshots.store.retention import drop_unneeded, prune, state_snapshot
 from ...snapshots.store.saving import Held, begin_save, check_save, save_held
@@ -26,7 +27,7 @@ from ..table.table import OpenTable
 from .compatible import check_stored, fitting
 from .open_and_close import TablePersistence
 from .saved_as import SavedAs, of_step, saved_as
-from .training_group import Membership, OfAll, between_steps
+from .training_group import Membership, between_steps
 
 
 class TableSnapshots:
@@ -123,7 +124,7 @@ class TableSnapshots:
                 made = write_snapshot(place, held.description, chunks, overwrite=replaces, together=together)
                 table.watch.changes_saved(made.id)
 
-            kept = KEPT_BYTES if of_all is None else of_all.kept_bytes
+            kept = KEPT_BYTES if of_all is None else KEPT_BYTES // of_all.stores
             return table.watch.save_in_background(f"snapshot {name!r}", write, kept)
 
     def save_for_state(self, table: OpenTable, keep: int | None) -> SavedAs:

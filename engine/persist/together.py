@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from ...snapshots.files.reader import Snapshot
-from ...snapshots.store.all_or_none import Decided, all_or_none
+from ...snapshots.store.all_or_none import Decided, OfAll, all_or_none
 from ...snapshots.store.instants import check_one_instant, rows_of
 from ...snapshots.store.linked import link_snapshot, linked
 from ...snapshots.store.retention import drop_replaced
@@ -21,11 +21,10 @@ from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..errors import OptionError, SnapshotError, StoreError
 from ..store.folder import StoreFolder
 from ..store.folder_state import snapshot_id
-from ..store.image import KEPT_BYTES
 from ..store.versions import Instant
 from ..table.background_save import BackgroundSave
 from ..threads import LOOK
-from .training_group import Membership, OfAll, between_steps
+from .training_group import Membership, between_steps
 
 log = logging.getLogger("tierbed")
 
@@ -53,7 +52,7 @@ def save_together(
         _check(tables, name, kind, overwrite)
 
         def saved(table: Any, commit: Decided) -> None:
-            of_all = OfAll(name, members[0], commit.id, commit)
+            of_all = OfAll(name, members[0].store, commit)
             table.snapshots.save(table.table, name, _kind(table, kind), progress, overwrite, of_all)
 
         all_or_none(members[0].folder.snapshots / name, [partial(saved, table) for table in tables])
@@ -71,10 +70,8 @@ def save_together_in_background(tables: Tables, name: str, kind: str = "full", o
         try:
             for number, table in enumerate(tables):
                 commit = Decided(saving.first, saving.id, saving.others if number == 0 else saving.until_made)
-                of_all = None if apart else OfAll(name, members[0], saving.id, commit, KEPT_BYTES // len(tables))
-                saving.saves.append(
-                    table.snapshots.save_in_background(table.table, name, kind, overwrite, of_all=of_all)
-                )
+                of_all = None if apart else OfAll(name, members[0].store, commit, len(tables))
+                saving.saves.append(table.snapshots.save_in_background(table.table, name, kind, overwrite, of_all))
             saving.begun.set()
         except BaseException:
             saving.given_up = True

@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
 from ...snapshots.files.reader import Snapshot, list_snapshots
 from ...snapshots.files.writer import Together
+from ...snapshots.store.all_or_none import OfAll
 from ...snapshots.store.instants import Member, rows_of
-from ..durable import Commit
 from ..errors import StoreError
 from ..ops.rows_contract import Rows as Embedding
 from ..store.folder import StoreFolder
-from ..store.image import KEPT_BYTES
 from ..store.versions import AT, EMPTY, LIVE, At, Before, GroupRecord, Instant, Peer, Rows, Saved, Version, Versions
 from ..table.between_steps import BetweenSteps
 
@@ -405,29 +404,14 @@ class Membership:
                 "a loaded state has not come to all embeddings that are trained together yet: load it into the others, "
                 "or call keep_rows() of these, then save"
             )
-        first, commit, identity = None, None, secrets.token_hex(16)
-        if of_all is not None:
-            commit, is_first = of_all.commit, of_all.first.path == self.path
-            identity = of_all.id if is_first else identity
-            peer = Peer.of(of_all.first.store.name, self.store, of_all.first.store)
-            first = None if is_first else (peer, of_all.name, of_all.id)
+        identity, first = (secrets.token_hex(16), None) if of_all is None else of_all.of(self.store)
         said = Saved(self.record.id, self.versions.rows, self.instant(), self.record.peers, first)
-        return Together(identity, said, commit)
+        return Together(identity, said, None if of_all is None else of_all.commit)
 
     def saved_as(self, id: str) -> None:
         """A snapshot has the rows as they are now: those of a store by itself have its version from here on."""
         if self.record is None:
             self.versions = self._begin(Rows((id, 0)))
-
-
-class OfAll(NamedTuple):
-    """A save of several stores as snapshots `name`, of which `first` gets its name first: with it, all are there."""
-
-    name: str
-    first: Membership
-    id: str
-    commit: Commit
-    kept_bytes: int = KEPT_BYTES  # of before-images, where it is saved in the background
 
 
 def _id_of(group: TrainingGroup, path: str) -> str:

@@ -7,12 +7,15 @@ none, and after it all: whoever takes the lock of a store puts what is left in p
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ...engine.durable import Commit
 from ...engine.store.folder_state import snapshot_id
+from ...engine.store.versions import Peer
 
 
 class Decided(Commit):
@@ -27,6 +30,21 @@ class Decided(Commit):
     @property
     def is_made(self) -> bool:
         return snapshot_id(self._first) == self.id
+
+
+class OfAll(NamedTuple):
+    """A save of several stores as snapshots `name`: once that of the store `first` has its name, all are there."""
+
+    name: str
+    first: Path
+    commit: Decided
+    stores: int = 1  # how many there are, where they are saved in the background
+
+    def of(self, store: Path) -> tuple[str, tuple[Peer, str, str] | None]:
+        """The id of the snapshot of a store, and what it says of the first."""
+        if os.path.realpath(store) == os.path.realpath(self.first):
+            return self.commit.id, None
+        return secrets.token_hex(16), (Peer.of(self.first.name, store, self.first), self.name, self.commit.id)
 
 
 def all_or_none(first: Path, saves: Sequence[Callable[[Decided], object]]) -> None:

@@ -17,7 +17,8 @@ from ...engine.store.table_counts import FIELD
 from ..files.format import Manifest, check_name
 from ..files.merged import merged
 from ..files.writer import Progress
-from .closed_store import OfAll, described, live_rows, save_live, together_with
+from .all_or_none import OfAll
+from .closed_store import described, live_rows, save_live, together_with
 from .saving import Held, save_held
 
 
@@ -97,7 +98,7 @@ def save_closed(
         return save_live(store, name, progress, kind, overwrite, of_all)
     check_name(name)
     with held_ranks(store) as (live, mark, chunks):
-        together, record = together_with(store, name, of_all)
+        together, record = together_with(store, of_all)
         held = Held(described(mark), mark["rows"], lambda: chunks, together=together, record=record)
         manifest = save_held(store.keeper, name, kind, held, progress, overwrite)
         store.keeper.note_saved(live.writes)

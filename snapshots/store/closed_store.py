@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError
@@ -16,21 +14,14 @@ from ...engine.row_format import Chunks, RowForm
 from ...engine.store.folder import StoreFolder
 from ...engine.store.shares import RANKS, share_folder
 from ...engine.store.snapshot_place import noted
-from ...engine.store.versions import GroupRecord, Instant, Peer
+from ...engine.store.versions import GroupRecord, Instant
 from ..files.format import OF_THE_MARK, Manifest, check_name
 from ..files.reader import Snapshot
 from ..files.writer import Progress, Together, write_snapshot
-from .all_or_none import Decided
+from .all_or_none import OfAll
 from .converted import types_of
 from .instants import ClosedStore, rows_of
 from .selection import ALL, LoadReport, Selection
-
-
-class OfAll(NamedTuple):
-    """A save of several closed stores, of which `first` gets its name first."""
-
-    first: Path
-    commit: Decided
 
 
 def save_live(
@@ -51,7 +42,7 @@ def save_live(
     _check_whole(store)
     mark = marked(store)
     description = described(mark)
-    together, record = together_with(store, name, of_all)
+    together, record = together_with(store, of_all)
     if kind == "checkpoint" and mark["live"] == "rocksdb":
         from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
 
@@ -65,17 +56,12 @@ def save_live(
         return save_held(store, name, kind, held, progress, overwrite)
 
 
-def together_with(store: StoreFolder, name: str, of_all: OfAll | None) -> tuple[Together | None, GroupRecord | None]:
+def together_with(store: StoreFolder, of_all: OfAll | None) -> tuple[Together | None, GroupRecord | None]:
     """What a snapshot of a closed store's live rows, and its MARK, have of the stores that are trained with it."""
     closed = ClosedStore(store)
     if closed.record is None and of_all is None:
         return None, None
-    id, first = secrets.token_hex(16), None
-    if of_all is not None:
-        is_first = os.path.realpath(of_all.first) == os.path.realpath(store.path)
-        id = of_all.commit.id if is_first else id
-        peer = Peer.of(of_all.first.name, store.path, of_all.first)
-        first = None if is_first else (peer, name, of_all.commit.id)
+    id, first = (secrets.token_hex(16), None) if of_all is None else of_all.of(store.path)
     return Together(id, closed.saved(id, first), None if of_all is None else of_all.commit), closed.record
 
 
