@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ..snapshots.store.selection import LoadReport, Selection
     from .group import Group
     from .part_save import BackgroundPartSave
+    from .together import SavesTogether
 
 _by_folder: weakref.WeakValueDictionary[str, ShardedHeld] = weakref.WeakValueDictionary()
 
@@ -62,7 +63,7 @@ class ShardedHeld:
 
     def __init__(
         self,
-        world: Group,
+        world: SavesTogether,
         spec: TableSpec,
         options: StoreOptions,
         optimizer: RowOptimizer | None,
@@ -228,6 +229,9 @@ class ShardedHeld:
 
     def save_rows(self, place: Path) -> None:
         self.saves.save_rows(place)
+
+    def link_rows(self, place: Path) -> None:
+        self.saves.link(place)
 
     def check_rows(self, place: Path, selection: Selection = ALL) -> None:
         self.saves.check_rows(place, selection)

@@ -10,11 +10,10 @@ from ..engine.errors import GroupError, TierbedError
 from ..engine.persist.saved_as import check_not_awaiting
 from ..snapshots.files.reader import Snapshot, list_snapshots
 from .agreement import everywhere, told
-from .together import save_together
 
 if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
-    from .group import Group
+    from .together import SavesTogether
 
 _LOOK_AGAIN = 0.05  # seconds between two looks whether the asker still waits
 
@@ -26,7 +25,7 @@ class Requests:
     the headers of the next call of all ranks.
     """
 
-    def __init__(self, world: Group, held: Any, find: Callable[[str], Any]) -> None:
+    def __init__(self, world: SavesTogether, held: Any, find: Callable[[str], Any]) -> None:
         """held: the `ShardedHeld`, whose file imports this one. find: gives that of a store by its real path."""
         self._world, self._held, self._find = world, held, find
         self._request: _Request | None = None
@@ -65,7 +64,7 @@ class Requests:
             case ["save", name, kind, overwrite, stores]:
                 tables = everywhere(self._world, op, lambda: [self._find(store) for store in stores])
                 progress = None if request is None else request.progress
-                save_together(self._world, tables, name, kind, overwrite, progress=progress)
+                self._world.save_together(tables, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
                 rows = told(self._world, op, lambda: self._held.own.row(table, key))
                 if request is not None:

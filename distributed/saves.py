@@ -26,7 +26,7 @@ from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ..snapshots.store.retention import drop_unneeded, prune, state_snapshot
 from ..snapshots.store.saving import Held, begin_save, check_kind, check_save, parent_for
-from ..snapshots.store.selection import LoadReport, Selection
+from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .agreement import agree, attempt, everywhere, told
 from .all_rows import check_all_rows
 from .part_save import BackgroundPartSave, PartSave
@@ -165,7 +165,7 @@ class RankSnapshots:
         together: Instant | None = everywhere(
             self._world, op, lambda: None if member is None else member.instant_with(Snapshot.open(place))
         )
-        self.load_from(op, self.folder / name, Selection(), name, together)
+        self.load_from(place, together=together, why=" for a state_dict")
 
     def load(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         """As `HeldTable.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
@@ -222,11 +222,9 @@ class RankSnapshots:
 
     def load_rows(self, place: Path, selection: Selection) -> None:
         """As `HeldTable.load_rows`."""
-        op = f"loading snapshot {place.name!r} of embedding {self._name!r}"  # also where a rank is of another step
         with ExitStack() as linking:
-            links = selection.can_recover
-            read = self.link_in(place, linking) if self._home is not None and links else place
-            self.load_from(op, read, selection, place.name if links else None)
+            read = self.link_in(place, linking) if self._home is not None and selection.can_recover else place
+            self.load_from(read, selection)
 
     def link_in(self, place: Path, linking: ExitStack) -> Path:
         """The snapshot `place` in the store folder, where rank 0 links it."""
@@ -235,12 +233,13 @@ class RankSnapshots:
         return self.folder / place.name
 
     def load_from(
-        self, op: str, place: Path, selection: Selection, base: str | None, together: Instant | None = None
+        self, place: Path, selection: Selection = ALL, together: Instant | None = None, why: str = ""
     ) -> LoadReport:
-        """Load this rank's part of the snapshot `place`, as `_load`."""
+        """Load this rank's part of the snapshot `place`, as `_load`. why: for messages."""
+        op = f"loading snapshot {place.name!r} of embedding {self._name!r}{why}"  # also where a rank is of another step
         self._finish_saving()
         snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(place))
-        return self._load(op, snapshot, selection, True, base, together)
+        return self._load(op, snapshot, selection, True, place.name if selection.can_recover else None, together)
 
     def drop_rows(self, saved: Snapshot) -> None:
         """As `HeldTable.drop_rows`. Local: rank 0 does it."""

@@ -9,101 +9,90 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.persist.together import instant_of
+from ..engine.persist.together import instant_of, load_all
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_writer import Progress
 from ..snapshots.store.all_or_none import Decided, OfAll
 from ..snapshots.store.instants import check_one_instant
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .agreement import attempt, everywhere
+from .group import Group
 from .part_save import BackgroundPartSave, commit_together
 
 if TYPE_CHECKING:
-    from .group import Group
     from .part_save import PartSave
 
 
 Tables = Sequence[Any]  # of ShardedHeld, whose file imports this one
 
 
-def save_together(
-    world: Group,
-    tables: Tables,
-    name: str,
-    kind: str = "full",
-    overwrite: bool = False,
-    background: bool = False,
-    progress: Progress | None = None,
-) -> BackgroundPartSave | None:
-    """As `save_together` of one process, or as `save_together_in_background`. progress: of this rank's rows."""
-    for table in tables:
-        table.saves.check(name, _kind(table, kind), overwrite, background)
-        table.saves.at_step()
-    op = f"saving snapshot {name!r} of {len(tables)} embeddings"
-    home, of_all = tables[0].home, None
-    if home is not None:
-        of_all = OfAll(name, home.path, Decided(home.snapshots / name, secrets.token_hex(16), lambda: None))
-    saves: list[tuple[PartSave, Snapshot | None]] = []
-    with _locked(tables):
-        noted = [table.saves.noted() for table in tables]
-        try:
-            for table in tables:
-                table.saves.check_not_saving(op)
-                saves.append(table.saves.begin(op, name, _kind(table, kind), overwrite, of_all))
-        except BaseException:
-            for save, _ in saves:
-                save.drop()
-            raise
-        if background:
-            parts = [(table.own, save) for table, (save, _) in zip(tables, saves, strict=True)]
-            saving = BackgroundPartSave(world, op, parts, noted, f"snapshot {name!r} of {len(tables)} embeddings")
-            for table in tables:
-                table.saves.goes_on(saving)
-            return saving
-        errors = [
-            attempt(partial(table.saves.write, save, parent, progress))[1]
-            for table, (save, parent) in zip(tables, saves, strict=True)
-        ]
-        made = commit_together(world, op, [save for save, _ in saves], errors, noted)
-        for table, id in zip(tables, made, strict=True):
-            table.saves.saved(kind, id)
-    return None
+class SavesTogether(Group):
+    """Ranks that save and load the rows of several embeddings: all of them, or none. All ranks make each call."""
 
+    def save_together(
+        self,
+        tables: Tables,
+        name: str,
+        kind: str = "full",
+        overwrite: bool = False,
+        background: bool = False,
+        progress: Progress | None = None,
+    ) -> BackgroundPartSave | None:
+        """As `save_together` of one process, or as `save_together_in_background`. progress: of this rank's rows."""
+        for table in tables:
+            table.saves.check(name, _kind(table, kind), overwrite, background)
+            table.saves.at_step()
+        op = f"saving snapshot {name!r} of {len(tables)} embeddings"
+        home, of_all = tables[0].home, None
+        if home is not None:
+            of_all = OfAll(name, home.path, Decided(home.snapshots / name, secrets.token_hex(16), lambda: None))
+        saves: list[tuple[PartSave, Snapshot | None]] = []
+        with _locked(tables):
+            noted = [table.saves.noted() for table in tables]
+            try:
+                for table in tables:
+                    table.saves.check_not_saving(op)
+                    saves.append(table.saves.begin(op, name, _kind(table, kind), overwrite, of_all))
+            except BaseException:
+                for save, _ in saves:
+                    save.drop()
+                raise
+            if background:
+                parts = [(table.own, save) for table, (save, _) in zip(tables, saves, strict=True)]
+                saving = BackgroundPartSave(self, op, parts, noted, f"snapshot {name!r} of {len(tables)} embeddings")
+                for table in tables:
+                    table.saves.goes_on(saving)
+                return saving
+            errors = [
+                attempt(partial(table.saves.write, save, parent, progress))[1]
+                for table, (save, parent) in zip(tables, saves, strict=True)
+            ]
+            made = commit_together(self, op, [save for save, _ in saves], errors, noted)
+            for table, id in zip(tables, made, strict=True):
+                table.saves.saved(kind, id)
+        return None
 
-def load_together(world: Group, tables: Tables, name: str) -> list[LoadReport]:
-    """As `load_together` of one process."""
-    op = f"loading snapshot {name!r} of {len(tables)} embeddings"
-    places = [table.saves.folder / name for table in tables]
-    snapshots: list[Snapshot] = everywhere(world, op, lambda: [Snapshot.open(place) for place in places])
-    everywhere(world, op, lambda: check_one_instant([table.name for table in tables], snapshots))
-    with _locked(tables):
-        for table, place in zip(tables, places, strict=True):
-            table.saves.check_rows(place, ALL)
-        return _load(world, tables, places)
+    def load_together(self, tables: Tables, name: str) -> list[LoadReport]:
+        """As `load_together` of one process."""
+        op = f"loading snapshot {name!r} of {len(tables)} embeddings"
+        places = [table.saves.folder / name for table in tables]
+        snapshots: list[Snapshot] = everywhere(self, op, lambda: [Snapshot.open(place) for place in places])
+        everywhere(self, op, lambda: check_one_instant([table.name for table in tables], snapshots))
+        with _locked(tables):
+            for table, place in zip(tables, places, strict=True):
+                table.saves.check_rows(place, ALL)
+            return _load(self, tables, places)
 
-
-def save_rows(world: Group, tables: Tables, places: Sequence[Path]) -> None:
-    """As `save_rows_together` of one process, into folders that all ranks see."""
-    stored = [table for table in tables if table.home is not None]
-    if stored:
-        save_together(world, stored, places[0].name)
-    for table, place in zip(tables, places, strict=True):
-        if table in stored:
-            table.saves.link(place)
-        else:
-            table.save_rows(place)
-
-
-def load_rows(world: Group, tables: Tables, places: Sequence[Path], selection: Selection) -> None:
-    """As `load_rows_together` of one process."""
-    both, links = [*zip(tables, places, strict=True)], selection.can_recover
-    stored = [(table, place) for table, place in both if links and table.home is not None]
-    for table, place in both:
-        if (table, place) not in stored:
-            table.load_rows(place, selection)
-    with _locked([table for table, _ in stored]), ExitStack() as linking:
-        own = [table.saves.link_in(place, linking) for table, place in stored]
-        _load(world, [table for table, _ in stored], own)
+    def load_rows(self, tables: Tables, places: Sequence[Path], selection: Selection) -> None:
+        """As `load_rows_together` of one process."""
+        both, links = [*zip(tables, places, strict=True)], selection.can_recover
+        stored = [(table, place) for table, place in both if links and table.home is not None]
+        for table, place in both:
+            if (table, place) not in stored:
+                table.load_rows(place, selection)
+        with _locked([table for table, _ in stored]), ExitStack() as linking:
+            own = [table.saves.link_in(place, linking) for table, place in stored]
+            _load(self, [table for table, _ in stored], own)
 
 
 @contextmanager
@@ -119,16 +108,8 @@ def _load(world: Group, tables: Tables, places: Sequence[Path]) -> list[LoadRepo
     members = [table.membership for table in tables if table.membership is not None]
     op = f"loading {len(tables)} embeddings"
     together = everywhere(world, op, lambda: instant_of(members, [Snapshot.open(place) for place in places]))
-    reports = []
-    try:
-        for table, place in zip(tables, places, strict=True):
-            op = f"loading snapshot {place.name!r} of embedding {table.name!r}"
-            reports.append(table.saves.load_from(op, place, Selection(), place.name, together))
-    except BaseException as error:
-        if reports and members:
-            members[0].tear(f"a load of {len(tables)} embeddings raised amid its changes ({error!r})")
-        raise
-    return reports
+    both = zip(tables, places, strict=True)
+    return load_all(members, [partial(table.saves.load_from, place, together=together) for table, place in both])
 
 
 def _kind(table: Any, kind: str) -> str:

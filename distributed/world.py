@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,17 +15,14 @@ from ..engine.optim.optimizers import RowOptimizer
 from ..engine.persist.training_group import TrainingGroup
 from ..engine.spec.options import StoreOptions
 from ..engine.spec.table_spec import TableSpec
-from ..engine.table.background_save import Saving
-from ..snapshots.store.selection import LoadReport, Selection
-from . import together
 from .agreement import agree, attempt, raw_bytes
-from .group import Group
 from .held import ShardedHeld
 from .rendezvous import make_default_group
 from .sendable import bytes_of, check_sendable
+from .together import SavesTogether
 
 
-class World(Group):
+class World(SavesTogether):
     """The ranks of a process group, each of which keeps a part of every embedding's rows.
 
     Every rank makes its world, and calls `gather` and `sum` in the same order as the others, from one thread. A world
@@ -101,24 +97,6 @@ class World(Group):
     ) -> ShardedHeld:
         """Open the rows of an embedding over all ranks, as `ShardedHeld`."""
         return ShardedHeld(self, spec, options, optimizer, device, group, for_load)
-
-    def save_together(
-        self, tables: Sequence[Any], name: str, kind: str, overwrite: bool, background: bool
-    ) -> Saving | None:
-        """Save the rows of several embeddings as snapshot `name`, all or none: `tierbed.Graph.save_snapshot`."""
-        return together.save_together(self, tables, name, kind, overwrite, background)
-
-    def load_together(self, tables: Sequence[Any], name: str) -> list[LoadReport]:
-        """Load the snapshots `name` of several embeddings, as `tierbed.Graph.load_snapshot`."""
-        return together.load_together(self, tables, name)
-
-    def save_rows(self, tables: Sequence[Any], places: Sequence[Path]) -> None:
-        """Save the rows of several embeddings as the snapshots `places` of a checkpoint."""
-        together.save_rows(self, tables, places)
-
-    def load_rows(self, tables: Sequence[Any], places: Sequence[Path], selection: Selection) -> None:
-        """Load the rows of several embeddings from the snapshots `places` of a checkpoint."""
-        together.load_rows(self, tables, places, selection)
 
     def _all_tensors(self, op: str, x: Any, open_dims: int) -> list[Tensor]:
         """Copies of the tensors of all ranks, each with its length as first dimension.

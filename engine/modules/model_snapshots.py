@@ -10,13 +10,7 @@ from torch import nn
 
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..errors import OptionError, SnapshotError
-from ..persist.together import (
-    load_rows_together,
-    load_together,
-    save_rows_together,
-    save_together,
-    save_together_in_background,
-)
+from ..persist.together import load_rows_together, load_together, save_together, save_together_in_background
 from ..table.background_save import Saving
 from .saved_rows import SavedRows, rows_stay
 
@@ -44,13 +38,7 @@ class ModelSnapshots:
         for argument, value in (("background", background), ("overwrite", overwrite)):
             if not isinstance(value, bool):
                 raise OptionError(f"{argument}={value!r}: give True or False")
-        tables, world = self._held(), self._world_of()
-        if world is not None:
-            return world.save_together(tables, snapshot_name, kind, overwrite, background)
-        if background:
-            return save_together_in_background(tables, snapshot_name, kind, overwrite)
-        save_together(tables, snapshot_name, kind, overwrite)
-        return None
+        return _save(self._held(), _world_of(self._stored()), snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
         """Replace the rows of all embeddings by those of their snapshots of that name, which were saved together.
@@ -58,7 +46,7 @@ class ModelSnapshots:
         All are verified before a row is replaced. Returns a report for each embedding. SnapshotError, StoreError,
         OptimizerError.
         """
-        tables, world = self._held(for_load=True), self._world_of()
+        tables, world = self._held(for_load=True), _world_of(self._stored())
         reports = load_together(tables, snapshot_name) if world is None else world.load_together(tables, snapshot_name)
         self.keep_rows()
         return reports
@@ -86,18 +74,32 @@ class ModelSnapshots:
     def _held(self, for_load: bool = False) -> list[Any]:
         return [embedding.opened(for_load) for embedding in self._stored()]
 
-    def _world_of(self) -> Ranks | None:
-        return _world_of(self._stored())
-
 
 def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
     """Save the rows of embeddings as the snapshots `places`, at one instant."""
     world = _world_of(embeddings)
     tables: list[Any] = [embedding.opened() for embedding in embeddings]
-    if world is None:
-        save_rows_together(tables, places)
-    else:
-        world.save_rows(tables, places)
+    stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
+    if any(stored):
+        _save([table for table, is_stored in zip(tables, stored, strict=True) if is_stored], world, places[0].name)
+    for table, is_stored, place in zip(tables, stored, places, strict=True):
+        (table.link_rows if is_stored else table.save_rows)(place)
+
+
+def _save(
+    tables: Sequence[Any],
+    world: Ranks | None,
+    name: str,
+    kind: str = "full",
+    overwrite: bool = False,
+    background: bool = False,
+) -> Saving | None:
+    if world is not None:
+        return world.save_together(tables, name, kind, overwrite, background)
+    if background:
+        return save_together_in_background(tables, name, kind, overwrite)
+    save_together(tables, name, kind, overwrite)
+    return None
 
 
 def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], selection: Selection = ALL) -> None:

@@ -94,6 +94,8 @@ class Held(Protocol):
 
     def save_rows(self, place: Path) -> None: ...
 
+    def link_rows(self, place: Path) -> None: ...
+
     def check_rows(self, place: Path, selection: Selection = ALL) -> None: ...
 
     def discard_rows(self, name: str) -> None: ...
@@ -137,9 +139,6 @@ class Ranks(Protocol):
 
     def load_together(self, tables: Sequence[Held], name: str) -> list[LoadReport]:
         """Load the rows of several embeddings."""
-
-    def save_rows(self, tables: Sequence[Held], places: Sequence[Path]) -> None:
-        """Save the rows of several embeddings for a checkpoint."""
 
     def load_rows(self, tables: Sequence[Held], places: Sequence[Path], selection: Selection) -> None:
         """Load the rows of several embeddings from a checkpoint."""

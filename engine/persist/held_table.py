@@ -313,6 +313,9 @@ class HeldTable:
     def save_rows(self, place: Path) -> None:
         self.snapshots.save_rows(self.table, place)
 
+    def link_rows(self, place: Path) -> None:
+        self.snapshots.link_rows(place)
+
     def check_rows(self, place: Path, selection: Selection = ALL) -> None:
         self.snapshots.check_rows(self.table, place, selection)
 

@@ -192,14 +192,17 @@ class TableSnapshots:
 
     def save_rows(self, table: OpenTable, place: Path) -> None:
         """Save the rows as the snapshot `place`, and by its name in a store folder too. SnapshotError, StoreError."""
-        folder = self._persistence.folder
-        if folder is not None:
+        if self._persistence.folder is not None:
             self.save(table, place.name)
-            link_snapshot(Snapshot.open(folder.snapshots / place.name), place)
+            self.link_rows(place)
             return
         with table.lock:
             table.check()
             write_snapshot(place, table.describe(), table.scan())
+
+    def link_rows(self, place: Path) -> None:
+        """Let the snapshot of that name in the store folder be `place` as well. SnapshotError."""
+        link_snapshot(self.snapshot(place.name), place)
 
     def load_rows(self, table: OpenTable, place: Path, selection: Selection = ALL) -> OpenTable:
         """A table with the rows of the snapshot `place`, which `check_rows` has checked.

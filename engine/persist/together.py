@@ -15,7 +15,7 @@ from typing import Any
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.all_or_none import Decided, OfAll, all_or_none
 from ...snapshots.store.instants import check_one_instant, rows_of
-from ...snapshots.store.linked import link_snapshot, linked
+from ...snapshots.store.linked import linked
 from ...snapshots.store.retention import drop_replaced
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..errors import OptionError, SnapshotError, StoreError
@@ -148,18 +148,6 @@ def load_together(tables: Tables, name: str) -> list[LoadReport]:
         return _load(tables, snapshots)
 
 
-def save_rows_together(tables: Tables, places: Sequence[Path]) -> None:
-    """Save rows as the snapshots `places`, all of one name, and by that name in the store folders there are."""
-    stored = [table for table in tables if table.snapshots.membership is not None]
-    if stored:
-        save_together(stored, places[0].name)
-    for table, place in zip(tables, places, strict=True):
-        if table in stored:
-            link_snapshot(table.snapshots.snapshot(place.name), place)
-        else:
-            table.save_rows(place)
-
-
 def load_rows_together(tables: Tables, places: Sequence[Path], selection: Selection = ALL) -> None:
     """Load the snapshots `places`, which `check_rows` has checked. Store folders get those of whole rows too."""
     both, links = [*zip(tables, places, strict=True)], selection.can_recover
@@ -183,13 +171,19 @@ def _load(tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
     """Load verified snapshots. A kill between two of them is finished by the next run: `Group.target`."""
     members = _members(tables)
     together = instant_of(members, snapshots)
+    both = zip(tables, snapshots, strict=True)
+    return load_all(members, [partial(t.load_from, one, Selection(), True, together=together) for t, one in both])
+
+
+def load_all(members: Sequence[Membership], loads: Sequence[Callable[[], LoadReport]]) -> list[LoadReport]:
+    """Load several embeddings. members: of their stores, which are torn where it raises amid the loads."""
     reports = []
     try:
-        for table, snapshot in zip(tables, snapshots, strict=True):
-            reports.append(table.load_from(snapshot, Selection(), True, together=together))
+        for load in loads:
+            reports.append(load())
     except BaseException as error:
-        if reports:
-            members[0].tear(f"a load of {len(tables)} embeddings raised amid its changes ({error!r})")
+        if reports and members:
+            members[0].tear(f"a load of {len(loads)} embeddings raised amid its changes ({error!r})")
         raise
     return reports
 
