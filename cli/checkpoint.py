@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .arguments import Json
-from .entries import complain_of
+from .entries import complain_of, report_sound
 from .output import age, fail, print_fields, print_json, print_table, size, text, when
 
 if TYPE_CHECKING:
@@ -78,19 +78,12 @@ def verify(path: Place, as_json: Json = False) -> None:
     from ..graph.state.kept import kept_at
 
     found, damaged = kept_at(path)
-    sound = []
     for one in found:
         try:
             one.verify()
-            sound.append(one.path.name)
         except SnapshotError as error:
             damaged[one.path.name] = error
-    if as_json:
-        print_json({"sound": sound, "damaged": {name: str(error) for name, error in damaged.items()}})
-    else:
-        for name in sound:
-            print(f"sound: {text(name)}")
-    complain_of(damaged)
+    report_sound([one.path.name for one in found if one.path.name not in damaged], damaged, as_json)
 
 
 def prune(

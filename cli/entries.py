@@ -97,6 +97,16 @@ def list_all(stores: Iterable[Path], as_json: bool) -> None:
     complain_of(damaged)
 
 
+def report_sound(sound: Iterable[str], damaged: Mapping[str, Exception], as_json: bool) -> None:
+    """Print what is sound and what is damaged, and then end with `PROBLEM` where something is."""
+    if as_json:
+        print_json({"sound": [*sound], "damaged": {name: str(error) for name, error in damaged.items()}})
+    else:
+        for name in sound:
+            print(f"sound: {text(name)}")
+    complain_of(damaged)
+
+
 def complain_of(damaged: Mapping[str, Exception]) -> None:
     """Name damaged snapshots on stderr, and then end with `PROBLEM`."""
     for name, error in damaged.items():

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .arguments import Json, Store, complete_names, open_snapshot
-from .entries import complain_of
+from .entries import report_sound
 from .model import stores_at
-from .output import print_json, progress, text
+from .output import progress
 
 if TYPE_CHECKING:
     from ..engine.errors import SnapshotError
@@ -42,12 +42,7 @@ def verify(
         prefix = "" if stores == [store] else f"{one.name}/"
         damaged |= {prefix + name: error for name, error in wrong.items()}
         sound += [prefix + s.name for s in listing.snapshots if s.name not in wrong]
-    if as_json:
-        print_json({"sound": sound, "damaged": {name: str(error) for name, error in damaged.items()}})
-    else:
-        for name in sound:
-            print(f"sound: {text(name)}")
-    complain_of(damaged)
+    report_sound(sound, damaged, as_json)
 
 
 def _damaged_of(snapshots: list[Snapshot]) -> dict[str, SnapshotError]:
