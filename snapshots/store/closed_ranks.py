@@ -18,7 +18,7 @@ from ..files.format import Manifest, check_name
 from ..files.merged import merged
 from ..files.writer import Progress
 from .all_or_none import OfAll
-from .closed_store import described, live_rows, save_live, together_with
+from .closed_store import described, held_live, live_rows, together_with
 from .saving import Held, save_held
 
 
@@ -93,10 +93,14 @@ def save_closed(
     overwrite: bool = False,
     of_all: OfAll | None = None,
 ) -> Manifest:
-    """As `save_live`, also where the live rows are those of ranks."""
-    if store.read_mark() is not None or store.keeper.of_ranks is None:
-        return save_live(store, name, progress, kind, overwrite, of_all)
+    """Write the live rows of a closed store, also those of ranks, as snapshot `name`. The live rows stay as they are.
+
+    Raises StoreError if the store carries no mark, SnapshotError and OptionError as `save_held` does.
+    """
     check_name(name)
+    if store.read_mark() is not None or store.keeper.of_ranks is None:
+        with held_live(store, of_all) as held:
+            return save_held(store, name, kind, held, progress, overwrite)
     with held_ranks(store) as (live, mark, chunks):
         together, record = together_with(store, of_all)
         held = Held(described(mark), mark["rows"], lambda: chunks, together=together, record=record)

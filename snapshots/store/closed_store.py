@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError
@@ -15,45 +15,27 @@ from ...engine.store.folder import StoreFolder
 from ...engine.store.shares import RANKS, share_folder
 from ...engine.store.snapshot_place import noted
 from ...engine.store.versions import GroupRecord, Instant
-from ..files.format import OF_THE_MARK, Manifest, check_name
+from ..files.format import OF_THE_MARK, Manifest
 from ..files.reader import Snapshot
 from ..files.writer import Progress, Together, write_snapshot
 from .all_or_none import OfAll
 from .converted import types_of
 from .instants import ClosedStore, rows_of
+from .saving import Held
 from .selection import ALL, LoadReport, Selection
 
+if TYPE_CHECKING:
+    from ...engine.store.rocksdb import RocksDB
 
-def save_live(
-    store: StoreFolder,
-    name: str,
-    progress: Progress | None = None,
-    kind: str = "full",
-    overwrite: bool = False,
-    of_all: OfAll | None = None,
-) -> Manifest:
-    """Write the live rows of a store that was closed cleanly as snapshot `name`. The live rows stay as they are.
 
-    Raises StoreError if the store carries no mark, SnapshotError and OptionError as `save_held` does.
-    """
-    from .saving import Held, save_held
-
-    check_name(name)
+@contextmanager
+def held_live(store: StoreFolder, of_all: OfAll | None) -> Iterator[Held]:
+    """The live rows of a store that was closed cleanly, to be saved. Raises StoreError if it carries no mark."""
     _check_whole(store)
     mark = marked(store)
-    description = described(mark)
     together, record = together_with(store, of_all)
-    if kind == "checkpoint" and mark["live"] == "rocksdb":
-        from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
-
-        with closing(RocksDB(store.live, mark["width"], mark["shards"], options=_AS_IS)) as tier:
-            form = RowForm.described(mark)
-            rows = mark["rows"]
-            held = Held(description, rows, lambda: form.of_words(tier.scan()), tier, together=together, record=record)
-            return save_held(store, name, kind, held, progress, overwrite)
-    with live_rows(store, mark) as chunks:
-        held = Held(description, mark["rows"], lambda: chunks, together=together, record=record)
-        return save_held(store, name, kind, held, progress, overwrite)
+    with _live(store, mark) as (scan, tier):
+        yield Held(described(mark), mark["rows"], scan, tier, together=together, record=record)
 
 
 def together_with(store: StoreFolder, of_all: OfAll | None) -> tuple[Together | None, GroupRecord | None]:
@@ -166,13 +148,20 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
 @contextmanager
 def live_rows(store: StoreFolder, mark: dict[str, Any]) -> Iterator[Chunks]:
     """The live rows that a mark describes, as `Tier.scan` yields them. Raises SnapshotError, StoreError."""
+    with _live(store, mark) as (scan, _):
+        yield scan()
+
+
+@contextmanager
+def _live(store: StoreFolder, mark: dict[str, Any]) -> Iterator[tuple[Callable[[], Chunks], RocksDB | None]]:
+    """A scan of the live rows, and what holds them where that is RocksDB."""
     if mark.get("live") == "rows":
-        yield Snapshot.open(store.live).chunks()
+        yield Snapshot.open(store.live).chunks, None
     elif mark.get("live") == "rocksdb":
         from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
 
         with closing(RocksDB(store.live, mark["width"], mark["shards"], options=_AS_IS)) as tier:
-            yield RowForm.described(mark).of_words(tier.scan())
+            yield lambda: RowForm.described(mark).of_words(tier.scan()), tier
     else:
         raise StoreError(f"the mark of {str(store.path)!r} has an unknown live={mark.get('live')!r}: upgrade tierbed")
 
