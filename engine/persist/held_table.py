@@ -16,17 +16,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...snapshots.asking.serving import Service
 from ...snapshots.files.format import Manifest
-from ...snapshots.files.reader import Snapshot, list_snapshots
+from ...snapshots.files.reader import list_snapshots
 from ...snapshots.looking.row import place_of, plain_row, read_row
-from ...snapshots.store.selection import ALL, LoadReport, Selection
+from ...snapshots.store.selection import Selection
 from ..durable import remedy_for
 from ..errors import ClosedError, OptimizerError, StoreError
 from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
 from ..spec.options import StoreOptions
 from ..spec.table_spec import TableSpec
-from ..store.versions import Instant
-from ..table.background_save import BackgroundSave
 from ..table.table import OpenTable
 from .open_and_close import TablePersistence
 from .opening import Decide
@@ -48,7 +46,7 @@ _ONE_AT_A_TIME = (
 _by_folder: weakref.WeakValueDictionary[str, HeldTable] = weakref.WeakValueDictionary()
 
 
-class HeldTable:
+class HeldTable(TableSnapshots):
     """Opens a table and holds it. A process has one handle of a folder: a second, as in notebooks, closes the first.
 
     share: what this process has of the rows; None for all of them. decide: chooses the rows to open with, by default
@@ -86,9 +84,8 @@ class HeldTable:
                     older._replaced = True
                 older.close()
         self._persistence = TablePersistence(spec, options, device, share, group)
-        if self._persistence.membership is not None:
-            self._persistence.membership.holder = weakref.ref(self)
-        self.snapshots = TableSnapshots(self._persistence)
+        if self.membership is not None:
+            self.membership.holder = weakref.ref(self)
         try:
             self._table = self._persistence.open(optimizer, decide, for_load)
         except BaseException:
@@ -123,8 +120,8 @@ class HeldTable:
 
     def keep_rows(self) -> None:
         """The rows stay, whatever state was loaded into others."""
-        if self.snapshots.membership is not None and self._table is not None:
-            self.snapshots.membership.keep()
+        if self.membership is not None and self._table is not None:
+            self.membership.keep()
 
     @property
     def own_open(self) -> OpenTable | None:
@@ -133,21 +130,19 @@ class HeldTable:
 
     def join(self, group: TrainingGroup) -> None:
         """Be trained together with others from here on. StoreError."""
-        membership = self._persistence.membership
-        if membership is not None:
-            membership.group = group
+        if self.membership is not None:
+            self.membership.group = group
             self._share_gate()
             if self._table is not None:
-                membership.enlist()
+                self.membership.enlist()
 
     def note_torn(self) -> None:
         """The rows are of another step than those of embeddings that are trained together with them."""
         self._persistence.expect_first_write()
 
     def _share_gate(self) -> None:
-        membership = self._persistence.membership
-        if membership is not None and membership.group is not None and self._table is not None:
-            self._table.between_steps = membership.group.gate
+        if self.membership is not None and self.membership.group is not None and self._table is not None:
+            self._table.between_steps = self.membership.group.gate
 
     @property
     def own_table(self) -> OpenTable:
@@ -254,41 +249,6 @@ class HeldTable:
         if self._table is not None:
             self._table.release()
 
-    def check_save(self, name: str, kind: str, overwrite: bool) -> None:
-        self.snapshots.check_save(self.table, name, kind, overwrite)
-
-    def save_snapshot(self, name: str, kind: str, overwrite: bool) -> Manifest:
-        return self.snapshots.save(self.table, name, kind, overwrite=overwrite)
-
-    def save_in_background(self, name: str, kind: str, overwrite: bool) -> BackgroundSave:
-        return self.snapshots.save_in_background(self.table, name, kind, overwrite)
-
-    def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
-        self.table.watch.finish_saving()  # it may be the one to load; its error was logged
-        return self.load_from(self.snapshots.snapshot(name), selection, strict)
-
-    def load_from(
-        self,
-        snapshot: Snapshot,
-        selection: Selection,
-        strict: bool,
-        verified: Callable[[], None] | None = None,
-        together: Instant | None = None,
-    ) -> LoadReport:
-        """Load a snapshot from anywhere. verified: called before anything changes, as of `TablePersistence.load`."""
-        before = self.table
-        reports: list[LoadReport] = []
-
-        def build() -> OpenTable:
-            table, report = self.snapshots.load_from(before, snapshot, selection, strict, verified, together)
-            reports.append(report)
-            return table
-
-        self._replace(before, build)
-        if self.snapshots.membership is not None:
-            self.snapshots.membership.reformed()
-        return reports[0]
-
     def tensors(self) -> RowTensors:
         """All rows, copied."""
         return RowTensors.of(self.table)
@@ -300,38 +260,8 @@ class HeldTable:
     def load_rows_of(self, held: RowTensors) -> None:
         before = self.table
         self._replace(before, lambda: self._persistence.load_tensors(before.optimizer, held, before))
-        if self.snapshots.membership is not None:
-            self.snapshots.membership.reformed()
-
-    def check_fit(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
-        """The selection for this table. SnapshotError, OptimizerError if rows of a snapshot cannot be its own."""
-        return self.snapshots.check_fit(self.table, snapshot, selection)
-
-    def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
-        return self.snapshots.prune(self.table, keep_last, keep_every)
-
-    def save_rows(self, place: Path) -> None:
-        self.snapshots.save_rows(self.table, place)
-
-    def link_rows(self, place: Path) -> None:
-        self.snapshots.link_rows(place)
-
-    def check_rows(self, place: Path, selection: Selection = ALL) -> None:
-        self.snapshots.check_rows(self.table, place, selection)
-
-    def discard_rows(self, name: str) -> None:
-        self.snapshots.discard_rows(name)
-
-    def load_rows(self, place: Path, selection: Selection = ALL) -> None:
-        before = self.table
-        self._replace(before, lambda: self.snapshots.load_rows(before, place, selection))
-
-    def drop_rows(self, saved: Snapshot) -> None:
-        self.snapshots.drop_rows(self.table, saved)
-
-    @property
-    def base(self) -> str | None:
-        return self.snapshots.base
+        if self.membership is not None:
+            self.membership.reformed()
 
     def named(self) -> SavedAs:
         """The step of the rows, now or when they were closed, and the last snapshot, if it is of that step.
@@ -339,14 +269,10 @@ class HeldTable:
         Raises what an earlier step did wrong and the device found late.
         """
         if self._table is None:
-            return self.snapshots.of_step(self._closed_at)
+            return self._of_step(self._closed_at)
         with self._table.lock:
             self._table.check()
-            return self.snapshots.of_step(self._table.step)
-
-    def save_for_state(self, keep: int | None) -> SavedAs:
-        """Save the rows for a state_dict, and name them. keep: how many of such snapshots stay; None for all."""
-        return self.snapshots.save_for_state(self.table, keep)
+            return self._of_step(self._table.step)
 
     def go_to(self, awaited: SavedAs) -> bool:
         """Let rows be those that a state_dict names: its snapshot is loaded if they are others, and it has them.
@@ -354,9 +280,9 @@ class HeldTable:
         Returns whether they are. Others that are trained together come to its instant as well. Raises what a load does.
         """
         self.table.check()  # ClosedError
-        found = is_at(awaited, self.named(), self.snapshots.read(awaited.snapshot))
+        found = is_at(awaited, self.named(), self._read(awaited.snapshot))
         if found is None and awaited.snapshot is not None:
-            snapshot, membership = self.snapshots.snapshot(awaited.snapshot), self.snapshots.membership
+            snapshot, membership = self.snapshot(awaited.snapshot), self.membership
             together = None if membership is None else membership.instant_with(snapshot)
             self.load_from(snapshot, Selection(), True, together=together)
             self.named()  # the next run knows the rows by their version as well
@@ -379,16 +305,16 @@ class HeldTable:
                 check_not_awaiting(one.name, one.awaited)
             progress(0)
             if len(others) < 2:
-                return self.snapshots.save(self.table, name, kind, progress, overwrite)
+                return self.save_snapshot(name, kind, overwrite, progress)
             save_together(others, name, kind, overwrite, progress)
-            return self.snapshots.snapshot(name).manifest
+            return self.snapshot(name).manifest
 
         return self._visit(save, give_up, others)
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
         """Prune for another process, as `Served.prune_between_steps` says."""
         removed = self.prune_snapshots(keep_last, keep_every)
-        return removed, [one.name for one in list_snapshots(self.snapshots.folder().snapshots).snapshots]
+        return removed, [one.name for one in list_snapshots(self.folder().snapshots).snapshots]
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         """A row for another process, as `Served.row_between_steps` says."""
@@ -422,7 +348,7 @@ class HeldTable:
         return held
 
     def _visited(self, others: Sequence[HeldTable]) -> list[OpenTable]:
-        members = [one.snapshots.membership for one in (self, *others)]
+        members = [one.membership for one in (self, *others)]
         peers = [peer for member in members if member is not None for peer in member.open_peers()]
         tables = [self.table, *(one.table for one in others), *(peer.table for peer in peers if peer.table is not None)]
         return list({id(table): table for table in tables}.values())

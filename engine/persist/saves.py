@@ -31,10 +31,18 @@ from .training_group import Membership, between_steps
 
 
 class TableSnapshots:
-    """The snapshots of the table that `persistence` opens."""
+    """The part of `HeldTable` that saves and loads the rows of its table as snapshots."""
 
-    def __init__(self, persistence: TablePersistence) -> None:
-        self._persistence = persistence
+    _persistence: TablePersistence
+
+    @property
+    def table(self) -> OpenTable:
+        """The open table."""
+        raise NotImplementedError
+
+    def _replace(self, before: OpenTable, build: Callable[[], OpenTable]) -> None:
+        """Let the table that `build` returns take the place of that before."""
+        raise NotImplementedError
 
     @property
     def membership(self) -> Membership | None:
@@ -47,17 +55,18 @@ class TableSnapshots:
         folder = self._persistence.folder
         return (folder.base or None) if folder is not None else None
 
-    def check_save(self, table: OpenTable, name: str, kind: str, overwrite: bool) -> None:
-        """Raise what `save` would raise for these arguments. SnapshotError, StoreError, OptionError."""
+    def check_save(self, name: str, kind: str, overwrite: bool) -> None:
+        """Raise what `save_snapshot` would raise for these arguments. SnapshotError, StoreError, OptionError."""
+        table = self.table
         with table.lock:
             check_save(self._folder_of(name), name, kind, self._held(table), overwrite)
 
-    def of_step(self, step: int) -> SavedAs:
+    def _of_step(self, step: int) -> SavedAs:
         """The name of the rows of a step."""
         now = None if self.membership is None else self.membership.version_for_state()
         return of_step(step, self._place, self.base, now)
 
-    def read(self, name: str | None) -> SavedAs | None:
+    def _read(self, name: str | None) -> SavedAs | None:
         """The name of the rows of a snapshot in the store folder; None if no such snapshot can be read."""
         return saved_as(self._place, name)
 
@@ -66,20 +75,19 @@ class TableSnapshots:
         folder = self._persistence.folder
         return None if folder is None else folder.snapshots
 
-    def save(
+    def save_snapshot(
         self,
-        table: OpenTable,
         name: str,
         kind: str = "full",
-        progress: Callable[[int], None] | None = None,
         overwrite: bool = False,
+        progress: Callable[[int], None] | None = None,
         of_all: OfAll | None = None,
     ) -> Manifest:
         """Save the rows as snapshot `name` of the store folder. Raises SnapshotError, StoreError, OptionError.
 
         of_all: of a save of several stores, whose locks the caller has.
         """
-        folder = self._folder_of(name)
+        table, folder = self.table, self._folder_of(name)
         with self._rows_of_one_step(table, of_all) as together:
             table.check()
             table.watch.check_not_saving()
@@ -104,10 +112,10 @@ class TableSnapshots:
             yield together
 
     def save_in_background(
-        self, table: OpenTable, name: str, kind: str = "full", overwrite: bool = False, of_all: OfAll | None = None
+        self, name: str, kind: str = "full", overwrite: bool = False, of_all: OfAll | None = None
     ) -> BackgroundSave:
         """Save the rows as they are now, by a thread, as a full snapshot. SnapshotError, StoreError, OptionError."""
-        folder = self._folder_of(name)
+        table, folder = self.table, self._folder_of(name)
         if kind in ("incremental", "checkpoint"):
             raise OptionError(
                 f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
@@ -127,12 +135,12 @@ class TableSnapshots:
             kept = KEPT_BYTES if of_all is None else KEPT_BYTES // of_all.stores
             return table.watch.save_in_background(f"snapshot {name!r}", write, kept)
 
-    def save_for_state(self, table: OpenTable, keep: int | None) -> SavedAs:
+    def save_for_state(self, keep: int | None) -> SavedAs:
         """The name of the rows as they are, saved as a snapshot that no chain or recovery of the user goes over.
 
         keep: how many of the latest such snapshots stay besides that of these rows; None for all.
         """
-        folder = self.folder()
+        table, folder = self.table, self.folder()
         assert self.membership is not None
         with self._rows_of_one_step(table) as together:
             table.check()
@@ -146,7 +154,7 @@ class TableSnapshots:
                 self._write_for_state(table, place, together)
                 self.membership.saved_as(together.id)
             self.membership.version_for_state()
-            return self.read(place.name) or self.of_step(table.step)
+            return self._read(place.name) or self._of_step(table.step)
 
     def _write_for_state(self, table: OpenTable, place: Path, together: Together) -> None:
         held = self._held(table)
@@ -162,38 +170,50 @@ class TableSnapshots:
         """A snapshot in the store folder. Raises SnapshotError."""
         return Snapshot.open(self._folder_of(name).snapshots / name)
 
+    def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
+        """Replace the rows by those of a snapshot in the store folder, as `load_from`."""
+        self.table.watch.finish_saving()  # it may be the one to load; its error was logged
+        return self.load_from(self.snapshot(name), selection, strict)
+
     def load_from(
         self,
-        table: OpenTable,
         snapshot: Snapshot,
         selection: Selection,
         strict: bool,
         verified: Callable[[], None] | None = None,
         together: Instant | None = None,
-    ) -> tuple[OpenTable, LoadReport]:
-        """A table with the rows of a snapshot. Until the rows are verified, `table` and its rows stay as they were.
+    ) -> LoadReport:
+        """Load a snapshot from anywhere. verified, together: as of `TablePersistence.load`."""
+        before = self.table
+        reports: list[LoadReport] = []
 
-        verified, together: as of `TablePersistence.load`.
-        """
-        what = f"snapshot {snapshot.name!r}"
-        spec = self._persistence.spec.with_stored_seed(snapshot.description)
-        selection, remarks = fitting(spec, snapshot.description, table.optimizer, selection, strict, what)
-        loaded, report = self._persistence.load(table.optimizer, snapshot, table, selection, verified, together)
-        report.remarks += remarks
-        return loaded, report
+        def build() -> OpenTable:
+            what = f"snapshot {snapshot.name!r}"
+            spec = self._persistence.spec.with_stored_seed(snapshot.description)
+            fit, remarks = fitting(spec, snapshot.description, before.optimizer, selection, strict, what)
+            table, report = self._persistence.load(before.optimizer, snapshot, before, fit, verified, together)
+            report.remarks += remarks
+            reports.append(report)
+            return table
 
-    def prune(self, table: OpenTable, keep_last: int, keep_every: int | None) -> list[str]:
+        self._replace(before, build)
+        if self.membership is not None:
+            self.membership.reformed()
+        return reports[0]
+
+    def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Remove snapshots as `prune` says. Returns the names of those that are gone. OptionError, SnapshotError."""
-        folder = self.folder()
+        table, folder = self.table, self.folder()
         with table.lock:  # a snapshot that is being saved is not listed yet, and goes over no other
             if table.watch.saving is None or table.watch.saving.done:
                 clear_leftovers(folder)
             return [snapshot.name for snapshot in prune(folder, keep_last, keep_every).removed]
 
-    def save_rows(self, table: OpenTable, place: Path) -> None:
+    def save_rows(self, place: Path) -> None:
         """Save the rows as the snapshot `place`, and by its name in a store folder too. SnapshotError, StoreError."""
+        table = self.table
         if self._persistence.folder is not None:
-            self.save(table, place.name)
+            self.save_snapshot(place.name)
             self.link_rows(place)
             return
         with table.lock:
@@ -204,28 +224,32 @@ class TableSnapshots:
         """Let the snapshot of that name in the store folder be `place` as well. SnapshotError."""
         link_snapshot(self.snapshot(place.name), place)
 
-    def load_rows(self, table: OpenTable, place: Path, selection: Selection = ALL) -> OpenTable:
-        """A table with the rows of the snapshot `place`, which `check_rows` has checked.
+    def load_rows(self, place: Path, selection: Selection = ALL) -> None:
+        """Replace the rows by those of the snapshot `place`, which `check_rows` has checked.
 
         A store folder gets the snapshot as well, to go back to. Without state, or converted, it gets none, since going
         back to it would bring the state, or other numbers.
         """
+        before = self.table
+        self._replace(before, lambda: self._with_rows(before, place, selection))
+
+    def _with_rows(self, table: OpenTable, place: Path, selection: Selection) -> OpenTable:
         snapshot = Snapshot.open(place)
         if self._persistence.folder is None or not selection.can_recover:
-            fitted = self.check_fit(table, snapshot, selection)
+            fitted = self.check_fit(snapshot, selection)
             return self._persistence.load(table.optimizer, snapshot, table, fitted)[0]
         folder = self._folder_of(place.name)
         linking = linked(snapshot, folder.snapshots / place.name, lambda: folder.base == place.name)
         with table.lock, linking as own:  # kept where a load fails late: the live rows may go back to it
             return self._persistence.load(table.optimizer, own, table)[0]
 
-    def check_rows(self, table: OpenTable, place: Path, selection: Selection = ALL) -> None:
+    def check_rows(self, place: Path, selection: Selection = ALL) -> None:
         """Read and check all that `load_rows` needs. SnapshotError for a damaged or unfit snapshot, OptimizerError.
 
         InputError for a number that a narrower dtype cannot hold.
         """
         snapshot = Snapshot.open(place)
-        fitted = self.check_fit(table, snapshot, selection)
+        fitted = self.check_fit(snapshot, selection)
         snapshot.verify()
         if fitted.types is not None:
             for _ in fitted.rows_of(snapshot, LoadReport()):
@@ -233,20 +257,21 @@ class TableSnapshots:
         if self._persistence.folder is not None and selection.can_recover:
             check_linked(snapshot, self._folder_of(place.name).snapshots / place.name)
 
-    def check_fit(self, table: OpenTable, snapshot: Snapshot, selection: Selection) -> Selection:
-        """The selection for this table. SnapshotError, OptimizerError if rows of a snapshot cannot be the table's."""
+    def check_fit(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
+        """The selection for this table. SnapshotError, OptimizerError if rows of a snapshot cannot be its own."""
+        optimizer = self.table.optimizer
         spec, what = self._persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
         if selection.convert:
-            return fitting(spec, snapshot.description, table.optimizer, selection, True, what)[0]
-        check_stored(spec, selection.description(snapshot.description), table.optimizer, SnapshotError, what)
+            return fitting(spec, snapshot.description, optimizer, selection, True, what)[0]
+        check_stored(spec, selection.description(snapshot.description), optimizer, SnapshotError, what)
         return selection
 
-    def drop_rows(self, table: OpenTable, saved: Snapshot) -> None:
+    def drop_rows(self, saved: Snapshot) -> None:
         """Remove the snapshot that `save_rows` made for a replaced checkpoint, unless others or the live rows need it.
 
         Raises SnapshotError where this is unknown, or the snapshot cannot be removed.
         """
-        folder = self._persistence.folder
+        table, folder = self.table, self._persistence.folder
         if folder is not None:
             with table.lock:
                 drop_unneeded(folder, saved)

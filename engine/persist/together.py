@@ -46,14 +46,14 @@ def save_together(
     members = _members(tables)
     if len(tables) == 1 or any(member.record is None for member in members):  # they are not trained together
         for table in tables:
-            table.snapshots.save(table.table, name, _kind(table, kind), progress, overwrite)
+            table.save_snapshot(name, _kind(table, kind), overwrite, progress)
         return
     with between_steps(members):
         _check(tables, name, kind, overwrite)
 
         def saved(table: Any, commit: Decided) -> None:
             of_all = OfAll(name, members[0].store, commit)
-            table.snapshots.save(table.table, name, _kind(table, kind), progress, overwrite, of_all)
+            table.save_snapshot(name, _kind(table, kind), overwrite, progress, of_all)
 
         all_or_none(members[0].folder.snapshots / name, [partial(saved, table) for table in tables])
         for member in members:
@@ -71,7 +71,7 @@ def save_together_in_background(tables: Tables, name: str, kind: str = "full", o
             for number, table in enumerate(tables):
                 commit = Decided(saving.first, saving.id, saving.others if number == 0 else saving.until_made)
                 of_all = None if apart else OfAll(name, members[0].store, commit, len(tables))
-                saving.saves.append(table.snapshots.save_in_background(table.table, name, kind, overwrite, of_all))
+                saving.saves.append(table.save_in_background(name, kind, overwrite, of_all))
             saving.begun.set()
         except BaseException:
             saving.given_up = True
@@ -140,7 +140,7 @@ def load_together(tables: Tables, name: str) -> list[LoadReport]:
     amid the loads, the stores can neither be written nor saved until each is loaded.
     """
     with between_steps(_members(tables)):
-        snapshots = [table.snapshots.snapshot(name) for table in tables]
+        snapshots = [table.snapshot(name) for table in tables]
         check_one_instant([table.name for table in tables], snapshots)
         for table, snapshot in zip(tables, snapshots, strict=True):
             table.check_fit(snapshot)
@@ -151,14 +151,14 @@ def load_together(tables: Tables, name: str) -> list[LoadReport]:
 def load_rows_together(tables: Tables, places: Sequence[Path], selection: Selection = ALL) -> None:
     """Load the snapshots `places`, which `check_rows` has checked. Store folders get those of whole rows too."""
     both, links = [*zip(tables, places, strict=True)], selection.can_recover
-    stored = [(table, place) for table, place in both if links and table.snapshots.membership is not None]
+    stored = [(table, place) for table, place in both if links and table.membership is not None]
     for table, place in both:
         if (table, place) not in stored:
             table.load_rows(place, selection)
     if not stored:
         return
     with between_steps(_members([table for table, _ in stored])), ExitStack() as linking:
-        own = [linking.enter_context(_linked(table.snapshots.folder(), place)) for table, place in stored]
+        own = [linking.enter_context(_linked(table.folder(), place)) for table, place in stored]
         _load([table for table, _ in stored], own)
 
 
@@ -200,8 +200,8 @@ def instant_of(members: Sequence[Membership], snapshots: Sequence[Snapshot]) -> 
 def _members(tables: Tables) -> list[Membership]:
     """What the stores know of each other. SnapshotError where one has no folder."""
     for table in tables:
-        table.snapshots.folder()
-    return [table.snapshots.membership for table in tables if table.snapshots.membership is not None]
+        table.folder()
+    return [table.membership for table in tables if table.membership is not None]
 
 
 def _kind(table: Any, kind: str) -> str:

@@ -108,7 +108,7 @@ def test_an_overwriting_save_that_fails_leaves_the_old_one_and_what_rows_go_back
 
         handle = embedding.opened()
         with pytest.raises(SnapshotError, match=r"'final' was not written.*no space"):
-            handle.snapshots.save(handle.table, "final", progress=stop, overwrite=True)
+            handle.save_snapshot("final", overwrite=True, progress=stop)
         assert embedding.last_snapshot == "monday"
         assert (step_of(tmp_path, "final"), names(tmp_path)) == (1, {"final", "monday"})
         assert embedding.prune_snapshots(1) == []  # "final" may be replaced at any instant
