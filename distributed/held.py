@@ -25,7 +25,6 @@ from ..snapshots.asking.serving import Service
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
 from ..snapshots.store.instants import rows_of, rows_of_ranks
-from ..snapshots.store.selection import ALL
 from .agreement import agree, attempt, everywhere, raw_bytes, told
 from .home import Home
 from .live_rows import LiveRows
@@ -36,7 +35,6 @@ from .table import ShardedTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     import torch
 
@@ -46,15 +44,13 @@ if TYPE_CHECKING:
     from ..engine.spec.options import StoreOptions
     from ..engine.spec.table_spec import TableSpec
     from ..engine.table.table import OpenTable
-    from ..snapshots.store.selection import LoadReport, Selection
     from .group import Group
-    from .part_save import BackgroundPartSave
     from .together import SavesTogether
 
 _by_folder: weakref.WeakValueDictionary[str, ShardedHeld] = weakref.WeakValueDictionary()
 
 
-class ShardedHeld:
+class ShardedHeld(RankSnapshots):
     """A `Held` of rows of all ranks. `own` holds the rows that this rank has, in tiers and a store folder of its own.
 
     `home` is the store folder of all of them, None where they are not on a disk. As with `HeldTable`, a second hold of
@@ -74,8 +70,8 @@ class ShardedHeld:
         """Open the rows on all ranks. Raises what `HeldTable` raises, on every rank, and GroupError."""
         self._world, self.name = world, spec.name
         self.awaited: Sequence[SavedAs] = ()
-        self.home: Home | None = None
-        self.membership: RankMembership | None = None  # on rank 0
+        self.home = None
+        self.membership = None  # on rank 0
         op = f"opening embedding {spec.name!r}"
         described, error = attempt(lambda: _described(world, spec, options, optimizer))
         agree(world, op, error, described)
@@ -99,8 +95,7 @@ class ShardedHeld:
         if folder is not None:
             _by_folder[folder] = self
         self.table = ShardedTable(world, self.own, options.capacity if options.eviction == "none" else None)
-        self.saves = RankSnapshots(world, spec.name, self.own, self.home, self.membership, self.close)
-        self.table.between_steps = self.saves.at_step
+        self.table.between_steps = self.at_step
         self.table.requests = Requests(world, self, _held_at)
         self._service = Service()
         self._serve()
@@ -190,10 +185,6 @@ class ShardedHeld:
             everywhere(self._world, op, (lambda: None) if self.membership is None else self.membership.keep)
 
     @property
-    def base(self) -> str | None:
-        return self.saves.base
-
-    @property
     def own_open(self) -> OpenTable | None:
         """As `HeldTable.own_open`, of this rank's rows."""
         return self.own.own_open
@@ -212,53 +203,14 @@ class ShardedHeld:
         """As `HeldTable.note_torn`."""
         self.own.note_torn()
 
-    def check_save(self, name: str, kind: str, overwrite: bool) -> None:
-        self.saves.check(name, kind, overwrite)
-
-    def save_snapshot(self, name: str, kind: str, overwrite: bool) -> None:
-        self.saves.save(name, kind, overwrite)
-
-    def save_in_background(self, name: str, kind: str, overwrite: bool) -> BackgroundPartSave:
-        return self.saves.save_in_background(name, kind, overwrite)
-
-    def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
-        return self.saves.load(name, selection, strict)
-
-    def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
-        return self.saves.prune(keep_last, keep_every)
-
-    def save_rows(self, place: Path) -> None:
-        self.saves.save_rows(place)
-
-    def link_rows(self, place: Path) -> None:
-        self.saves.link(place)
-
-    def check_rows(self, place: Path, selection: Selection = ALL) -> None:
-        self.saves.check_rows(place, selection)
-
-    def load_rows(self, place: Path, selection: Selection = ALL) -> None:
-        self.saves.load_rows(place, selection)
-
-    def discard_rows(self, name: str) -> None:
-        self.saves.discard_rows(name)
-
-    def drop_rows(self, saved: Snapshot) -> None:
-        self.saves.drop_rows(saved)
-
-    def named(self) -> SavedAs:
-        return self.saves.named(self.own.named().step)
-
-    def save_for_state(self, keep: int | None) -> SavedAs:
-        return self.saves.save_for_state(keep)
-
     def go_to(self, awaited: SavedAs) -> bool:
         """As `HeldTable.go_to`. Every rank calls it."""
         op = f"loading the state of embedding {self.name!r}"
         agree(self._world, op, same={"state_dict": awaited._asdict()})
-        there = saved_as(self.saves.place, awaited.snapshot)
+        there = saved_as(self.place, awaited.snapshot)
         found: bool | None = told(self._world, op, lambda: is_at(awaited, self.named(), there))[0]
         if found is None and awaited.snapshot is not None:
-            self.saves.load_for_state(awaited.snapshot)
+            self.load_for_state(awaited.snapshot)
         return found is not False
 
     def tensors(self) -> RowTensors:
@@ -329,7 +281,7 @@ class ShardedHeld:
 
     def close(self) -> None:
         """As `HeldTable.close`, for the rows of this rank. Waits for no other rank."""
-        self.saves.drop()
+        self.drop_saving()
         self._service.stop()
         try:
             self.own.close()
@@ -345,7 +297,7 @@ class ShardedHeld:
 
     def finish(self) -> None:
         """Close at the end of the embedding or the process, as `HeldTable.finish`. Waits for no other rank."""
-        self.saves.drop()
+        self.drop_saving()
         self._service.stop()
         self.own.finish()
         self._let_go()

@@ -60,7 +60,7 @@ class Requests:
     def _do(self, op: str, wish: list[Any], request: _Request | None) -> None:
         match wish:
             case ["save", name, kind, overwrite, []]:
-                self._held.saves.save(name, kind, overwrite, None if request is None else request.progress)
+                self._held.save_snapshot(name, kind, overwrite, None if request is None else request.progress)
             case ["save", name, kind, overwrite, stores]:
                 tables = everywhere(self._world, op, lambda: [self._find(store) for store in stores])
                 progress = None if request is None else request.progress
@@ -86,14 +86,14 @@ class Requests:
             check_not_awaiting(one.name, one.awaited)
         if self._asked(_Request(["save", name, kind, overwrite, several], tables, give_up, progress)) is None:
             return None
-        return Snapshot.open(self._held.saves.folder / name).manifest
+        return Snapshot.open(self._held.folder / name).manifest
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
         """Prune on rank 0, which has the folder of the snapshots, as `Served.prune_between_steps` says."""
         home = self._held.home
         assert home is not None
         with self._held.own.table.lock:
-            removed = self._held.saves.prune_here(home, keep_last, keep_every)
+            removed = self._held.prune_here(home, keep_last, keep_every)
         return removed, [one.name for one in list_snapshots(home.snapshots).snapshots]
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:

@@ -35,82 +35,75 @@ if TYPE_CHECKING:
     from ..engine.persist.held_table import HeldTable
     from ..engine.store.versions import Instant
     from ..snapshots.store.all_or_none import OfAll
-    from .group import Group
     from .home import Home
     from .membership import RankMembership
+    from .together import SavesTogether
 
 log = logging.getLogger("tierbed")
 
 
 class RankSnapshots:
-    """The snapshots of an embedding, in the folder that all ranks see, of which each writes and reads its part.
+    """The part of `ShardedHeld` that saves and loads snapshots, of which each rank writes and reads its part."""
 
-    own: the rows of this rank. home: the store folder of all, None where there is none. membership: of rank 0. close:
-    closes both.
-    """
+    _world: SavesTogether
+    name: str
+    own: HeldTable
+    home: Home | None
+    membership: RankMembership | None
+    _for_state: Together | None = None  # on rank 0, of a save for a state_dict
+    _saving: BackgroundPartSave | None = None
 
-    def __init__(
-        self,
-        world: Group,
-        name: str,
-        own: HeldTable,
-        home: Home | None,
-        membership: RankMembership | None,
-        close: Callable[[], None],
-    ) -> None:
-        self._world, self._name, self._own, self._home, self._close = world, name, own, home, close
-        self.membership = membership  # on rank 0
-        self._part = Part(world.rank, world.size)
-        self._for_state: Together | None = None  # on rank 0, of a save for a state_dict
-        self._saving: BackgroundPartSave | None = None
+    def close(self) -> None:
+        """Close the rows of this rank."""
+        raise NotImplementedError
 
     @property
     def base(self) -> str | None:
         """The snapshot that was saved or loaded last, if any. Local."""
-        return None if self._home is None else self._home.base
+        return None if self.home is None else self.home.base
 
-    def named(self, step: int | None) -> SavedAs:
-        """The name of the rows of a step. Local."""
-        return of_step(step, self.place, self.base, self._now())
+    def named(self) -> SavedAs:
+        """As `HeldTable.named`. Local."""
+        return of_step(self.own.named().step, self.place, self.base, self._now())
 
     def _now(self) -> Version | None:
         """The version of the rows, known to each rank by what rank 0 notes; None without a folder. Local."""
-        record = None if self._home is None else FolderState(self._home.snapshots.parent).of_ranks
-        if record is None or (record.run, record.saved) != (self._own.life.run, self._own.life.writes):
-            return None if self._home is None else (self._own.life.run, self._own.life.writes)
+        record = None if self.home is None else FolderState(self.home.snapshots.parent).of_ranks
+        if record is None or (record.run, record.saved) != (self.own.life.run, self.own.life.writes):
+            return None if self.home is None else (self.own.life.run, self.own.life.writes)
         saved = saved_as(self.place, record.snapshot) if record.snapshot else SavedAs(0, version=EMPTY)
         return (record.run, record.saved) if saved is None else saved.version
 
-    def check(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
-        """Raise what `save` would raise for these arguments."""
+    def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
+        """Raise what `save_snapshot` would raise for these arguments."""
         op = self._op(f"checking snapshot {name!r}")
         self._agree(name, kind, overwrite, background)
         everywhere(self._world, op, lambda: self._at_home(lambda home: self._check(home, name, kind, overwrite)))
 
-    def save(self, name: str, kind: str, overwrite: bool, progress: Progress | None = None) -> None:
+    def save_snapshot(self, name: str, kind: str, overwrite: bool, progress: Progress | None = None) -> None:
         """As `HeldTable.save_snapshot`."""
         op = self._op(f"saving snapshot {name!r}")
         self._agree(name, kind, overwrite)
         self.at_step()
-        table = self._own.table
+        table = self.own.table
         with table.lock:  # rows of one step
             self.check_not_saving(op)
-            save, parent = self.begin(op, name, kind, overwrite)
-            _, error = attempt(lambda: self.write(save, parent, progress))
-            made = save.commit(error, self.noted())
-            self.saved(kind, made)
+            save, parent = self.begin_save(op, name, kind, overwrite)
+            _, error = attempt(lambda: self.write_save(save, parent, progress))
+            made = save.commit(error, self.when_saved())
+            self.end_save(kind, made)
 
     def save_in_background(self, name: str, kind: str, overwrite: bool) -> BackgroundPartSave:
         """As `HeldTable.save_in_background`. The result's `wait` is called by all ranks."""
         op = self._op(f"saving snapshot {name!r} in the background")
         self._agree(name, kind, overwrite, background=True)
         self.at_step()
-        table = self._own.table
+        table = self.own.table
         with table.lock:
             self.check_not_saving(op)
-            save, _ = self.begin(op, name, kind, overwrite)
+            save, _ = self.begin_save(op, name, kind, overwrite)
             what = f"snapshot {name!r}"
-            self._saving = BackgroundPartSave(self._world, op, [(self._own, save)], [self.noted()], what)
+            self._saving = BackgroundPartSave(self._world, op, [(self.own, save)], [self.when_saved()], what)
         return self._saving
 
     def at_step(self) -> None:
@@ -120,7 +113,7 @@ class RankSnapshots:
             if self._saving.done:
                 self._saving = None
 
-    def drop(self) -> None:
+    def drop_saving(self) -> None:
         """Give up the snapshot of the background, before the rows are closed. Local."""
         if self._saving is not None:
             self._saving.drop()
@@ -130,7 +123,7 @@ class RankSnapshots:
         op = self._op("saving rows for a state_dict")
         agree(self._world, op, same={"state_dict_snapshots": keep})
         self.at_step()
-        table = self._own.table
+        table = self.own.table
         with table.lock:
             everywhere(self._world, op, table.check)
             place_of = partial(self._state_place, keep=keep)
@@ -160,24 +153,24 @@ class RankSnapshots:
 
     def load_for_state(self, name: str) -> None:
         """Load a snapshot that a state_dict names, as `HeldTable.go_to`."""
-        op = f"loading snapshot {name!r} of embedding {self._name!r} for a state_dict"
+        op = f"loading snapshot {name!r} of embedding {self.name!r} for a state_dict"
         member, place = self.membership, self.folder / name
         together: Instant | None = everywhere(
             self._world, op, lambda: None if member is None else member.instant_with(Snapshot.open(place))
         )
         self.load_from(place, together=together, why=" for a state_dict")
 
-    def load(self, name: str, selection: Selection, strict: bool) -> LoadReport:
+    def load_snapshot(self, name: str, selection: Selection, strict: bool) -> LoadReport:
         """As `HeldTable.load_snapshot`. `rows` and `left_out` of the report are of all ranks."""
-        op = f"loading snapshot {name!r} of embedding {self._name!r}"  # also where a rank is of another step
+        op = f"loading snapshot {name!r} of embedding {self.name!r}"  # also where a rank is of another step
         self._finish_saving()
-        snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(self.folder / name))
+        snapshot: Snapshot = everywhere(self._world, op, lambda: self._part_of(self.folder / name))
         return self._load(op, snapshot, selection, strict, name if selection.can_recover else None)
 
-    def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
+    def prune_snapshots(self, keep_last: int, keep_every: int | None) -> list[str]:
         """As `HeldTable.prune_snapshots`."""
-        op = f"pruning snapshots of embedding {self._name!r}"  # also where a rank is of another step
-        _, error = attempt(lambda: (self._own.table, self.folder))
+        op = f"pruning snapshots of embedding {self.name!r}"  # also where a rank is of another step
+        _, error = attempt(lambda: (self.own.table, self.folder))
         agree(self._world, op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(
             told(self._world, op, lambda: self._at_home(lambda home: self.prune_here(home, keep_last, keep_every)))[0]
@@ -185,30 +178,30 @@ class RankSnapshots:
 
     def save_rows(self, place: Path) -> None:
         """As `HeldTable.save_rows`, into a folder that all ranks see."""
-        if self._home is not None:
-            self.save(place.name, "full", False)
-            self.link(place)
+        if self.home is not None:
+            self.save_snapshot(place.name, "full", False)
+            self.link_rows(place)
             return
         op = self._op(f"saving rows as {place.name!r}")
-        table = self._own.table
+        table = self.own.table
         with table.lock:
             save = PartSave(self._world, op, place, table.describe(), table.counts.rows)
             _, error = attempt(lambda: save.write(table.scan()))
             save.commit(error)
 
-    def link(self, place: Path) -> None:
+    def link_rows(self, place: Path) -> None:
         """Let the snapshot of that name in the store folder be `place` as well, on rank 0."""
         there = self.folder / place.name
         op = self._op(f"linking snapshot {place.name!r}")
         everywhere(self._world, op, lambda: self._at_home(lambda _: link_snapshot(Snapshot.open(there), place)))
 
-    def check_rows(self, place: Path, selection: Selection) -> None:
+    def check_rows(self, place: Path, selection: Selection = ALL) -> None:
         """As `HeldTable.check_rows`. Each rank reads its part."""
-        op = f"checking snapshot {place.name!r} of embedding {self._name!r}"
-        snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(place))
+        op = f"checking snapshot {place.name!r} of embedding {self.name!r}"
+        snapshot: Snapshot = everywhere(self._world, op, lambda: self._part_of(place))
 
         def check() -> dict[str, int]:
-            fitted = self._own.check_fit(snapshot, selection)
+            fitted = self.own.check_fit(snapshot, selection)
             snapshot.verify()
             if fitted.types is not None:
                 for _ in fitted.rows_of(snapshot, LoadReport()):
@@ -216,19 +209,19 @@ class RankSnapshots:
             return snapshot.found
 
         check_all_rows(self._world, op, snapshot, check)
-        if self._home is not None and selection.can_recover:
+        if self.home is not None and selection.can_recover:
             whole, there = Snapshot(place, snapshot.manifest), self.folder / place.name
             everywhere(self._world, op, lambda: self._at_home(lambda _: check_linked(whole, there)))
 
-    def load_rows(self, place: Path, selection: Selection) -> None:
+    def load_rows(self, place: Path, selection: Selection = ALL) -> None:
         """As `HeldTable.load_rows`."""
         with ExitStack() as linking:
-            read = self.link_in(place, linking) if self._home is not None and selection.can_recover else place
+            read = self.link_in(place, linking) if self.home is not None and selection.can_recover else place
             self.load_from(read, selection)
 
     def link_in(self, place: Path, linking: ExitStack) -> Path:
         """The snapshot `place` in the store folder, where rank 0 links it."""
-        op = f"linking snapshot {place.name!r} of embedding {self._name!r}"
+        op = f"linking snapshot {place.name!r} of embedding {self.name!r}"
         everywhere(self._world, op, lambda: self._at_home(lambda home: self._link(home, place, linking)))
         return self.folder / place.name
 
@@ -236,9 +229,9 @@ class RankSnapshots:
         self, place: Path, selection: Selection = ALL, together: Instant | None = None, why: str = ""
     ) -> LoadReport:
         """Load this rank's part of the snapshot `place`, as `_load`. why: for messages."""
-        op = f"loading snapshot {place.name!r} of embedding {self._name!r}{why}"  # also where a rank is of another step
+        op = f"loading snapshot {place.name!r} of embedding {self.name!r}{why}"  # also where a rank is of another step
         self._finish_saving()
-        snapshot: Snapshot = everywhere(self._world, op, lambda: self._open(place))
+        snapshot: Snapshot = everywhere(self._world, op, lambda: self._part_of(place))
         return self._load(op, snapshot, selection, True, place.name if selection.can_recover else None, together)
 
     def drop_rows(self, saved: Snapshot) -> None:
@@ -251,30 +244,30 @@ class RankSnapshots:
 
     def _op(self, what: str) -> str:
         """A call of all ranks at their step, for messages. Raises on all of them where one has closed its rows."""
-        table, error = attempt(lambda: self._own.table)
+        table, error = attempt(lambda: self.own.table)
         if table is None:
-            agree(self._world, f"{what} of embedding {self._name!r}", error)
-        return f"{what} of embedding {self._name!r} at step {self._own.table.step}"
+            agree(self._world, f"{what} of embedding {self.name!r}", error)
+        return f"{what} of embedding {self.name!r} at step {self.own.table.step}"
 
     @property
     def place(self) -> Path | None:
-        return None if self._home is None else self._home.snapshots
+        return None if self.home is None else self.home.snapshots
 
     @property
     def folder(self) -> Path:
         """Where snapshots are. Raises SnapshotError where there is no such place, on all ranks alike."""
-        if self._home is None:
+        if self.home is None:
             self._lacks_place()
-        return self._home.snapshots
+        return self.home.snapshots
 
     def _lacks_place(self) -> NoReturn:
         raise SnapshotError(
-            f"embedding {self._name!r} has no persistent_path, so no place for snapshots; give one in its store options"
+            f"embedding {self.name!r} has no persistent_path, so no place for snapshots; give one in its store options"
         )
 
     def _at_home(self, call: Callable[[Home], Any]) -> Any:
         """What `call` returns on rank 0, which holds the store folder; None on the others, and without one."""
-        return call(self._home) if self._home is not None and self._world.rank == 0 else None
+        return call(self.home) if self.home is not None and self._world.rank == 0 else None
 
     def _agree(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
         op = self._op("saving a snapshot")
@@ -291,15 +284,15 @@ class RankSnapshots:
         check_name(name)
         if kind == "checkpoint":
             raise OptionError(
-                f"kind='checkpoint' is of RocksDB's files of one process, and the rows of embedding {self._name!r} are "
+                f"kind='checkpoint' is of RocksDB's files of one process, and the rows of embedding {self.name!r} are "
                 f"spread over {self._world.size} ranks; give 'full' or 'incremental'"
             )
         if kind == "incremental" and background:
             raise OptionError(f"background=True, kind={kind!r}: only kind='full' is saved so; leave background out")
-        if self._home is None:
+        if self.home is None:
             self._lacks_place()
-        self._own.table.opened()
-        self._own.table.check()
+        self.own.table.opened()
+        self.own.table.check()
 
     def check_not_saving(self, op: str) -> None:
         """Raises StoreError while a snapshot of the background is not there yet, on all ranks."""
@@ -311,7 +304,7 @@ class RankSnapshots:
         self._saving = saving
 
     def _held(self) -> Held:
-        table = self._own.table
+        table = self.own.table
         record = None if self.membership is None else self.membership.record
         return Held(table.describe(), table.counts.rows, table.scan, record=record)
 
@@ -319,7 +312,7 @@ class RankSnapshots:
         home.keeper.check()
         check_save(home.keeper, name, kind, self._held(), overwrite)
 
-    def begin(
+    def begin_save(
         self, op: str, name: str, kind: str, overwrite: bool, of_all: OfAll | None = None
     ) -> tuple[PartSave, Snapshot | None]:
         """The save that all ranks write, once rank 0 has begun it, and the snapshot that it goes over, of this part."""
@@ -331,7 +324,7 @@ class RankSnapshots:
             home.keeper.check()
             parent = parent_for(home.keeper, name) if kind == "incremental" else None
             if parent is not None:
-                check_over(home.snapshots / name, parent, self._own.table.describe())
+                check_over(home.snapshots / name, parent, self.own.table.describe())
             if self.membership is not None and self.membership.record is not None:
                 together = self.membership.saved(of_all)
             place = begin_save(home.keeper, name, kind, self._held(), overwrite)
@@ -341,30 +334,30 @@ class RankSnapshots:
         over = told(self._world, f"{op}: what it goes over", lambda: self._at_home(prepare))[0]
         parent: Snapshot | None = None
         if over is not None:
-            parent = everywhere(self._world, op, lambda: self._open(self.folder / over[0]))
-        table = self._own.table
+            parent = everywhere(self._world, op, lambda: self._part_of(self.folder / over[0]))
+        table = self.own.table
         rows, place = table.counts.rows, self.folder / name
         return PartSave(self._world, op, place, table.describe(), rows, replaces, parent, together), parent
 
-    def saved(self, kind: str, made: str) -> None:
+    def end_save(self, kind: str, made: str) -> None:
         """After a save: note what changes from here on, where that is asked for."""
-        table = self._own.table
+        table = self.own.table
         if kind == "incremental" or table.watch.changes is not None:
             table.watch.track_changes(made)
         if self.membership is not None:
             self.membership.saved_as(made)
 
-    def write(self, save: PartSave, parent: Snapshot | None, progress: Progress | None) -> None:
-        table = self._own.table
+    def write_save(self, save: PartSave, parent: Snapshot | None, progress: Progress | None) -> None:
+        table = self.own.table
         if parent is None:
             save.write(table.scan(), progress)
             return
         changed = table.watch.changed(parent.manifest.id)
         save.write_changes(changes_between(parent.chunks(), table.scan()) if changed is None else changed, progress)
 
-    def noted(self) -> Callable[[], None]:
+    def when_saved(self) -> Callable[[], None]:
         """What rank 0 does when the snapshot is there: note which rows it has, those of now."""
-        writes = self._own.life.writes
+        writes = self.own.life.writes
         return lambda: self._at_home(lambda home: home.keeper.note_saved(writes))
 
     def prune_here(self, home: Home, keep_last: int, keep_every: int | None) -> list[str]:
@@ -384,9 +377,9 @@ class RankSnapshots:
             agree(self._world, f"{self._saving.what}: waited for", error if interrupted else None)
             self._saving = None
 
-    def _open(self, place: Path) -> Snapshot:
+    def _part_of(self, place: Path) -> Snapshot:
         check_name(place.name)
-        return Snapshot.open(place).of_part(self._part)
+        return Snapshot.open(place).of_part(Part(self._world.rank, self._world.size))
 
     def _link(self, home: Home, place: Path, linking: ExitStack) -> None:
         keeper = home.keeper
@@ -423,12 +416,12 @@ class RankSnapshots:
             voted = True
             check_all_rows(world, op, snapshot, lambda: snapshot.found)
             marks = told(world, f"{op}: marks", lambda: [self._begin_write(), secrets.token_hex(8)])
-            self._own.count_write(max(writes for writes, _ in marks))  # a rank that failed may have missed some
-            self._own.begin_run(marks[0][1] if base is not None else self._own.life.run)
+            self.own.count_write(max(writes for writes, _ in marks))  # a rank that failed may have missed some
+            self.own.begin_run(marks[0][1] if base is not None else self.own.life.run)
             note = partial(self._note_base, base=base, snapshot=snapshot, together=together)
             everywhere(world, f"{op}: noted", lambda: self._at_home(note))
 
-        report, error = attempt(lambda: self._own.load_from(snapshot, selection, strict, verified))
+        report, error = attempt(lambda: self.own.load_from(snapshot, selection, strict, verified))
         if error is not None and voted and not world.untold(error):
             if error is not world.told:
                 self._lose(snapshot.name)
@@ -456,27 +449,27 @@ class RankSnapshots:
 
     def _begin_write(self) -> int:
         """Take the mark off this rank's rows. Returns how many writes it has counted."""
-        self._own.begin_write()
-        return self._own.life.writes
+        self.own.begin_write()
+        return self.own.life.writes
 
     def _lose(self, name: str) -> str:
         """Let the rows close without a mark, so that old rows of one rank do not pass for those of a load."""
-        said = f"embedding {self._name!r}: loading snapshot {name!r} failed amid its changes, and the rows are closed"
-        if self._own.is_open:
-            self._own.table.failure = self._own.table.failure or StoreError(said)
+        said = f"embedding {self.name!r}: loading snapshot {name!r} failed amid its changes, and the rows are closed"
+        if self.own.is_open:
+            self.own.table.failure = self.own.table.failure or StoreError(said)
         return said
 
     def _give_up(self, said: str) -> None:
         """Close the rows, where some ranks have those of a load and others do not: every rank comes here."""
         base = f"goes back to snapshot {self.base!r}" if self.base else "begins empty"
         log.error("%s on all ranks; create it again, and it %s", said, base)
-        _, error = attempt(self._close)
+        _, error = attempt(self.close)
         if error is not None:
-            log.error("closing the rows of embedding %r failed as well: %s", self._name, error)
+            log.error("closing the rows of embedding %r failed as well: %s", self.name, error)
 
     def _note_base(self, home: Home, base: str | None, snapshot: Snapshot, together: Instant | None) -> None:
         if base is None:
             return
         noted = () if self.membership is None else self.membership.loaded(rows_of(snapshot), "load", together)
         home.keeper.set_base(base, *noted)
-        home.keeper.note_saved(self._own.life.writes, self._own.life.run)
+        home.keeper.note_saved(self.own.life.writes, self.own.life.run)

@@ -14,7 +14,7 @@ from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_writer import Progress
 from ..snapshots.store.all_or_none import Decided, OfAll
 from ..snapshots.store.instants import check_one_instant
-from ..snapshots.store.selection import ALL, LoadReport, Selection
+from ..snapshots.store.selection import LoadReport, Selection
 from .agreement import attempt, everywhere
 from .group import Group
 from .part_save import BackgroundPartSave, commit_together
@@ -40,19 +40,19 @@ class SavesTogether(Group):
     ) -> BackgroundPartSave | None:
         """As `save_together` of one process, or as `save_together_in_background`. progress: of this rank's rows."""
         for table in tables:
-            table.saves.check(name, _kind(table, kind), overwrite, background)
-            table.saves.at_step()
+            table.check_save(name, _kind(table, kind), overwrite, background)
+            table.at_step()
         op = f"saving snapshot {name!r} of {len(tables)} embeddings"
         home, of_all = tables[0].home, None
         if home is not None:
             of_all = OfAll(name, home.path, Decided(home.snapshots / name, secrets.token_hex(16), lambda: None))
         saves: list[tuple[PartSave, Snapshot | None]] = []
         with _locked(tables):
-            noted = [table.saves.noted() for table in tables]
+            noted = [table.when_saved() for table in tables]
             try:
                 for table in tables:
-                    table.saves.check_not_saving(op)
-                    saves.append(table.saves.begin(op, name, _kind(table, kind), overwrite, of_all))
+                    table.check_not_saving(op)
+                    saves.append(table.begin_save(op, name, _kind(table, kind), overwrite, of_all))
             except BaseException:
                 for save, _ in saves:
                     save.drop()
@@ -61,26 +61,26 @@ class SavesTogether(Group):
                 parts = [(table.own, save) for table, (save, _) in zip(tables, saves, strict=True)]
                 saving = BackgroundPartSave(self, op, parts, noted, f"snapshot {name!r} of {len(tables)} embeddings")
                 for table in tables:
-                    table.saves.goes_on(saving)
+                    table.goes_on(saving)
                 return saving
             errors = [
-                attempt(partial(table.saves.write, save, parent, progress))[1]
+                attempt(partial(table.write_save, save, parent, progress))[1]
                 for table, (save, parent) in zip(tables, saves, strict=True)
             ]
             made = commit_together(self, op, [save for save, _ in saves], errors, noted)
             for table, id in zip(tables, made, strict=True):
-                table.saves.saved(kind, id)
+                table.end_save(kind, id)
         return None
 
     def load_together(self, tables: Tables, name: str) -> list[LoadReport]:
         """As `load_together` of one process."""
         op = f"loading snapshot {name!r} of {len(tables)} embeddings"
-        places = [table.saves.folder / name for table in tables]
+        places = [table.folder / name for table in tables]
         snapshots: list[Snapshot] = everywhere(self, op, lambda: [Snapshot.open(place) for place in places])
         everywhere(self, op, lambda: check_one_instant([table.name for table in tables], snapshots))
         with _locked(tables):
             for table, place in zip(tables, places, strict=True):
-                table.saves.check_rows(place, ALL)
+                table.check_rows(place)
             return _load(self, tables, places)
 
     def load_rows(self, tables: Tables, places: Sequence[Path], selection: Selection) -> None:
@@ -91,7 +91,7 @@ class SavesTogether(Group):
             if (table, place) not in stored:
                 table.load_rows(place, selection)
         with _locked([table for table, _ in stored]), ExitStack() as linking:
-            own = [table.saves.link_in(place, linking) for table, place in stored]
+            own = [table.link_in(place, linking) for table, place in stored]
             _load(self, [table for table, _ in stored], own)
 
 
@@ -109,7 +109,7 @@ def _load(world: Group, tables: Tables, places: Sequence[Path]) -> list[LoadRepo
     op = f"loading {len(tables)} embeddings"
     together = everywhere(world, op, lambda: instant_of(members, [Snapshot.open(place) for place in places]))
     both = zip(tables, places, strict=True)
-    return load_all(members, [partial(table.saves.load_from, place, together=together) for table, place in both])
+    return load_all(members, [partial(table.load_from, place, together=together) for table, place in both])
 
 
 def _kind(table: Any, kind: str) -> str:

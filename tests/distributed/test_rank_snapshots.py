@@ -205,7 +205,7 @@ def save_over_one_of_the_background(world: World, folder: Path) -> str:
         step(embedding)
         save: Any = embedding.save_snapshot("s", background=True)
         save._threads[0].wait()  # written on all ranks, which have not told each other
-        said = fails(lambda: embedding.opened().saves.check_not_saving("saving"), StoreError)
+        said = fails(lambda: embedding.opened().check_not_saving("saving"), StoreError)
         assert save.wait()
         embedding.save_snapshot("t")
     return said
