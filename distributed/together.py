@@ -14,7 +14,7 @@ from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_writer import Progress
 from ..snapshots.store.all_or_none import Decided, OfAll
 from ..snapshots.store.instants import check_one_instant
-from ..snapshots.store.selection import LoadReport, Selection
+from ..snapshots.store.selection import LoadReport
 from .agreement import attempt, everywhere
 from .group import Group
 from .part_save import BackgroundPartSave, commit_together
@@ -83,16 +83,11 @@ class SavesTogether(Group):
                 table.check_rows(place)
             return _load(self, tables, places)
 
-    def load_rows(self, tables: Tables, places: Sequence[Path], selection: Selection) -> None:
+    def load_rows(self, tables: Tables, places: Sequence[Path]) -> None:
         """As `load_rows_together` of one process."""
-        both, links = [*zip(tables, places, strict=True)], selection.can_recover
-        stored = [(table, place) for table, place in both if links and table.home is not None]
-        for table, place in both:
-            if (table, place) not in stored:
-                table.load_rows(place, selection)
-        with _locked([table for table, _ in stored]), ExitStack() as linking:
-            own = [table.link_in(place, linking) for table, place in stored]
-            _load(self, [table for table, _ in stored], own)
+        with _locked(tables), ExitStack() as linking:
+            both = zip(tables, places, strict=True)
+            _load(self, tables, [table.link_in(place, linking) for table, place in both])
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
     tables: list[Any] = [embedding.opened() for embedding in embeddings]
     stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
     if any(stored):
-        _save([table for table, is_stored in zip(tables, stored, strict=True) if is_stored], world, places[0].name)
+        _save([*compress(tables, stored)], world, places[0].name)
     for table, is_stored, place in zip(tables, stored, places, strict=True):
         (table.link_rows if is_stored else table.save_rows)(place)
 
@@ -106,10 +107,13 @@ def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], selection
     """Load the rows of embeddings, or a selection of what they have, from the snapshots `places`."""
     world = _world_of(embeddings)
     tables: list[Any] = [embedding.opened(for_load=True) for embedding in embeddings]
-    if world is None:
-        load_rows_together(tables, places, selection)
-    else:
-        world.load_rows(tables, places, selection)
+    stored = [selection.can_recover and embedding.store_options.persistent_path is not None for embedding in embeddings]
+    for table, is_stored, place in zip(tables, stored, places, strict=True):
+        if not is_stored:
+            table.load_rows(place, selection)
+    if any(stored):
+        load = load_rows_together if world is None else world.load_rows
+        load([*compress(tables, stored)], [*compress(places, stored)])
     for embedding in embeddings:
         embedding.keep_rows()
 

@@ -140,7 +140,7 @@ class Ranks(Protocol):
     def load_together(self, tables: Sequence[Held], name: str) -> list[LoadReport]:
         """Load the rows of several embeddings."""
 
-    def load_rows(self, tables: Sequence[Held], places: Sequence[Path], selection: Selection) -> None:
+    def load_rows(self, tables: Sequence[Held], places: Sequence[Path]) -> None:
         """Load the rows of several embeddings from a checkpoint."""
 
     def hold(

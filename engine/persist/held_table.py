@@ -29,7 +29,7 @@ from ..table.table import OpenTable
 from .open_and_close import TablePersistence
 from .opening import Decide
 from .rows_in_tensors import RowTensors
-from .saved_as import SavedAs, check_not_awaiting, is_at
+from .saved_as import SavedAs, check_not_awaiting, is_at, saved_as
 from .saves import TableSnapshots
 from .share import Life, Share
 from .together import save_together
@@ -280,7 +280,7 @@ class HeldTable(TableSnapshots):
         Returns whether they are. Others that are trained together come to its instant as well. Raises what a load does.
         """
         self.table.check()  # ClosedError
-        found = is_at(awaited, self.named(), self._read(awaited.snapshot))
+        found = is_at(awaited, self.named(), saved_as(self._place, awaited.snapshot))
         if found is None and awaited.snapshot is not None:
             snapshot, membership = self.snapshot(awaited.snapshot), self.membership
             together = None if membership is None else membership.instant_with(snapshot)

@@ -66,10 +66,6 @@ class TableSnapshots:
         now = None if self.membership is None else self.membership.version_for_state()
         return of_step(step, self._place, self.base, now)
 
-    def _read(self, name: str | None) -> SavedAs | None:
-        """The name of the rows of a snapshot in the store folder; None if no such snapshot can be read."""
-        return saved_as(self._place, name)
-
     @property
     def _place(self) -> Path | None:
         folder = self._persistence.folder
@@ -154,7 +150,7 @@ class TableSnapshots:
                 self._write_for_state(table, place, together)
                 self.membership.saved_as(together.id)
             self.membership.version_for_state()
-            return self._read(place.name) or self._of_step(table.step)
+            return saved_as(self._place, place.name) or self._of_step(table.step)
 
     def _write_for_state(self, table: OpenTable, place: Path, together: Together) -> None:
         held = self._held(table)

@@ -17,7 +17,7 @@ from ...snapshots.store.all_or_none import Decided, OfAll, all_or_none
 from ...snapshots.store.instants import check_one_instant, rows_of
 from ...snapshots.store.linked import linked
 from ...snapshots.store.retention import drop_replaced
-from ...snapshots.store.selection import ALL, LoadReport, Selection
+from ...snapshots.store.selection import LoadReport, Selection
 from ..errors import OptionError, SnapshotError, StoreError
 from ..store.folder import StoreFolder
 from ..store.folder_state import snapshot_id
@@ -148,18 +148,11 @@ def load_together(tables: Tables, name: str) -> list[LoadReport]:
         return _load(tables, snapshots)
 
 
-def load_rows_together(tables: Tables, places: Sequence[Path], selection: Selection = ALL) -> None:
-    """Load the snapshots `places`, which `check_rows` has checked. Store folders get those of whole rows too."""
-    both, links = [*zip(tables, places, strict=True)], selection.can_recover
-    stored = [(table, place) for table, place in both if links and table.membership is not None]
-    for table, place in both:
-        if (table, place) not in stored:
-            table.load_rows(place, selection)
-    if not stored:
-        return
-    with between_steps(_members([table for table, _ in stored])), ExitStack() as linking:
-        own = [linking.enter_context(_linked(table.folder(), place)) for table, place in stored]
-        _load([table for table, _ in stored], own)
+def load_rows_together(tables: Tables, places: Sequence[Path]) -> None:
+    """Load the snapshots `places`, which `check_rows` has checked, and which the store folders get too."""
+    with between_steps(_members(tables)), ExitStack() as linking:
+        both = zip(tables, places, strict=True)
+        _load(tables, [linking.enter_context(_linked(table.folder(), place)) for table, place in both])
 
 
 def _linked(folder: StoreFolder, place: Path) -> AbstractContextManager[Snapshot]:
