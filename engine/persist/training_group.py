@@ -210,7 +210,7 @@ class Membership:
     def live(self) -> dict[str, Any]:
         """The field of a clean marker with the version of the rows: if others, or a state_dict, know them by it."""
         rows = self.versions.rows
-        return {} if self.record is None and rows.now != self._in_state else {LIVE: rows.plain()}
+        return {} if self.record is None and rows.now != self._in_state else {LIVE: rows}
 
     def version_for_state(self) -> Version:
         """The version of the rows, which is known again in the next run as well."""
@@ -222,7 +222,7 @@ class Membership:
     def _mark_live(self) -> None:
         mark = self.folder.read_mark()
         if mark is not None and LIVE not in mark:
-            self.folder.set_mark({**mark, LIVE: self.versions.rows.plain()})
+            self.folder.set_mark({**mark, LIVE: self.versions.rows})
 
     def enlist(self) -> None:
         """Note the group as it is now, if this is not noted yet. StoreError."""

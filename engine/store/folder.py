@@ -20,6 +20,7 @@ from ..durable import (
     remove_folder,
     remove_leftovers,
     seal,
+    unseal,
     write_atomically,
 )
 from ..errors import StoreError
@@ -344,8 +345,8 @@ class StoreFolder(FolderState):
             raise StoreError(f"the mark of {str(self.path)!r} cannot hold the description: {error}") from error
         self.check()
         with self._errors("mark"):
-            if self._mark.exists() and content == self._read():  # a full disk has no room to write the same mark again
-                fsync_dir(self.path)
+            if self._mark.exists() and unseal(data) == self._read():
+                fsync_dir(self.path)  # a full disk has no room to write the same mark again
             else:
                 write_atomically(self._mark, data)
 

@@ -40,12 +40,9 @@ class Rows(NamedTuple):
         known = {*epochs, "", self.now[0]}
         return tuple(version for version in (self.now, *self.past) if version[0] in known)[:_MAX_PAST]
 
-    def plain(self) -> list[Any]:
-        return [list(self.now), [list(version) for version in self.past]]
-
     @classmethod
     def parse(cls, value: Any) -> Rows | None:
-        """From `plain`; None for anything else."""
+        """From a record; None for anything else."""
         match value:
             case [now, list(past)] if (version := parse_version(now)) is not None:
                 known = [parse_version(other) for other in past]
@@ -67,7 +64,7 @@ class Instant(NamedTuple):
     versions: dict[str, Version | None]
 
     def plain(self) -> dict[str, Any]:
-        return {"number": self.number, "versions": {id: v and list(v) for id, v in self.versions.items()}}
+        return self._asdict()
 
     @classmethod
     def parse(cls, value: Any) -> Instant | None:
@@ -113,15 +110,7 @@ class GroupRecord:
     began: Rows | None = None
 
     def plain(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "peers": {id: list(peer) for id, peer in self.peers.items()},
-            "joined": list(self.joined),
-            "instant": self.instant and self.instant.plain(),
-            "number": self.number,
-            "cut": list(self.cut),
-            "began": self.began and self.began.plain(),
-        }
+        return {**vars(self), "instant": self.instant and self.instant.plain()}
 
     @classmethod
     def parse(cls, value: Any) -> GroupRecord | None:
@@ -149,12 +138,9 @@ class Before(NamedTuple):
     rows: Rows
     number: int
 
-    def plain(self) -> list[Any]:
-        return [self.rows.plain(), self.number]
-
     @classmethod
     def parse(cls, value: Any) -> Before | None:
-        """From `plain`; None for anything else."""
+        """From a record; None for anything else."""
         match value:
             case [plain, int(number)] if (rows := Rows.parse(plain)) is not None:
                 return cls(rows, number)
@@ -175,8 +161,8 @@ class At(NamedTuple):
     before: Before | None = None
 
     def plain(self) -> dict[str, Any]:
-        plain = {"version": list(self.version), "by": self.by, "all": self.all and self.all.plain()}
-        return plain if self.before is None else {**plain, "before": self.before.plain()}
+        plain = {"version": self.version, "by": self.by, "all": self.all and self.all.plain()}
+        return plain if self.before is None else {**plain, "before": self.before}
 
     @classmethod
     def parse(cls, value: Any) -> At | None:
@@ -202,9 +188,7 @@ class Saved(NamedTuple):
     first: tuple[Peer, str, str] | None = None
 
     def plain(self) -> dict[str, Any]:
-        first = None if self.first is None else [list(self.first[0]), *self.first[1:]]
-        peers = {id: list(peer) for id, peer in self.peers.items()}
-        return {"id": self.id, "rows": self.rows.plain(), **self.instant.plain(), "peers": peers, "first": first}
+        return {"id": self.id, "rows": self.rows, **self.instant.plain(), "peers": self.peers, "first": self.first}
 
     @classmethod
     def parse(cls, value: Any) -> Saved | None:

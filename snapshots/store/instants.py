@@ -345,7 +345,7 @@ class ClosedStore:
         instant = self._next({**self._versions(), self.record.id: rows.now}) if all_ is None else all_
         self.record = replace(self.record, instant=instant, number=max(self.record.number, instant.number), began=None)
         at = {} if all_ is None else {AT: At(rows.now, "load", all_).plain()}
-        return {LIVE: rows.plain()}, {GROUP: self.record.plain(), **at}
+        return {LIVE: rows}, {GROUP: self.record.plain(), **at}
 
     def written(self) -> Rows:
         """The version of live rows that are written, as by a load of a part of a snapshot."""
