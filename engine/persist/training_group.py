@@ -17,7 +17,7 @@ import torch
 from ...snapshots.files.reader import Snapshot, list_snapshots
 from ...snapshots.files.writer import Together
 from ...snapshots.store.all_or_none import OfAll
-from ...snapshots.store.instants import Member, rows_of
+from ...snapshots.store.instants import Group, Member, rows_of
 from ..errors import StoreError
 from ..ops.rows_contract import Rows as Embedding
 from ..store.folder import StoreFolder
@@ -363,7 +363,8 @@ class Membership:
         self.is_at = True
         if by == "recovery" or all_ is not None:
             return At(snapshot_rows.now, "recovery" if by == "recovery" else "load", all_), self.record
-        before = Before(Member(self.store, {}).rows(killed=True), self.number)
+        known = Group(self.store, {}).members.get(self.id) or Member(self.store, {})
+        before = Before(known.rows(killed=True), self.number)
         return At(snapshot_rows.now, "load", before=before), self.record
 
     def tear(self, why: str) -> None:

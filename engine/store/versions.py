@@ -151,8 +151,8 @@ class At(NamedTuple):
     """Rows that are of `version` until their first write, `by` "recovery" or "load".
 
     all: of a load of several stores, the instant to which it moves them all. before: of a load of this store alone; a
-    kill takes the store back there until it is written, or saved with a larger number: no kill leaves half of the loads
-    that a user makes one after the other.
+    kill takes the store back there until it is written or saved, or another store notes an instant with these rows: no
+    kill leaves half of the loads that a user makes one after the other.
     """
 
     version: Version

@@ -57,6 +57,7 @@ class Member:
 
     def __init__(self, path: Path, live: Live, shares: Shares | None = None, apart: Path | None = None) -> None:
         self.state, self.apart = FolderState(path), apart
+        self.is_loaded = False  # whether others note an instant with the rows of a load of this store alone
         self.path = path
         self.live = live.get(os.path.realpath(path))
         self._shares = None if shares is None else shares.get(str(path))
@@ -163,9 +164,16 @@ class Member:
         """The rows before a load of this store alone, which nothing was written to and no snapshot was saved of."""
         before = None if self.at is None else self.at.before
         saved = None if self.base is None else self.base.manifest.instant
-        if before is None or (saved is not None and saved.instant.number > before.number):
+        if before is None or self.is_loaded or (saved is not None and saved.instant.number > before.number):
             return None
         return before.rows
+
+    @property
+    def noted(self) -> list[Instant]:
+        """The instants that its MARK and its snapshots note."""
+        saved = (snapshot.manifest.instant for snapshot in self.snapshots)
+        found = [one.instant for one in saved if one is not None]
+        return found if self.record is None or self.record.instant is None else [*found, self.record.instant]
 
     def has(self, killed: bool) -> set[Version]:
         """The versions of which the next run can have the rows."""
@@ -243,6 +251,11 @@ class Group:
                 elif not there:
                     self.missing[id] = peer.name
         self.missing = {id: name for id, name in self.missing.items() if id not in self.members}
+        for id, member in self.members.items():
+            at, others = member.at, [other for other in self.members.values() if other is not member]
+            if at is not None and (before := at.before) is not None:
+                noted = (instant for other in others for instant in other.noted if instant.number > before.number)
+                member.is_loaded = any(instant.versions.get(id) == at.version for instant in noted)
 
     @property
     def number(self) -> int:
@@ -488,7 +501,8 @@ def _accepted(group: Group) -> Instant:
     """What each store would go back to by itself."""
     versions: dict[str, Version | None] = {}
     for id, member in group.members.items():
-        versions[id] = member.live.now if member.live is not None else member.rows(killed=False).now
+        loaded = None if member.at is None or member.at.before is None else member.at.version
+        versions[id] = member.live.now if member.live is not None else loaded or member.rows(killed=False).now
     return Instant(group.number, versions)
 
 

@@ -41,8 +41,9 @@ class Moment:
 class State:
     """Of each member the rows, those of its recovery snapshot, its clean live rows if any, and its snapshots.
 
-    loaded: the rows of a load of this member alone, until it is written or saved: a kill before that forgets the load.
-    formed: the vector after the last such load, which the first write after it notes, and its place among the moments.
+    loaded: the rows of a load of this member alone, until a moment with them is noted: a kill before that forgets it.
+    formed: the vector after the last such load, and its place among the moments. first: whether the next write to a
+    member is the first after an open or a load, which notes that vector.
     """
 
     now: list[Steps]
@@ -50,13 +51,21 @@ class State:
     live: list[Steps | None]
     saved: list[dict[str, Steps]]
     loaded: list[Steps | None]
+    first: list[bool]
     formed: tuple[int, Vector] = (0, ())
     moments: list[Moment] = field(default_factory=list)
     count: int = 0  # of snapshots that have no name in the log yet
 
     @classmethod
     def begin(cls, members: int) -> State:
-        return cls([()] * members, [()] * members, [()] * members, [{} for _ in range(members)], [None] * members)
+        return cls(
+            [()] * members,
+            [()] * members,
+            [()] * members,
+            [{} for _ in range(members)],
+            [None] * members,
+            [True] * members,
+        )
 
     @property
     def all(self) -> range:
@@ -99,7 +108,7 @@ class State:
 
     def accepted(self) -> Vector:
         """What each has by itself."""
-        return tuple(self.past(member) for member in self.all)
+        return tuple(self.past(m) if self.loaded[m] is None else self.loaded[m] or () for m in self.all)
 
     def cleared(self, members: Collection[int]) -> State:
         """The same without the clean live rows of these members."""
@@ -113,13 +122,20 @@ class State:
     def written(self, members: Collection[int]) -> State:
         """The same after a write to these members."""
         made = self.cleared(members)
+        if any(made.first[member] for member in members) and made.loaded != [None] * len(made.loaded):
+            place, vector = made.formed
+            made._weaken()
+            made.moments.insert(place, Moment(vector, set(), SURE))
+            made._noted(vector)
         for member in members:
-            if (steps := made.loaded[member]) is not None:
-                made.base[member], made.loaded[member] = steps, None
-                place, vector = made.formed
-                made._weaken()
-                made.moments.insert(place, Moment(vector, set(), SURE))
+            made.first[member] = False
         return made
+
+    def _noted(self, vector: Vector) -> None:
+        """A moment of these rows is noted: those that were loaded alone are not forgotten from here on."""
+        for member, steps in enumerate(self.loaded):
+            if steps is not None and steps == vector[member]:
+                self.base[member], self.loaded[member] = steps, None
 
     def note(self, snapshots: Iterable[tuple[int, str]] = (), vector: Vector | None = None) -> None:
         """The moment of now, by new snapshots, or without any in a MARK."""
@@ -127,6 +143,8 @@ class State:
         if not found:
             self._weaken()
         self.moments.append(Moment(vector or tuple(self.now), found, NO if found else SURE))
+        if found:
+            self._noted(self.moments[-1].vector)
 
     def _weaken(self) -> None:
         """A MARK is written: it may have been the one that had an earlier moment."""
@@ -134,13 +152,14 @@ class State:
             moment.marked = min(moment.marked, MAYBE)
 
     def save(self, name: str, members: Collection[int], vector: Sequence[Steps]) -> None:
+        is_loaded = any(self.loaded[member] is not None for member in members)
         for member in members:
             if name in self.saved[member]:
                 self.rename(member, name, self.unnamed("replaced"))
             self.saved[member][name] = self.base[member] = vector[member]
-            if self.loaded[member] is not None:  # the first write notes it, later
-                self.loaded[member] = None
-                self.moments.insert(self.formed[0], Moment(self.formed[1], set(), MAYBE))
+            self.loaded[member] = None
+        if is_loaded:  # the first write notes it, later
+            self.moments.insert(self.formed[0], Moment(self.formed[1], set(), MAYBE))
         for moment in self.moments:
             moment.older -= set(members)
         self.note(((member, name) for member in members), tuple(vector))
@@ -173,11 +192,12 @@ class State:
         for member in members:
             self.now[member] = self.base[member] = vector[member]
             self.live[member] = vector[member] if clean else None
-            self.loaded[member] = None
+            self.loaded[member], self.first[member] = None, True
         self.note()
 
     def load_alone(self, member: int, steps: Steps) -> None:
         self.now[member], self.live[member], self.loaded[member] = steps, None, steps
+        self.first[member] = True
         self.formed = len(self.moments), tuple(self.now)
 
     def have(self, names: Names) -> None:

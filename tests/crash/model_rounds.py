@@ -184,6 +184,7 @@ class Allowed:
     def _open(self, before: State) -> list[State]:
         states = [self._closed(before, some) for some in subsets(before.all)]
         states[-1].note()
+        states[-1].first = [True for _ in before.all]
         return states
 
     def _closed(self, before: State, members: Any) -> State:
@@ -218,6 +219,7 @@ class Allowed:
             if after.live[member] != steps:
                 after.base[member] = steps
         after.now, after.live, after.loaded = list(vector), list(vector), [None] * len(vector)
+        after.first = [True] * len(vector)
         for moment in after.moments:
             moment.unwritten.clear()
         after.note()

@@ -222,6 +222,28 @@ def test_a_load_of_one_is_forgotten_by_a_kill_before_its_rows_are_written_or_sav
     assert at(tmp_path) == found
 
 
+def loaded_each(path: Path, saves: bool) -> None:
+    """Each goes back to another branch than the one it is on, by itself; one of them is trained."""
+    model = Model(path, TWO)
+    for name in ("one", "two"):
+        model.steps(1)
+        model.save_snapshot(name)
+    model.load_snapshot("one")
+    model.steps(2)
+    model.save_snapshot("three")
+    for member in model.members:
+        member.load_snapshot("two")
+    model.steps(2, "a")
+    if saves:
+        model.members[0].save_snapshot("a4")
+
+
+@pytest.mark.parametrize(("saves", "found"), [(False, [2, 2]), (True, [4, 2])])
+def test_loads_of_each_count_once_one_of_them_is_trained(tmp_path: Path, saves: bool, found: list[int]) -> None:
+    assert killed(loaded_each, tmp_path, saves) is None
+    assert at(tmp_path) == found
+
+
 def test_a_failed_overwrite_is_in_the_way_of_none_and_copies_do_not_pile_up(tmp_path: Path) -> None:
     assert ["not written" in said for said in killed(failed_overwrite, tmp_path)] == [True, True]
     assert all(len(of_store) <= 3 for of_store in names(tmp_path))
