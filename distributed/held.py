@@ -208,7 +208,12 @@ class ShardedHeld(RankSnapshots):
         op = f"loading the state of embedding {self.name!r}"
         agree(self._world, op, same={"state_dict": awaited._asdict()})
         there = saved_as(self.place, awaited.snapshot)
-        found: bool | None = told(self._world, op, lambda: is_at(awaited, self.named(), there))[0]
+
+        def is_found() -> bool | None:
+            found = is_at(awaited, self.named(), there)
+            return None if found and self.membership is not None and not self.membership.has_come() else found
+
+        found: bool | None = told(self._world, op, is_found)[0]
         if found is None and awaited.snapshot is not None:
             self.load_for_state(awaited.snapshot)
         return found is not False

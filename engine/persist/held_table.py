@@ -280,9 +280,11 @@ class HeldTable(TableSnapshots):
         Returns whether they are. Others that are trained together come to its instant as well. Raises what a load does.
         """
         self.table.check()  # ClosedError
-        found = is_at(awaited, self.named(), saved_as(self._place, awaited.snapshot))
+        found, membership = is_at(awaited, self.named(), saved_as(self._place, awaited.snapshot)), self.membership
+        if found and membership is not None and not membership.has_come():
+            found = None
         if found is None and awaited.snapshot is not None:
-            snapshot, membership = self.snapshot(awaited.snapshot), self.membership
+            snapshot = self.snapshot(awaited.snapshot)
             together = None if membership is None else membership.instant_with(snapshot)
             self.load_from(snapshot, Selection(), True, together=together)
             self.named()  # the next run knows the rows by their version as well

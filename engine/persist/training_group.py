@@ -125,6 +125,7 @@ class Membership:
         self.versions = Versions(Rows(EMPTY))
         self.holder: Callable[[], Any] = lambda: None  # gives what has the table
         self._formed: Instant | None = None  # of the last open or load of one of them, for the first write of each
+        self._came_to: Version | None = None  # the rows of the last state that this store had already
         self._had: set[str] = set()  # the stores that had the rows of a load of all when it came to this one
         self.is_at = False  # whether MARK says that the rows are at a version, and so has to hear of the first write
         self._number = 0  # the largest of an instant in the snapshots: those of states are not in MARK
@@ -326,6 +327,17 @@ class Membership:
                 known.pop(id, None)
         return Instant(now.number, {**now.versions, **known, self.id: saved.rows.now})
 
+    def has_come(self) -> bool:
+        """The rows are those of a state that is being loaded. False if a load of all means others of this store.
+
+        Another store names these by a snapshot that may be older than the state.
+        """
+        loads = (one.folder.at for one in self.open_peers())
+        if any(at is not None and at.all is not None and at.all.versions.get(self.id) != self.present for at in loads):
+            return False
+        self._came_to = self.present
+        return True
+
     @property
     def is_amid_step(self) -> bool:
         """Whether one of the stores is in a step, so that their versions are of no instant."""
@@ -392,7 +404,7 @@ class Membership:
                 formed, at = self.instant(), self.folder.at
                 versions = {} if at is None or at.all is None else at.all.versions
                 everyone = [self, *self.open_peers()]
-                self._had = {one.id for one in everyone if one.present == versions.get(one.id)}
+                self._had = {one.id for one in everyone if one.present in (versions.get(one.id), one._came_to)}
                 for one in everyone:
                     one._formed = formed
 

@@ -417,6 +417,31 @@ def test_a_loaded_state_has_come_to_those_that_had_its_rows(tmp_path: Path, trai
     assert at(tmp_path) == found
 
 
+def older_snapshot(path: Path, first: str, trains_on: bool) -> list[int]:
+    """The state names the rows of one by a snapshot of before the other's last step, which that one still has."""
+    model = Model(path, TWO, state_dict_snapshots=True)
+    model.steps(2)
+    model.save_snapshot("two")
+    model.steps(1, *("ab".replace(first, "")))
+    state = model.state_dict()
+    model.steps(1, first)
+    model.load_state_dict(state)
+    if trains_on:
+        model.steps(1, *("ab".replace(first, "")))
+        model.save_snapshot("later")
+    return model.at()
+
+
+@pytest.mark.parametrize(
+    ("first", "trains_on", "found"), [("a", False, [2, 3]), ("a", True, [2, 4]), ("b", True, [4, 2])]
+)
+def test_a_state_that_names_an_older_snapshot_has_come_to_all(
+    tmp_path: Path, first: str, trains_on: bool, found: list[int]
+) -> None:
+    assert killed(older_snapshot, tmp_path, first, trains_on) == found
+    assert at(tmp_path) == found
+
+
 def test_rows_that_were_kept_are_not_replaced_by_the_next_run(tmp_path: Path) -> None:
     for part in ("train", "keep"):
         in_process(state_of_three, tmp_path, part)
