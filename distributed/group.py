@@ -201,7 +201,8 @@ class Group:
 
     def _note_loss(self, rank: int, why: str) -> None:
         """Report a rank whose process was killed as soon as the thread of the roll call hears of it."""
-        self._report.write(GroupError(f"rank {rank} was lost ({why}); the last call here: {self._op}", [rank]))
+        said = f"rank {rank} was lost ({why}); the last call here: {self._op}"
+        self._report.write(GroupError(said, [rank]), noticed=True)
 
     def _leave_group(self) -> None:
         if self._group is not None:

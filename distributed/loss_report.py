@@ -12,19 +12,24 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun's report finds what a r
 
 
 class LossReport:
-    """Writes the first error of a group to the log, which is stderr by default, and every one to torchrun's report."""
+    """Writes the first error of a group to the log, which is stderr by default, and to torchrun's report."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._writing, self._is_logged = rank, Lock(), False
+        self._rank, self._writing, self._is_written = rank, Lock(), False
         if ERROR_FILE in os.environ:  # imported now, since there is no time once a rank is lost
             import torch.distributed.elastic.multiprocessing.errors  # noqa: F401
 
-    def write(self, error: GroupError) -> None:
-        """May be called by any thread."""
+    def write(self, error: GroupError, noticed: bool = False) -> None:
+        """May be called by any thread. noticed: by no call of this rank, which ends by the first such error.
+
+        Ranks that are lost after the first are those that torchrun ends because of it.
+        """
         with self._writing:
-            if not self._is_logged:
-                self._is_logged = True
+            if self._is_written and noticed:
+                return
+            if not self._is_written:
                 getLogger("tierbed").error("GroupError on rank %d: %s", self._rank, error)
+            self._is_written = True
             if ERROR_FILE in os.environ:
                 _record(error)
 

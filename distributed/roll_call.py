@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
 import selectors
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.util import Finalize
 from threading import Condition
 from typing import Any
 
@@ -50,7 +50,8 @@ class RollCall:
             self._selector.register(connection, selectors.EVENT_READ, (rank, bytearray()))
         Thread(target=self._listen, name="tierbed-roll-call", daemon=True).start()
         self._pid = os.getpid()
-        atexit.register(self._end_of_process)
+        # not by atexit, which children that multiprocessing forks do not run
+        self._at_end = Finalize(None, self._end_of_process, exitpriority=0)
 
     def missing(self, call: int) -> dict[int, str]:
         """The ranks that keep this one from ending its call, and what is known of each. Raises `left`.
@@ -81,7 +82,7 @@ class RollCall:
 
     def close(self, why: str) -> None:
         """End the connections, and tell the others why."""
-        atexit.unregister(self._end_of_process)
+        self._at_end.cancel()
         self._is_closed = True
         self._tell({"closed": why, "at": self.at})
         with self._changed:

@@ -27,7 +27,7 @@ from .one_trainer import training_step
 from .ranks import refuse_eager_ranks
 from .row_gradients import RowGradients
 from .saved_rows import SavedRows
-from .shadow_grad import ShadowGrad, holders
+from .shadow_grad import ShadowGrad, check_not_traced, holders
 
 MOST_SHARED = 62  # embeddings over ranks, a bit of a note each
 STEP = "step() of an EagerOptimizer"
@@ -122,6 +122,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             raise GraphError(
                 "build calls step() of an EagerOptimizer; leave it out, and give the wrapped optimizer to add_optimizer"
             )
+        for embedding, _ in self._rows:
+            check_not_traced(embedding)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -141,6 +143,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. Gradients of rows are dropped whatever `set_to_none` is."""
         for embedding, _ in self._rows:
+            check_not_traced(embedding)
             embedding.shadow.grad = None
         self.optimizer.zero_grad(set_to_none)
 
@@ -162,6 +165,11 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         grads = [parameter.grad for parameter in distinct if parameter.grad is not None]
         rows = [grad.rows for grad in grads if isinstance(grad, ShadowGrad)]
         dense = [grad for grad in grads if not isinstance(grad, ShadowGrad)]
+        if any(grad.layout != torch.strided for grad in dense):
+            raise OptimizerError(
+                "clip_grad_norm_ of a sparse gradient, as of nn.Embedding(sparse=True); leave its parameter out, or "
+                "make the module with sparse=False"
+            )
         for name in (one.embedding.name for one in rows if holders.get(one.embedding.handle) is not self):
             raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; clip by that one")
         if self._world is not None and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._rows):
@@ -178,7 +186,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                     torch._foreach_mul_(dense, share)
                 for gradients in rows:
                     gradients.multiply(share)
-        return torch.tensor(norm)
+        return torch.tensor(norm, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of the wrapped optimizer. The state of rows is with the rows."""

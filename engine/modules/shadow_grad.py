@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ..errors import GraphError
-from ..ops.rows_contract import Rows
+from ..ops.rows_contract import TRACED, Rows
 from ..spec.inputs import Lookup
 from .row_gradients import RowGradients
 
@@ -62,6 +63,16 @@ class ShadowGrad(Tensor):
         )
 
 
+def check_not_traced(embedding: Rows) -> None:
+    """Raises GraphError while another thread traces a graph with the embedding: it has no gradient then."""
+    traced = getattr(embedding.shadow, TRACED, None)
+    if traced is not None and traced[0] != get_ident():
+        raise GraphError(
+            f"embedding {embedding.name!r} cannot be trained while another thread traces a graph that has it; let the "
+            "first call of each signature end before other threads train its rows"
+        )
+
+
 def is_reached(embedding: Rows) -> bool:
     """Whether the backward pass under way reaches the embedding's parameter: autograd.grad of others does not.
 
@@ -70,6 +81,7 @@ def is_reached(embedding: Rows) -> bool:
     """
     if detect_fake_mode() is not None:
         return True
+    check_not_traced(embedding)
     try:
         reached = bool(torch._C._will_engine_execute_node(get_gradient_edge(embedding.shadow).node))
     except RuntimeError:  # torch raises it where the gradient of the leaf itself is asked for

@@ -287,7 +287,9 @@ class _Guard(TorchDispatchMode):
             )
 
     def _refuse(self, value: Tensor) -> None:
-        owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
+        frames = (frame for frame, _ in traceback.walk_stack(None))
+        below = itertools.takewhile(lambda frame: frame.f_code is not type(self._root).build.__code__, frames)
+        owners = (frame.f_locals.get("self") for frame in below)
         optimizer = next((owner for owner in owners if isinstance(owner, Optimizer)), None)
         if optimizer is not None:
             raise GraphError(

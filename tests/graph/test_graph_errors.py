@@ -305,6 +305,13 @@ def test_a_step_of_an_optimizer_in_build_is_refused_by_its_name() -> None:
             graph(torch.ones(3, 2))
 
 
+def test_an_optimizer_whose_closure_calls_the_graph_is_none_of_build() -> None:
+    net, loose = nn.Linear(2, 1), nn.Parameter(torch.ones(1))
+    graph = graph_of(lambda graph, x: (graph.net(x) * loose).sum(), net=net)
+    with pytest.raises(GraphError, match="build uses the tensor"):
+        torch.optim.SGD(net.parameters()).step(lambda: graph(torch.ones(3, 2)))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_parameters_with_an_optimizer_in_backward_are_refused() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward

@@ -139,6 +139,29 @@ def test_a_lookup_while_another_thread_traces_the_same_rows_has_their_values(gra
         assert not torch.equal(rows.get(IDS), expected)
 
 
+def test_rows_that_another_thread_traces_are_not_trained_by_a_loop() -> None:
+    rows = embedding()
+    eager = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+    tracing, tried = threading.Event(), threading.Event()
+
+    def build(graph: Graph, ids: Tensor) -> Tensor:
+        tracing.set()
+        assert tried.wait()
+        found: Tensor = graph.rows(ids)  # type: ignore[operator]
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(graph_of(build, rows=rows), IDS)
+        try:
+            assert tracing.wait()
+            for call in (rows(IDS).sum().backward, eager.step, eager.zero_grad):
+                with pytest.raises(GraphError, match="cannot be trained while another thread traces a graph"):
+                    call()
+        finally:
+            tried.set()
+        step.result()
+
+
 def child_in_a_step() -> int:
     """The exit code of a process that is forked in the middle of another thread's step, and trains."""
     graph = Train(embedding())
