@@ -38,13 +38,14 @@ def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], optimizer
     """
     state = optimizer.row_state(embedding.dim)
     of_rows = [width == 1 for width in optimizer.row_state(2).widths]  # a dim of 1 does not tell
-    states = [
-        [
-            torch.full((count, width), value, dtype=torch.float32)
-            for width, value in zip(state.widths, state.initial, strict=True)
+    with torch.inference_mode(False):  # a read-only copy tells a write by the tensor's version
+        states = [
+            [
+                torch.full((count, width), value, dtype=torch.float32)
+                for width, value in zip(state.widths, state.initial, strict=True)
+            ]
+            for count in rows
         ]
-        for count in rows
-    ]
     if state.names:
         table = embedding.opened().own_table
         for _, chunk in settled(table):
@@ -55,7 +56,11 @@ def copied_states(embedding: MultiTableEmbedding, rows: Sequence[int], optimizer
                 for copied, value in zip(states[number], values, strict=True):
                     copied[keys] = value[here]
     device = embedding.device
-    return [
-        [(copied.flatten() if of_row else copied).to(device) for copied, of_row in zip(of_table, of_rows, strict=True)]
-        for of_table in states
-    ]
+    with torch.inference_mode(False):
+        return [
+            [
+                (copied.flatten() if of_row else copied).to(device)
+                for copied, of_row in zip(of_table, of_rows, strict=True)
+            ]
+            for of_table in states
+        ]

@@ -12,9 +12,20 @@ from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
 
+WRITES = (  # beside those whose name ends in _
+    "__setitem__",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+)
+
 
 class ReadOnlyCopy(Tensor):
-    """A tensor whose in-place operations raise InputError, and those of its views. Tensors computed of it are plain."""
+    """A tensor whose in-place operations raise InputError, and those of its views. Tensors computed of it are plain.
+
+    So are views that code of torch.compile makes within: a write into such a view changes the copy without an error.
+    """
 
     remedy: str
 
@@ -30,8 +41,15 @@ class ReadOnlyCopy(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_compiling():  # Dynamo traces this method, and knows neither versions nor memory
+            if func.__name__ in WRITES or (func.__name__[-1] == "_" and func.__name__[-2] != "_"):
+                raise InputError("not in compiled code: Dynamo runs the write as it is, and there it is refused")
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             own = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, cls)]
+            if own and func is Tensor.__format__:
+                return Tensor.__format__(own[0].as_subclass(Tensor), *args[1:])  # of a subclass it refuses formats
             versions = [one._version for one in own]
             found = func(*args, **(kwargs or {}))
             for one, version in zip(own, versions, strict=True):

@@ -78,3 +78,34 @@ def test_what_is_split_is_read_as_any_tensor(tmp_path):
             also.zero_()
     tbe.embedding_of("table-0").put(torch.arange(4), rows * 2, "table-0")  # the remedy
     assert torch.equal(tbe.split_embedding_weights()[0], own * 2)
+
+
+def test_states_are_read_in_inference_mode_and_not_written():
+    tbe = trained()
+    [[momentum, _]] = tbe.split_optimizer_states()
+    with torch.inference_mode():
+        [[also, _]] = tbe.split_optimizer_states()
+        assert repr(also) == repr(momentum)
+        assert also.sum() == momentum.sum() != 0
+        assert torch.equal(also.clone(), momentum)
+        assert torch.equal(also[1], momentum[1])
+        with pytest.raises(InputError, match="clone"):
+            also.zero_()
+
+
+def test_what_is_split_is_formatted_as_any_tensor():
+    rows = trained().split_embedding_weights()[0]
+    assert f"{rows[0, 0]:.3f} {rows.sum():.1e}" == f"{rows.tolist()[0][0]:.3f} {sum(map(sum, rows.tolist())):.1e}"
+
+
+def test_what_is_split_is_read_by_compiled_code_and_not_written():
+    rows = trained().split_embedding_weights()[0]
+    linear, before = nn.Linear(3, 2), rows.clone()
+    torch._dynamo.reset()
+    made = torch.compile(linear, backend="eager", fullgraph=True)(rows)
+    assert type(made) is torch.Tensor
+    torch.testing.assert_close(made, linear(before))
+    assert torch.equal(torch.compile(lambda given: given[1] * 2, backend="eager")(rows), before[1] * 2)
+    for write in ("fill_", "an item", "in place"):
+        with pytest.raises(InputError, match="clone"):
+            torch.compile(WRITES[write], backend="eager")(rows)
