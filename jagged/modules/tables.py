@@ -76,7 +76,13 @@ class Tables(ModelSnapshots, nn.Module):
         for part, configs in parts.items():
             if "." in part or part in self.embeddings:
                 raise OptionError(f"name={name!r}: {part!r} is taken or has a dot; give another name, without dots")
-            warn_of_other_types(partial(_embedding_name, name, configs[0]), configs[0].dtype, self._stores[part])
+            warn_of_other_types(
+                partial(_embedding_name, name, configs[0]),
+                configs[0].dtype,
+                self._stores[part],
+                used={*parts, *self._shared},
+                tables=[config.name for config in configs],
+            )
             self.embeddings[part] = MultiTableEmbedding(
                 part,
                 configs[0].embedding_dim,

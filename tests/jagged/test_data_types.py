@@ -79,6 +79,23 @@ def test_rows_of_another_data_type_are_named_before_they_are_missed(
         assert not caplog.records  # it has a folder, and rows of its own
 
 
+def test_rows_of_other_tables_are_not_named_as_those_of_a_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made(*types: tuple[str, str]) -> EmbeddingBagCollection:
+        tables = [EmbeddingBagConfig(10, 8, name, data_type=data_type) for name, data_type in types]
+        return EmbeddingBagCollection(tables, make_host_mem_store_options(persistent_path=str(tmp_path)))
+
+    with made(("user", "FP32")) as bags:
+        bags.embedding_of("user").put(torch.arange(10), ROWS, "user")
+    with caplog.at_level(logging.WARNING):
+        made(("user", "FP32"), ("item", "BF16")).close()
+        made(("item", "FP16")).close()
+        assert not caplog.records
+        made(("user", "FP16"), ("item", "FP16")).close()
+        assert "ebc-d8 has rows of another dtype" in caplog.text
+
+
 def test_a_table_batched_embedding_names_rows_of_another_precision(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
