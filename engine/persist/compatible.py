@@ -93,7 +93,10 @@ def _of_other_type(
     elif can_load:
         remedy = f"load it by {convert}"
     else:
-        remedy = f'save them by `tierbed snapshot save`, open with open="fresh", which drops them, and {convert}'
+        remedy = (
+            f'save them by `tierbed snapshot save`, open with open="fresh", which drops them, and {convert}, or of a '
+            "checkpoint graph.load(path, convert=True)"
+        )
     return error(
         f"{what} holds rows of {argument} {theirs}, not {ours}; give {argument}=torch.{theirs}; or {remedy}; or take "
         "another name or persistent_path"

@@ -11,7 +11,7 @@ from support.checkpoints import IDS, Rating, steps
 from support.embeddings import contents, make
 from support.stores import options
 from tierbed import load_checkpoint, save_checkpoint
-from tierbed.engine.errors import InputError, SnapshotError
+from tierbed.engine.errors import InputError, SnapshotError, StoreError
 
 KINDS = ["device", "host folder", "ssd folder"]
 
@@ -68,3 +68,20 @@ def test_a_plain_loop_converts_as_a_graph_does(tmp_path: Path) -> None:
             load_checkpoint(tmp_path / "saved", narrow)
         load_checkpoint(tmp_path / "saved", narrow, convert=True)
         assert narrow.get([1], 0).eq(torch.tensor(0.3).bfloat16().float()).all()
+
+
+@pytest.mark.parametrize("store", ["host", "ssd"])
+def test_a_checkpoint_is_converted_in_the_folder_of_the_old_rows(tmp_path: Path, store: str) -> None:
+    wide = rating(f"{store} folder", tmp_path / "rows", torch.float32)
+    steps(wide, IDS[:3])
+    wide.save(tmp_path / "saved")
+    numbers = wide.rows.get(IDS[0], 0)
+    wide.rows.close()
+    said = r"""open with open="fresh", which drops them, and .*graph\.load\(path, convert=True\)"""
+    with pytest.raises(StoreError, match=said):
+        rating(f"{store} folder", tmp_path / "rows", torch.bfloat16).load(tmp_path / "saved", convert=True)
+    stored = options(store, tmp_path / "rows", open="fresh")
+    narrow = Rating(make(stored, None, "rows", tables=2, dtype=torch.bfloat16))
+    narrow.load(tmp_path / "saved", convert=True)
+    assert torch.equal(narrow.rows.get(IDS[0], 0), numbers.bfloat16().float())
+    narrow.rows.close()
