@@ -27,12 +27,14 @@ def check_stored(
     what: str,
     wanted: Collection[int] | None = None,
     can_load: bool = False,
+    for_load: bool = False,
 ) -> None:
     """Raises where the stored rows, or those of the tables `wanted`, cannot be rows of the embedding.
 
     Raises `error` where their columns, keys or number of tables differ, StoreError for names of tables or their order,
     OptimizerError where the rows lack the state of `optimizer`. what: names the stored rows in messages.
-    can_load: whether they are of a snapshot that a load can convert, as SnapshotError says of all.
+    can_load: whether they are of a snapshot that a load can convert, as SnapshotError says of all. for_load: whether
+    the rows are about to be replaced.
     """
     for field, argument, mine in (
         ("columns", "embedding_dim", list(spec.columns)),
@@ -55,7 +57,7 @@ def check_stored(
         log.warning(
             "%s began its rows with another seed or other initializers: rows not yet stored begin differently", what
         )
-    if optimizer is None:
+    if optimizer is None and not for_load:
         _warn_of_state(spec, stored, what)
     if optimizer is None or stored.get("rows") == 0 or (stored["optimizer"] is None and not stored["states"]):
         return

@@ -136,14 +136,15 @@ class TablePersistence:
         if self.life is not None:
             self.life.run, self.life.writes = opening.run, opening.writes
         if opening.mark is not None:
-            return self._resume(optimizer, opening.mark, folder)
+            return self._resume(optimizer, opening.mark, folder, for_load)
         if opening.snapshot is not None:
             spec = self.spec.with_stored_seed(opening.snapshot.description)
             what = f"store folder {str(folder.path)!r}"
             if is_new:
                 what = f"snapshot {opening.snapshot.name!r}, with which {what} opens,"
             try:
-                check_stored(spec, opening.snapshot.description, optimizer, StoreError, what, can_load=is_new)
+                stored = opening.snapshot.description
+                check_stored(spec, stored, optimizer, StoreError, what, can_load=is_new, for_load=for_load)
                 self.spec = spec
             except StoreError:
                 if not (is_new and for_load):
@@ -281,14 +282,16 @@ class TablePersistence:
             self.membership.opened(Rows(EMPTY))
         return table
 
-    def _resume(self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder) -> OpenTable:
+    def _resume(
+        self, optimizer: RowOptimizer | None, mark: dict[str, Any], folder: StoreFolder, for_load: bool
+    ) -> OpenTable:
         where = f"store folder {str(folder.path)!r}"
         try:
             check_description(mark)
         except ValueError as error:
             raise StoreError(f"{where} was written by another version of tierbed: its mark has {error}") from error
         self.spec = self.spec.with_stored_seed(mark)
-        check_stored(self.spec, mark, optimizer, StoreError, where)
+        check_stored(self.spec, mark, optimizer, StoreError, where, for_load=for_load)
         rows = Rows.parse(mark.get(LIVE)) or Rows((secrets.token_hex(8), 0))
         if self.membership is not None:
             self.membership.found(rows)  # rows of another kind of store are marked clean anew

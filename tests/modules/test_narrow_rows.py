@@ -167,6 +167,20 @@ def test_a_store_of_another_dtype_is_refused_and_a_snapshot_is_converted(
         kept.size()
 
 
+@pytest.mark.parametrize("how", ["convert", "weights_only"])
+def test_rows_that_a_load_replaces_are_not_said_to_be_untrainable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    with make(options("host", tmp_path), "adam", state_dtype=torch.bfloat16) as embedding:
+        train(embedding, KEYS)
+        embedding.save_snapshot("narrow")
+    with make(options("host", tmp_path)) as wide:
+        wide.load_snapshot("narrow", **{how: True})
+        attach(wide, "adam")
+        train(wide, KEYS)
+    assert "state_dtype" not in caplog.text
+
+
 def test_rows_without_state_take_an_optimizer_with_a_state_of_16_bits() -> None:
     with make(options("host"), dtype=torch.float16, state_dtype=torch.bfloat16) as embedding:
         embedding.put(KEYS, torch.ones(200, 5), 0)
