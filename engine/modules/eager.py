@@ -15,8 +15,9 @@ from torch._guards import detect_fake_mode
 from torch.autograd.graph import increment_version
 
 from ..errors import GraphError, OptimizerError
+from ..numeric import real
 from ..ops.rows_contract import Rows
-from ..optim.base import positive
+from ..optim.base import LARGEST, SMALLEST
 from ..optim.optimizers import RowOptimizer, check_is_optimizer
 from ..persist.held_contract import Ranks
 from ..persist.training_group import check_failed_step, train_together
@@ -148,19 +149,22 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float | Tensor) -> Tensor:
         """Scale the gradients of `parameters` so that their L2 norm together is at most `max_norm`. Returns that norm.
 
         As torch.nn.utils.clip_grad_norm_, between backward() and step(), with the rows of this optimizer's embeddings,
         whose parameters stand for them: a row counts once, with the sum of the gradients of its occurrences, as in
         `Graph.clip_grad_norm`. The norm, a float32 scalar on the CPU, is that before the scaling.
+        max_norm: a number or a 0-d tensor; `inf` measures the norm and scales nothing.
 
-        Raises OptimizerError for a `max_norm` that is no number above 0, for rows that ranks share, and for those of
-        another EagerOptimizer; InputError for a gradient that was changed in place.
+        Raises OptimizerError for a `max_norm` that is neither inf nor a number above 0 that float32 holds, for rows
+        that ranks share, and for those of another EagerOptimizer; InputError for a gradient that was changed in place.
         """
-        limit = positive("max_norm", max_norm)
-        if limit is None:
-            raise OptimizerError("max_norm=None: give a number, or leave the call out")
+        limit = real(max_norm.item() if isinstance(max_norm, Tensor) and max_norm.dim() == 0 else max_norm)
+        if limit is None or not (SMALLEST <= limit < LARGEST or limit == math.inf):
+            raise OptimizerError(
+                f"max_norm={max_norm!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or inf to measure alone"
+            )
         distinct = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
         grads = [parameter.grad for parameter in distinct if parameter.grad is not None]
         rows = [grad.rows for grad in grads if isinstance(grad, ShadowGrad)]
@@ -180,7 +184,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         norm = math.sqrt(sum_of_squares(dense) + sum(gradients.square_gradients() for gradients in rows))
         share = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-        if not share > 1.0:
+        if limit != math.inf and not share > 1.0:
             with uninterrupted():
                 if dense:
                     torch._foreach_mul_(dense, share)

@@ -109,13 +109,30 @@ def test_a_norm_that_is_not_finite_reaches_what_it_would_reach_in_torch() -> Non
     assert rows.get(3).isnan().all()
 
 
+@pytest.mark.parametrize("scale", [1.0, math.inf])
+def test_an_infinite_limit_measures_and_scales_nothing_and_a_tensor_is_a_limit(scale: float) -> None:
+    rows = embedding()
+    optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+    before = rows.get(4)
+    (rows(IDS) * scale).sum().backward()
+    norm = optimizer.clip_grad_norm_(rows.parameters(), math.inf)
+    torch.testing.assert_close(norm, torch.tensor(scale * 20**0.5))
+    assert optimizer.clip_grad_norm_(rows.parameters(), torch.tensor(math.inf)) == norm
+    if scale == 1.0:
+        torch.testing.assert_close(optimizer.clip_grad_norm_(rows.parameters(), torch.tensor(20**0.5 / 2)), norm)
+        scale = 0.5
+    optimizer.step()
+    torch.testing.assert_close(rows.get(4), before - scale)
+
+
 def test_wrong_arguments_are_refused_and_change_nothing() -> None:
     rows, other = embedding(), embedding()
     optimizer, another = (EagerOptimizer(torch.optim.SGD(one.parameters(), lr=1.0), one) for one in (rows, other))
     (rows(IDS) + other(IDS)).sum().backward()
     for wrong in (0, -1.0, math.nan, "1", None):
-        with pytest.raises(OptimizerError, match=rf"max_norm={wrong!r}: give a number"):
+        with pytest.raises(OptimizerError, match=rf"max_norm={wrong!r}: give a number from .*, or inf") as raised:
             optimizer.clip_grad_norm_(rows.parameters(), wrong)  # type: ignore[arg-type]
+        assert "or None" not in str(raised.value)
     with pytest.raises(OptimizerError, match=rf"{other.name!r} is of another EagerOptimizer; clip by that one"):
         optimizer.clip_grad_norm_([*rows.parameters(), *other.parameters()], 0.1)
     before = rows.get(4)
