@@ -73,6 +73,7 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
     from ..engine.cache.division import INDEX_BYTES
     from ..engine.row_format import line_bytes_of
     from ..engine.spec.options import CachedHostMemOptions, CachedSsdOptions
+    from ..engine.store.full import full_table_bytes
     from ..engine.store.rocksdb import WRITE_BUFFER_BYTES
 
     def budget(mb: float | str) -> int | str:
@@ -91,7 +92,7 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
         return parts | {"rocksdb": WRITE_BUFFER_BYTES + blocks + INDEX_BYTES * (options.capacity or 0)}
     if options.capacity is None or options.storage_dim is None:
         return parts | {"table": None}
-    return parts | {"table": options.capacity * line_bytes_of(options.storage_dim)}
+    return parts | {"table": full_table_bytes(options.capacity, line_bytes_of(options.storage_dim))}
 
 
 def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,26 @@ def check_room(new: int, room: Room | None) -> None:
             f"capacity={room.capacity} of embedding {room.embedding!r}: the batch brings {new} new rows and there is "
             f"room for {left}; raise capacity, or leave unseen ids out. Nothing was changed"
         )
+
+
+def full_table_bytes(rows: int, line_bytes: int) -> int:
+    """The memory of a full table that grew to so many rows, index included, as `FullTable` takes it.
+
+    While it moves rows to a larger index it has the former as well, half as large.
+    """
+    fullest = rows / BUCKETS + 3 * math.sqrt(rows / BUCKETS)  # of its buckets, as rows fall on them at random
+    slots, lines, total, left = 16, 0, 0, 0
+    while fullest * 4 > slots * 3:
+        slots *= 2
+    while lines < fullest:  # a segment of lines for each bucket, twice as large as the one before
+        size = (lines + 16) * line_bytes
+        for _ in range(BUCKETS):
+            if size > left:
+                left = math.ceil(max(size, min(64 << 20, total)) / 4096) * 4096
+                total += left
+            left -= size
+        lines = 2 * lines + 16
+    return total + BUCKETS * slots * 16  # bytes of a slot
 
 
 class CpuFullStore(WithoutAnnouncements[_core.Batch]):

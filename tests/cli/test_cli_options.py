@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from support.embeddings import DIM, make
 from tierbed.cli import main
 from tierbed.engine import _core, load_store_options
+from tierbed.engine.store.full import full_table_bytes
 
 FILE = """
 [users]
@@ -49,10 +52,10 @@ def test_options_are_shown_as_they_will_be_with_memory_and_disk(
     users, items, shops = (found["embeddings"][name] for name in ("users", "items", "shops"))
     assert users["options"] == load_store_options(tmp_path / "deploy.toml", "users").as_dict()
     assert users["options"]["persistent_path"] == f"{tmp_path}/store"
-    assert users["memory_bytes"] == {"cache": 2 << 20, "overflow": 1 << 20, "table": 1000 * LINE}
+    assert users["memory_bytes"] == {"cache": 2 << 20, "overflow": 1 << 20, "table": full_table_bytes(1000, LINE)}
     assert (items["memory_bytes"], items["disk"]) == ({"table": None}, None)
     assert shops["memory_bytes"]["cache"] == "auto"
-    assert found["memory_bytes"] == (3 << 20) + 1000 * LINE + (64 << 20)
+    assert found["memory_bytes"] == (3 << 20) + full_table_bytes(1000, LINE) + (64 << 20)
     disk = users["disk"]
     assert (disk["store"], disk["rows_bytes"]) == (f"{tmp_path}/store/users", 1000 * ROW)
     assert disk["snapshots"] == f"{tmp_path}/store/users/snapshots"
@@ -62,7 +65,21 @@ def test_options_are_shown_as_they_will_be_with_memory_and_disk(
         main(["store", "options", str(tmp_path / "deploy.toml"), "users"])
     out = capsys.readouterr().out
     assert f"\npersistent_path       {tmp_path}/store\n" in out
-    assert "cache 2.1 MB, overflow 1.05 MB, table 144 kB" in out
+    assert "cache 2.1 MB, overflow 1.05 MB" in out
+
+
+@pytest.mark.parametrize("capacity", [200, 4000, 40_000])
+def test_the_memory_of_a_table_is_what_it_reports_when_it_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], capacity: int
+) -> None:
+    text = f'[rows]\nstore = "host_mem"\ncapacity = {capacity}\nstorage_dim = {DIM}\n'
+    found, _ = checked(capsys, tmp_path, text)
+    with make(load_store_options(tmp_path / "deploy.toml", "rows"), tables=1) as rows:
+        for begin in range(0, capacity, 200):
+            rows.put(torch.arange(begin, begin + 200), torch.zeros(200, DIM))
+        assert rows.size() == capacity
+        taken = rows.metrics()["host"]["bytes"]
+    assert found["embeddings"]["rows"]["memory_bytes"]["table"] == pytest.approx(taken, rel=0.1)
 
 
 @pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
