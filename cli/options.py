@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -31,24 +32,37 @@ def options(
 
     Example: tierbed store options deploy.toml
     """
-    from ..engine.errors import TierbedError
+    from ..engine.errors import OptionError, TierbedError
     from ..engine.host_memory import free_host_memory
     from ..engine.spec.option_makers import load_store_options, read_store_options
     from ..engine.spec.table_spec import check_name
 
     found: dict[str, dict[str, Any]] = {}
     wrong: dict[str, str] = {}
-    for name in names or read_store_options(file):
+    tables = read_store_options(file)
+    if not tables:
+        raise OptionError(
+            f"store options file {str(file)!r} is empty; give each embedding a table [name] with its store"
+        )
+    for name in names or tables:
         try:
             made = load_store_options(file, check_name(name))
             found[name] = {"options": made.as_dict(), "memory_bytes": _memory(made), "disk": _disk(made, name)}
         except TierbedError as error:
             wrong[name] = str(error)
     known = sum(part for one in found.values() for part in one["memory_bytes"].values() if isinstance(part, int))
+    disks = _disks(found)
+    for disk in disks:
+        if disk["rows_bytes"] > disk["free_bytes"]:
+            wrong[disk["path"]] = (
+                f"the rows of {', '.join(disk['embeddings'])} take {size(disk['rows_bytes'])}, and the disk has "
+                f"{size(disk['free_bytes'])} for them; give a larger one, or lower capacities"
+            )
     free = free_host_memory()
     if as_json:
         free_bytes = None if free is None else free.bytes
-        print_json({"embeddings": found, "wrong": wrong, "memory_bytes": known, "free_memory_bytes": free_bytes})
+        memory = {"memory_bytes": known, "free_memory_bytes": free_bytes}
+        print_json({"embeddings": found, "wrong": wrong, **memory, "disks": disks})
     else:
         for name, one in found.items():
             print(f"[{text(name)}]")
@@ -59,6 +73,10 @@ def options(
             print()
         here = "" if free is None else f"; {size(free.bytes)} free {free.where}"
         print(f"memory of all, as far as it is known: {size(known)}{here}")
+        for disk in disks:
+            print(
+                f"rows on the disk of {text(disk['path'])}: {size(disk['rows_bytes'])}; {size(disk['free_bytes'])} free"
+            )
     for name, problem in wrong.items():
         complain(f"wrong: {text(name)}: {problem}")
     if wrong:
@@ -123,6 +141,28 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
         "free_bytes_of_snapshots": free,
         "rows_bytes": rows,
     }
+
+
+def _disks(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The bytes of all rows that are known and of the room for them, by file system.
+
+    What the files of a store take now, but for its snapshots, is room for its rows.
+    """
+    disks: dict[int, dict[str, Any]] = {}
+    for name, disk in ((name, one["disk"]) for name, one in found.items() if one["disk"]):
+        if disk["rows_bytes"] is None:
+            continue
+        store = Path(disk["store"])
+        new = {"path": str(store.parent), "free_bytes": disk["free_bytes"], "rows_bytes": 0, "embeddings": []}
+        one = disks.setdefault(_writable("persistent_path", store.parent).stat().st_dev, new)
+        one["rows_bytes"] += disk["rows_bytes"]
+        one["embeddings"].append(name)
+        for folder, folders, files in os.walk(store):
+            folders[:] = [name for name in folders if name != "snapshots"]
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):  # of a store that a process has open
+                    one["free_bytes"] += os.lstat(os.path.join(folder, file)).st_size
+    return list(disks.values())
 
 
 def _writable(option: str, path: Path) -> Path:

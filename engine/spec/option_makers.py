@@ -208,7 +208,12 @@ def load_store_options(path: Path_, name: str) -> StoreOptions:
     unknown options.
     """
     tables = read_store_options(path)
-    if not isinstance(tables.get(name), dict):
+    if name in tables and not isinstance(tables[name], dict):
+        raise OptionError(
+            f"store options file {os.fspath(path)!r}: {name} stands outside a table; put it under [name], the name of "
+            "its embedding"
+        )
+    if name not in tables:
         raise OptionError(
             f"store options file {os.fspath(path)!r} has no table [{name}]; it has {', '.join(tables) or 'none'}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,39 @@ def test_what_is_unknown_or_cannot_be_is_named_beside_what_is_well(
     assert "has no table [typo]; it has good, bad" in found["wrong"]["typo"]
 
 
+def test_rows_are_summed_by_disk_and_those_beyond_what_is_free_are_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = shutil.disk_usage(tmp_path).free
+
+    def plan(share: float) -> str:
+        rows = f'store = "host_mem"\nstorage_dim = 1000\ncapacity = {int(free * share) // 4020}\n'
+        return f'[a]\n{rows}persistent_path = "{tmp_path}/x"\n[b]\n{rows}persistent_path = "{tmp_path}/y"\n'
+
+    found, _ = checked(capsys, tmp_path, plan(0.7), code=1)
+    assert list(found["wrong"]) == [f"{tmp_path}/x"]
+    assert "the rows of a, b take " in found["wrong"][f"{tmp_path}/x"]
+    found, _ = checked(capsys, tmp_path, plan(0.3))
+    (disk,) = found["disks"]
+    assert (disk["embeddings"], disk["rows_bytes"]) == (["a", "b"], 2 * (int(free * 0.3) // 4020) * 4020)
+    assert disk["free_bytes"] > disk["rows_bytes"]
+    with pytest.raises(SystemExit):
+        main(["store", "options", str(tmp_path / "deploy.toml")])
+    assert f"rows on the disk of {tmp_path}/x: " in capsys.readouterr().out
+
+
 def test_a_value_or_a_name_that_is_no_embedding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = checked(capsys, tmp_path, 'title = "x"\n["a/b"]\nstore = "host_mem"\n', code=1)
     assert found["wrong"].keys() == {"title", "a/b"}
     assert "that can name a folder" in found["wrong"]["a/b"]
+    assert found["wrong"]["title"].endswith(
+        "title stands outside a table; put it under [name], the name of its embedding"
+    )
+    (tmp_path / "empty.toml").write_text("")
+    with pytest.raises(SystemExit) as exit:
+        main(["store", "options", str(tmp_path / "empty.toml")])
+    assert exit.value.code == 1
+    assert "empty.toml' is empty; give each embedding a table [name]" in capsys.readouterr().err
     with pytest.raises(SystemExit) as exit:
         main(["store", "options", str(tmp_path / "missing.toml")])
     assert exit.value.code == 1

@@ -248,7 +248,7 @@ def test_an_unknown_user_makes_no_folder_of_its_name() -> None:
     [
         ("", r"has no table \[users\]; it has none"),
         ("[items]\n[others]\n", r"has no table \[users\]; it has items, others"),
-        ("users = 3\n", r"has no table \[users\]"),
+        ("users = 3\n", r"users stands outside a table; put it under \[name\]"),
         ("[users\n", r"deploy\.toml': "),
         ('[users]\nstore = "tape"\n', r"deploy\.toml \[users\]: store='tape'; give one of device_mem"),
         ('[users]\nstore = "device_mem"\nsize = 3\n', r"\[users\]: device_mem has no option size; it has"),
