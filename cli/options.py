@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,9 +22,7 @@ MB = 1 << 20
 
 def options(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A TOML file of store options.", show_default=False)],
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Which embeddings; all by default.")
-    ] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Which embeddings; all by default.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check a file for load_store_options: the options of each embedding as they will be, and the memory and disk.
@@ -67,12 +66,12 @@ def options(
         for name, one in found.items():
             print(f"[{text(name)}]")
             parts = ", ".join(
-                f"{part.replace('_', ' ')} {_amount(bytes)}" for part, bytes in one["memory_bytes"].items()
+                f"{part.replace('_', ' ')} {_amount(bytes, _mib)}" for part, bytes in one["memory_bytes"].items()
             )
             print_fields({**one["options"], "memory": parts, "disk": _disk_words(one["disk"])})
             print()
-        here = "" if free is None else f"; {size(free.bytes)} free {free.where}"
-        print(f"memory of all, as far as it is known: {size(known)}{here}")
+        here = "" if free is None else f"; {_mib(free.bytes)} free {free.where}"
+        print(f"memory of all, as far as it is known: {_mib(known)}{here}")
         for disk in disks:
             print(
                 f"rows on the disk of {text(disk['path'])}: {size(disk['rows_bytes'])}; {size(disk['free_bytes'])} free"
@@ -179,10 +178,15 @@ def _writable(option: str, path: Path) -> Path:
     return folder
 
 
-def _amount(bytes: int | str | None) -> str:
+def _mib(bytes: int) -> str:
+    """MiB, the unit of the options."""
+    return f"{bytes / MB:.4g} MiB"
+
+
+def _amount(bytes: int | str | None, shown: Callable[[int], str] = size) -> str:
     if bytes is None:
         return "unknown without capacity and storage_dim"
-    return bytes if isinstance(bytes, str) else size(bytes)
+    return bytes if isinstance(bytes, str) else shown(bytes)
 
 
 def _disk_words(disk: dict[str, Any] | None) -> str:

@@ -186,8 +186,8 @@ def check_dtype(dtype: Any) -> str:
     """The name of an embedding's dtype. Raises OptionError for one that stored rows cannot have."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise OptionError(
-            f"dtype={dtype!r}: rows are stored in torch.float32, bfloat16 or float16; give one of them, and "
-            "output_dtype for what a lookup returns"
+            f"dtype={dtype!r}: rows are stored in torch.float32, bfloat16 or float16; give one of them (an "
+            "embedding's output_dtype is for what its lookups return)"
         )
     return DTYPES[dtype]
 

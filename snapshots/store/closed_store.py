@@ -114,7 +114,7 @@ def _fitting(store: StoreFolder, mark: Mapping[str, Any] | None, snapshot: Snaps
         raise SnapshotError(
             f"snapshot {snapshot.name!r} is of rows of dtype {_said(theirs)}, and the rows in {str(store.path)!r} are "
             f"of {_said(ours)}. Convert them: convert=True (--convert in a shell), load_snapshot(name, convert=True) "
-            "of the embedding, or import_snapshot with a description"
+            "of the embedding, or import_snapshot with dtype= (--dtype in a shell)"
         )
     return replace(selection, types=(ours[0], of_states or "float32"))
 

@@ -66,7 +66,7 @@ def test_options_are_shown_as_they_will_be_with_memory_and_disk(
         main(["store", "options", str(tmp_path / "deploy.toml"), "users"])
     out = capsys.readouterr().out
     assert f"\npersistent_path       {tmp_path}/store\n" in out
-    assert "cache 2.1 MB, overflow 1.05 MB" in out
+    assert "cache 2 MiB, overflow 1 MiB" in out
 
 
 @pytest.mark.parametrize("capacity", [200, 4000, 40_000])
@@ -153,3 +153,11 @@ def test_a_value_or_a_name_that_is_no_embedding_is_named(tmp_path: Path, capsys:
         main(["store", "options", str(tmp_path / "missing.toml")])
     assert exit.value.code == 1
     assert "missing.toml" in capsys.readouterr().err
+
+
+def test_the_usage_says_names_without_brackets_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["store", "options", "--help"])
+    out = capsys.readouterr().out
+    assert "[[NAME]...]" not in out
+    assert "NAME" in out

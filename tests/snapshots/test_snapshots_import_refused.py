@@ -187,3 +187,8 @@ def test_a_description_with_bad_arguments() -> None:
     for change in ({"name": "a/b"}, {"embedding_dim": 0}, {"key_type": torch.int16}, {"seed": 0.5}):
         with pytest.raises(OptionError):
             description_for(**{"name": "a", "embedding_dim": 2} | change)
+
+
+def test_a_dtype_that_is_no_torch_dtype_is_refused_without_options_that_an_import_lacks(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"dtype='bfloat16'.*give one of them \(an embedding's output_dtype is for"):
+        import_snapshot(tmp_path / "store", "s", VALUES, dtype="bfloat16")  # type: ignore[arg-type]
