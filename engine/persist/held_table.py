@@ -119,7 +119,9 @@ class HeldTable(TableSnapshots):
         self._persistence.unsettled = unsettled
 
     def keep_rows(self) -> None:
-        """The rows stay, whatever state was loaded into others."""
+        """The rows stay, whatever state was loaded into others. StoreError for rows that a load has yet to bring."""
+        if self._persistence.is_untouched:
+            raise StoreError(self.unsettled)
         if self.membership is not None and self._table is not None:
             self.membership.keep()
 

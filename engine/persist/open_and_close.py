@@ -21,6 +21,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.unread import cause_of
 from ...snapshots.files.writer import write_snapshot
 from ...snapshots.store.closed_store import live_rows
+from ...snapshots.store.converted import converted_description
 from ...snapshots.store.instants import rows_of, settle
 from ...snapshots.store.saving import base_of
 from ...snapshots.store.selection import ALL, LoadReport, Selection
@@ -89,7 +90,8 @@ class TablePersistence:
         self._scratch = False  # whether the live rows in the folder differ from the table's
         self._unmarked = False  # whether it is known that the live rows carry no mark
         self._is_written = False  # whether MARK says that this run writes rows
-        self.unsettled = ""  # why the rows may not be used before a load, as `settle` returns it
+        self.unsettled = ""  # why the rows may not be used before a load
+        self.is_untouched = False  # whether that is since the folder is new, and its snapshot is to be converted
         self.before_first_write: Callable[[], None] = lambda: None
 
     def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None, for_load: bool = False) -> OpenTable:
@@ -106,14 +108,14 @@ class TablePersistence:
                 stores = self.membership.stores
                 self.unsettled = settle(self.folder, mode, open_rows(), for_load, stores=stores)
                 self.membership.record = self.folder.group
-            self._is_written = False
+            self._is_written = self.is_untouched = False
             found = found_in(self.folder)
             is_new = self.life is None and found.mark is None and not found.was_open
             opening = (decide or self._own_decision)(found)
             table = self._open_with(optimizer, opening, self.folder, is_new, for_load)
             if self.life is None:
                 forget_ranks(self.folder)
-            if self.membership is not None and self.unsettled:
+            if self.membership is not None and self.unsettled and not self.is_untouched:
                 self.membership.torn = UNSETTLED
             return table
         except TierbedError as error:
@@ -146,10 +148,13 @@ class TablePersistence:
                 stored = opening.snapshot.description
                 check_stored(spec, stored, optimizer, StoreError, what, can_load=is_new, for_load=for_load)
                 self.spec = spec
-            except StoreError:
+            except StoreError as error:
                 if not (is_new and for_load):
                     raise
-                opening = Opening()  # the load brings the rows, and reports what does not fit
+                fitting = converted_description(opening.snapshot.description, (spec.dtype, spec.state_dtype))
+                check_stored(spec, fitting, optimizer, StoreError, what)
+                self.unsettled, self.is_untouched = str(error), True  # a load that converts brings the rows
+                opening = Opening()
         if opening.snapshot is None:
             table = self._start_empty(optimizer, folder)
         else:
@@ -191,6 +196,8 @@ class TablePersistence:
             if self.membership is not None:
                 self.membership.closed()
             table.close()
+            if self.folder is not None and self.is_untouched:
+                self.folder.discard_live()
 
     def expect_first_write(self) -> None:
         """Let the next write be a first one, which finds out whether rows may be written: `Membership.check_whole`."""
@@ -275,8 +282,9 @@ class TablePersistence:
             raise
         if self._fresh and self.membership is not None:
             self.membership.begin_fresh()
-        folder.begin_empty()
-        folder.note_step(0)
+        if not self.is_untouched:
+            folder.begin_empty()
+            folder.note_step(0)
         self._fresh, self._scratch, self._unmarked = False, True, True
         if self.membership is not None:
             self.membership.opened(Rows(EMPTY))
@@ -422,6 +430,7 @@ class TablePersistence:
                 raise
             if running is not None:
                 running.close()
+                self.unsettled, self.is_untouched = "", False
             if place is None or folder is None:
                 return table
             mark = self._mark_of(table)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.embeddings import make
 from tierbed import (
     EagerOptimizer,
     OptionError,
@@ -61,6 +62,42 @@ def test_a_snapshot_that_was_copied_before_the_open_is_converted(tmp_path: Path,
     bags.close()
     with collection(tmp_path, "BF16", store) as again:
         assert torch.equal(again.embedding_of("t").get(torch.arange(10)), ROWS.bfloat16().float())
+
+
+@pytest.mark.parametrize("store", MAKERS)
+@pytest.mark.parametrize("given", [("a", False), ("aa", True)])
+def test_a_load_that_fails_leaves_the_copied_snapshot_to_be_loaded(
+    tmp_path: Path, store: str, given: tuple[str, bool]
+) -> None:
+    put_rows(tmp_path, store=store)
+    shutil.copytree(tmp_path / "ebc-d8" / "snapshots", tmp_path / "ebc-d8-bfloat16" / "snapshots")
+    said = r"snapshot 'a', with which store folder .* opens, holds rows of dtype float32, not bfloat16"
+    bags = collection(tmp_path, "BF16", store)
+    rows = bags.embedding_of("t")
+    with pytest.raises(SnapshotError):
+        rows.load_snapshot(given[0], convert=given[1])
+    for use in (rows.size, lambda: rows(torch.tensor([1]), 0), lambda: rows.save_snapshot("b"), rows.keep_rows):
+        with pytest.raises(StoreError, match=said):
+            use()
+    bags.close()
+    with collection(tmp_path, "BF16", store) as again:
+        with pytest.raises(StoreError, match=said):
+            again.embedding_of("t").size()
+        again.embedding_of("t").load_snapshot("a", convert=True)
+        assert torch.equal(again.embedding_of("t").get(torch.arange(10)), ROWS.bfloat16().float())
+
+
+def test_a_copied_snapshot_that_no_load_can_convert_is_refused_at_once(tmp_path: Path) -> None:
+    stored = make_host_mem_store_options(persistent_path=str(tmp_path))
+    with make(stored, None, "old", torch.int32, tables=1) as rows:
+        rows.put([1], torch.ones(1, rows.dim), 0)
+        rows.save_snapshot("a")
+    shutil.copytree(tmp_path / "old" / "snapshots", tmp_path / "new" / "snapshots")
+    new = make(stored, None, "new", torch.int64, tables=1, dtype=torch.bfloat16)
+    with pytest.raises(StoreError, match=r"snapshot 'a', with which .* of key_type int32, not int64"):
+        new.load_snapshot("a", convert=True)
+    with pytest.raises(StoreError, match="of key_type int32, not int64"):
+        new.size()
 
 
 def test_rows_of_another_data_type_are_named_before_they_are_missed(
