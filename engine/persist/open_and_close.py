@@ -159,7 +159,7 @@ class TablePersistence:
             table = self._start_empty(optimizer, folder)
         else:
             folder.discard_live()  # this makes room: no run uses these rows again
-            table, _ = self.load(optimizer, opening.snapshot, None, verified=opening.verified)
+            table, _ = self.load(optimizer, opening.snapshot, None, verified=opening.verified, replaced=for_load)
             if self.membership is not None:
                 self.membership.opened(rows_of(opening.snapshot))
         if opening.said is not None:
@@ -333,12 +333,14 @@ class TablePersistence:
         selection: Selection = ALL,
         verified: Callable[[], None] | None = None,
         together: Instant | None = None,
+        replaced: bool = False,
     ) -> tuple[OpenTable, LoadReport]:
         """The table with a snapshot's rows, or a selection of them; closes `running` when they are verified.
 
         together: where embeddings that are trained together are loaded, the instant to which all go.
         After a kill the rows go back to this snapshot. Not so after a load of a selection: only the next save or close
         makes that durable. verified: called when the rows are; where it raises, nothing has changed.
+        replaced: whether another load is about to replace the rows, so that nothing is said of their ids.
         """
         report = LoadReport()
         described = {**snapshot.description, "rows": snapshot.manifest.rows}
@@ -349,7 +351,7 @@ class TablePersistence:
                 pass
         stored = {**selection.description(described), "rows": report.rows}
         selected, last_ids = selection.rows_of(snapshot, LoadReport()), self.spec.last_ids
-        ids = None if running is None or last_ids is None else LoadedIds(self.spec, last_ids)
+        ids = None if replaced or last_ids is None else LoadedIds(self.spec, last_ids)
         if ids is not None:
             selected = ids.counted(selected)
         with self._with_seed_of(snapshot.description), contextlib.nullcontext() if running is None else running.lock:

@@ -63,3 +63,14 @@ def test_tensors_in_another_order_than_tables_are_refused(tmp_path: Path) -> Non
     with collection(tmp_path) as bags:
         bags.embedding_of("user").load_snapshot("e")
         assert bags.embedding_of("item").get([1], "item").eq(20).all()
+
+
+def test_other_sizes_are_logged_when_a_folder_opens_with_the_imported_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = checkpoint(tmp_path, {"user": 13, "item": 20})
+    import_snapshot(tmp_path / "ebc-d4", "d", source, tensor=[*NAMES.values()])
+    with collection(tmp_path) as bags:
+        assert bags.embedding_of("user").size() == 33
+    said = "embedding 'ebc-d4': snapshot 'd' has 3 rows of table user with ids from 10 on, which no lookup takes"
+    assert [one.message.startswith(said) for one in caplog.records if "table user" in one.message] == [True]
