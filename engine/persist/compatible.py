@@ -14,7 +14,7 @@ from ..optim.kernel import kernels
 from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
 from ..spec.table_spec import KEY_TYPES, TableSpec
-from ..spec.tables import Names, choices, labels_of, misplaced, names_in, table_number
+from ..spec.tables import OF_TENSORS, Names, choices, labels_of, misplaced, names_in, table_number
 
 log = logging.getLogger("tierbed")
 
@@ -105,9 +105,15 @@ def _of_other_type(
     )
 
 
+def _names_for(spec: TableSpec, stored: dict[str, Any]) -> Names:
+    """The stored names that tables of the embedding need: none, if tensors gave them and no table has one."""
+    names = names_in(stored)
+    return [None] * len(names) if stored.get(OF_TENSORS) and not any(spec.table_names) else names
+
+
 def _check_names(spec: TableSpec, stored: dict[str, Any], what: str, wanted: Collection[int] | None) -> None:
     """Raises StoreError where the rows of a stored table would become those of another table."""
-    names = names_in(stored)
+    names = _names_for(spec, stored)
     others = [table for table in misplaced(names, spec.table_names) if wanted is None or table in wanted]
     if others and stored.get("rows") != 0:
         raise StoreError(
@@ -139,7 +145,7 @@ def fitting(
     tables = None
     if given is not None:
         tables = [_selected(spec, names, table, f"tables={given!r}: {what}") for table in given]
-    others = {*misplaced(names, spec.table_names), *range(spec.num_tables, len(names))}
+    others = {*misplaced(_names_for(spec, stored), spec.table_names), *range(spec.num_tables, len(names))}
     if others and not strict:
         remarks.append(_left_out(spec, names, others, what))
         tables = [table for table in (range(len(names)) if tables is None else tables) if table not in others]

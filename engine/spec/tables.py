@@ -10,6 +10,7 @@ from ..errors import OptionError
 from ..numeric import whole
 
 FIELD = "table_names"  # of a description: a name or None for each table; without the field no table has a name
+OF_TENSORS = "names_of_tensors"  # of a description: whether an import took these names from tensors
 LONGEST = 200
 
 Names = Sequence[str | None]  # a name for each table, None for a table without a name

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...engine.errors import InputError
 from ...engine.row_format import RowForm
 from ...engine.spec.table_spec import check_dtype
-from ...engine.spec.tables import FIELD, Names, are_names, names_in
+from ...engine.spec.tables import FIELD, OF_TENSORS, Names, are_names, names_in
 from ...engine.store.folder import StoreFolder
 from ..files.format import Manifest, check_name
 from ..files.writer import Progress, check_free, write_snapshot
@@ -98,8 +98,9 @@ def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:
         raise InputError(f"{source.what}: how many tables it is of is not known; give description=description_for(...)")
     key_type = getattr(torch, source.key_type or "int64")
     default = description_for(store.path.name, source.dim, key_type, padding_idx=source.padding_idx)
-    names = {FIELD: source.table_names} if source.tables > 1 and are_names(source.table_names, source.tables) else {}
-    return {**default, "tables": default["tables"] * source.tables, **(names if any(source.table_names) else {})}
+    is_named = source.tables > 1 and any(source.table_names) and are_names(source.table_names, source.tables)
+    names = {FIELD: source.table_names, OF_TENSORS: True} if is_named else {}
+    return {**default, "tables": default["tables"] * source.tables, **names}
 
 
 def _check_order(names: Names, source: Source) -> None:

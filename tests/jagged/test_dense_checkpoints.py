@@ -10,9 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tierbed import InputError, StoreError, import_snapshot, make_host_mem_store_options
+from tierbed import (
+    InputError,
+    MultiTableEmbedding,
+    StoreError,
+    import_snapshot,
+    make_constant_initializer,
+    make_host_mem_store_options,
+    make_table_options,
+)
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig
 
+ZEROS = make_constant_initializer(0.0)
 NAMES = {name: f"model.embedding_bags.{name}.weight" for name in ("user", "item")}
 
 
@@ -63,6 +72,16 @@ def test_tensors_in_another_order_than_tables_are_refused(tmp_path: Path) -> Non
     with collection(tmp_path) as bags:
         bags.embedding_of("user").load_snapshot("e")
         assert bags.embedding_of("item").get([1], "item").eq(20).all()
+
+
+def test_tensors_of_named_tables_are_rows_of_tables_without_names(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path, {"user": 10, "item": 20})
+    import_snapshot(tmp_path / "rows", "d", source, tensor=[*NAMES.values()])
+    stored, tables = make_host_mem_store_options(persistent_path=str(tmp_path)), [make_table_options(ZEROS)] * 2
+    with MultiTableEmbedding("rows", 4, torch.float32, torch.int64, tables, stored) as rows:
+        assert rows.get([1], 0).eq(10).all()
+        assert rows.load_snapshot("d", strict=False).remarks == []
+        assert rows.get([19], 1).eq(20).all()
 
 
 def test_other_sizes_are_logged_when_a_folder_opens_with_the_imported_rows(
