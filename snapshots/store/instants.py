@@ -112,11 +112,16 @@ class Member:
         return self.state.noting.at
 
     @property
+    def is_begun(self) -> bool:
+        """Whether a run has ever written rows: of ranks, MARK says it, which is where the snapshots are."""
+        return self.state.begun or self.state.noting.begun
+
+    @property
     def is_at_rest(self) -> bool:
         """Whether the rows that it would open with are those that it closed with, or those of a recovery."""
         if self.at is not None and self.at.by == "load":
             return False
-        return self.clean is not None or self.at is not None or not self.state.begun
+        return self.clean is not None or self.at is not None or not self.is_begun
 
     @property
     def present(self) -> Version | None:
@@ -127,7 +132,7 @@ class Member:
             return None if self.clean.now == _UNKNOWN else self.clean.now
         if self.at is not None:
             return self.at.version
-        return None if self.state.begun else EMPTY
+        return None if self.is_begun else EMPTY
 
     @cached_property
     def base(self) -> Snapshot | None:

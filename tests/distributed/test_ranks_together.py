@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.embeddings import make
 from support.killed import step
@@ -162,6 +163,22 @@ def loaded_alone(world: World, path: Path, steps: int) -> None:
 def test_a_load_of_one_by_ranks_counts_from_its_first_write_on(tmp_path: Path, steps: int, found: list[int]) -> None:
     killed(2, loaded_alone, tmp_path, steps)
     assert run_ranks(2, at, tmp_path) == [found] * 2
+
+
+def closed_and_killed(world: World, path: Path, *kill: bool) -> list[int]:
+    model = Model(path, ("host", "host"), world, snapshot_path=path / "apart")
+    found = model.counts()
+    if kill:
+        model.steps(1)
+        model.members[0].close()
+        world.sum(torch.ones(1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+
+def test_ranks_killed_before_a_first_snapshot_elsewhere_begin_all_anew(tmp_path: Path) -> None:
+    killed(2, closed_and_killed, tmp_path, True)
+    assert run_ranks(2, closed_and_killed, tmp_path) == [[0, 0]] * 2
 
 
 def fresh(world: World, path: Path) -> list[int]:
