@@ -68,13 +68,14 @@ METRICS: dict[str, Metric] = {
     "index_bytes": Metric("gauge", "of `bytes`, those of the index"),
     "evictions_clean": Metric("counter", "rows that gave way and were as the tier below has them"),
     "evictions_dirty": Metric("counter", "rows that gave way and differed from what the tier below has"),
-    "too_small": Metric("gauge", "1 if the cache is too small, else 0: see below"),
+    "too_small": Metric("gauge", "1 if the cache misses more than half of the rows, as it evicts what is needed again"),
     "overflows": Metric("counter", "rows that got no place in their set, since batches need all rows there"),
     "overflow_rows": Metric("gauge", "rows in the overflow area now"),
     "overflow_peak_rows": Metric("gauge", "the most rows that were there at a time"),
     "overflow_capacity": Metric(
         "gauge", "rows in the overflow area from which on prefetch and changed rows wait", "overflow_capacity_rows"
     ),
+    "overflow_evictions": Metric("counter", "rows that left the overflow area and are in no other count of evictions"),
     "overflow_bytes": Metric("gauge", "memory of the overflow area"),
     "window_bytes": Metric("gauge", "memory that lists the rows of announced batches, until their rows are up"),
     "prefetch_waits": Metric("counter", "prefetched batches that had to wait for room in the overflow area"),

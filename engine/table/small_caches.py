@@ -53,4 +53,5 @@ def is_too_small(cache: Mapping[str, float], below: Mapping[str, float], request
 
 
 def _evicted(cache: Mapping[str, float]) -> float:
-    return cache["evictions_clean"] + cache["evictions_dirty"]
+    beside = cache.get("overflow_evictions", 0)  # with prefetch, most rows leave from there; a GPU's cache has none
+    return cache["evictions_clean"] + cache["evictions_dirty"] + beside

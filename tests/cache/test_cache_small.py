@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.embeddings import make, train
+from support.graphs import graph_of
 from support.killed import remarks
 from support.stores import ONE_SET_MB, options
 
@@ -25,7 +27,8 @@ def test_a_batch_of_more_rows_than_the_cache_is_told_once_with_numbers(
         for _ in range(3):
             train(embedding, range(1000))
         room = int(embedding.metrics()["device"]["capacity"])
-    (said,) = remarks(caplog)
+    said, *others = remarks(caplog)
+    assert all("cache_budget_mb is too small" in other for other in others)  # as `metrics` looked
     found = re.search(r"room for (\d+) rows, and a batch has (\d+) different ones: (\d+) are .* at least (\S+),", said)
     assert found is not None
     assert said.startswith(f"embedding 'rows': cache_budget_mb={ONE_SET_MB} has room for")
@@ -89,3 +92,23 @@ def test_metrics_name_a_small_cache_before_the_step_that_does(tmp_path: Path, ca
             train(embedding, range(40 * (step % 10), 40 * (step % 10) + 40))
         assert embedding.metrics()["device"]["too_small"] == 1
         assert len(remarks(caplog)) == 1
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_small_cache_is_named_where_the_loop_prefetches(
+    store: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "tierbed")
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randint(0, 2000, (40,), generator=generator),) for _ in range(300)]
+    with make(options(store, tmp_path, overflow_mb=0.02), tables=1) as rows:
+        graph = graph_of(
+            lambda graph, ids: graph.model(ids).sum().backward(), torch.optim.SGD(rows.parameters(), lr=0.1), model=rows
+        )
+        for _ in graph.run(batches):
+            pass
+        device = rows.metrics()["device"]
+        (said,) = remarks(caplog)
+    assert device["too_small"] == 1
+    assert device["overflow_evictions"] > 1000
+    assert said.startswith("embedding 'rows': cache_budget_mb is too small: ")

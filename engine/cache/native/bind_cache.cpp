@@ -36,6 +36,7 @@ nb::dict metrics_of(const CachedTier& tier) {
     all["overflow_capacity"] = now.overflow_capacity;
     all["overflow_bytes"] = now.overflow_bytes;
     all["window_bytes"] = now.window_bytes;
+    all["overflow_evictions"] = now.overflow_evictions;
     all["prefetch_waits"] = now.prefetch_waits;
     add_latencies(all, "fetch", tier.fetch_latency());
     add_latencies(all, "write", tier.write_latency());

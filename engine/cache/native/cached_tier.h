@@ -65,7 +65,7 @@ public:
         u64 bytes_in, bytes_out;
         std::size_t capacity, resident_rows, bytes;
         std::size_t overflow_rows, overflow_peak_rows, overflow_capacity, overflow_bytes, window_bytes;
-        u64 prefetch_waits;
+        u64 overflow_evictions, prefetch_waits;
     };
     Metrics metrics() const;
     // [tables, 2], hits and misses of each table

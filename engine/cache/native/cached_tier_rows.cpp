@@ -290,6 +290,7 @@ CachedTier::Metrics CachedTier::metrics() const {
     all.overflow_rows = overflow.rows();
     all.overflow_peak_rows = overflow.peak_rows();
     all.overflow_capacity = overflow_rows_;
+    all.overflow_evictions = overflow.evictions();
     all.prefetch_waits = prefetch_waits_;
     all.overflow_bytes = overflow.bytes();
     all.window_bytes = directory_.window.bytes();

@@ -200,7 +200,7 @@ void Directory::settle(const Wanted& batch, bool stay) {
             u64& line = batch.lines[absent.row];
             if (absent.slot != NONE) {
                 line = sets.line(absent.slot);
-                if (absent.dirty && stay) copy_line(THREAD, overflow.line(overflow.add(absent.way, true)), line, shape_);
+                if (absent.dirty && stay) copy_line(THREAD, overflow.line(overflow.add(absent.way, true, true)), line, shape_);
                 if (absent.from == NONE) continue;
                 copy_line(THREAD, line, overflow.line(absent.from), shape_);
                 overflow.remove(absent.from);

@@ -28,12 +28,12 @@ void Overflow::trim() {
     places_ = capacity_ + 1;
 }
 
-u32 Overflow::add(const Way& row, bool waiting) {
+u32 Overflow::add(const Way& row, bool waiting, bool evicted) {
     const bool beyond = free_[0] == NONE;
     const u32 place = free_[beyond];
     free_[beyond] = at(place).after;
     index_.insert(row.hash, row.table, place + 1);
-    at(place) = {row, false, false, waiting, NONE, NONE};
+    at(place) = {row, false, false, waiting, evicted, NONE, NONE};
     link(place);
     rows_beyond_ += beyond;
     peak_ = std::max(peak_, ++rows_);
@@ -72,6 +72,11 @@ void Overflow::move(u32 place, bool waiting) {
     link(place);
 }
 
+void Overflow::leave(u32 place) {
+    evictions_ += !at(place).evicted;
+    remove(place);
+}
+
 void Overflow::forget(u32 place) {
     unlink(place);
     const bool beyond = place > capacity_;
@@ -90,7 +95,7 @@ std::vector<u32> Overflow::take(u32 done, std::size_t most, const Room& room) {
         return !is_idle(place, done) || (needed && rows_ - taken.size() <= room.keep_needed);
     };
     const auto go = [&](u32 place) {
-        if (!is_dirty(place)) return remove(place);
+        if (!is_dirty(place)) return leave(place);
         at(place).leaving = true;
         taken.push_back(place);
     };
@@ -122,7 +127,7 @@ void Overflow::wrote(const std::vector<u32>& places, const std::vector<u32>* upd
             forget(places[i]);
         } else if (updates) {
             row.way.stored = (*updates)[i];
-            if (!is_after(row.way.last, done)) remove(places[i]);
+            if (!is_after(row.way.last, done)) leave(places[i]);
         }
     }
 }

@@ -18,6 +18,7 @@ public:
         bool leaving;       // whether another thread is writing the line to the tier below
         bool gone;          // whether the row left during that write: the place is free when the write is over
         bool waiting;       // whether no batch needed the row when it was last looked at: it only waits to go down
+        bool evicted;       // whether the row came from a set, and was counted as it left that
         u32 before, after;  // places of rows of that chain in the order in which they came; free ones by `after`
     };
 
@@ -28,8 +29,9 @@ public:
     u32 find(u64 hash, u32 table) const { return index_.find(hash, table) - 1; }
     // Makes room for so many more rows: only this and `trim` can fail for lack of memory.
     void reserve(std::size_t rows);
-    // Gives a new row a place, whose line the caller fills. waiting: whether no batch needs the row.
-    u32 add(const Way& row, bool waiting);
+    // Gives a new row a place, whose line the caller fills. waiting: whether no batch needs the row. evicted: whether it was
+    // counted as it left a set.
+    u32 add(const Way& row, bool waiting, bool evicted = false);
     void remove(u32 place);
     // Gives back the memory beyond the capacity, where no row is in it.
     void trim();
@@ -71,6 +73,8 @@ public:
     bool empty() const { return rows_ == 0; }
     std::size_t rows() const { return rows_; }
     std::size_t peak_rows() const { return peak_; }
+    // How many rows left for the tier below that were not counted as they left a set.
+    u64 evictions() const { return evictions_; }
     std::size_t bytes() const;
     // The most bytes that a row takes, up to the capacity.
     static std::size_t row_bytes(const LineShape& shape) {
@@ -101,12 +105,14 @@ private:
     void link(u32 place);
     void unlink(u32 place);
     void move(u32 place, bool waiting);
+    void leave(u32 place);
     void forget(u32 place);
 
     LineShape shape_;
     std::size_t capacity_;
     std::size_t places_ = 0;
     std::size_t rows_ = 0, rows_beyond_ = 0, peak_ = 0;  // places in use, those that are gone included
+    u64 evictions_ = 0;
     RowMap index_;                                       // places + 1
     std::vector<Chunk> chunks_;  // first those of places up to number `capacity_`, then those beyond
     std::array<u32, 2> free_{NONE, NONE};  // the first free place up to the capacity, and beyond it
