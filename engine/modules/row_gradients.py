@@ -125,10 +125,6 @@ class RowGradients:
         """Multiply the gradients that there are by a number."""
         self._scale *= scale
 
-    def clear(self) -> None:
-        """Forget all gradients."""
-        self._kept.clear()
-
     def _in_order(self) -> list[_Kept]:
         return sorted(self._kept.values(), key=lambda kept: kept.order)
 

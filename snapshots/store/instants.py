@@ -91,9 +91,7 @@ class Member:
     @cached_property
     def number(self) -> int:
         """The largest number of an instant that the store knows of: states have some that MARK lacks."""
-        noted = 0 if self.record is None else self.record.number
-        saved = (snapshot.manifest.instant for snapshot in self.snapshots)
-        return max([noted, *(one.instant.number for one in saved if one is not None)])
+        return max([0 if self.record is None else self.record.number, *(instant.number for instant in self.noted)])
 
     @cached_property
     def clean(self) -> Rows | None:
