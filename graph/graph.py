@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from itertools import islice
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -112,6 +112,12 @@ class Graph(ModelSnapshots, Built):
         except BaseException:
             self.__optimizers.discard(optimizer)
             raise
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the graph, and with it what its optimizers keep of its parameters."""
+        super()._apply(fn, recurse)
+        self.__optimizers.follow_parameters()
+        return self
 
     def clip_grad_norm(self, max_norm: float | None) -> None:
         """Scale all gradients of a step, of rows too, so that their L2 norm together is at most `max_norm`.

@@ -24,8 +24,9 @@ Coming = list[tuple[Rows, list[Lookup]]]
 def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
     """A module with the placeholders of the compiled `module`, which returns (embedding, lookups) for all it trains.
 
-    Left out are lookups whose ids depend on rows, on random numbers, on what this step changes outside of it, or on an
-    op that is not torch's own. None where nothing is left.
+    A lookup is the tuple of its fields there, since a module of torch 2.11 returns no NamedTuple. Left out
+    are lookups whose ids depend on rows, on random numbers, on what this step changes outside of it, or on an op that
+    is not torch's own. None where nothing is left.
     """
     known = known_ahead(module)
     if not known:
@@ -36,7 +37,8 @@ def cut_lookups(module: fx.GraphModule) -> fx.GraphModule | None:
     for node in module.graph.nodes:
         if node in needed or node.op == "placeholder":
             copies[node] = cut.node_copy(node, copies.__getitem__)
-    cut.output([fx.map_arg(lookups, copies.__getitem__) for _, lookups in known])
+    found = [(rows, [tuple(lookup) for lookup in lookups]) for _, (rows, lookups) in known]
+    cut.output(fx.map_arg(found, copies.__getitem__))
     return fx.GraphModule(module, cut)
 
 

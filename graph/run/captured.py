@@ -114,7 +114,7 @@ class Captured:
         except (TierbedError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            cause = error.__context__ or error  # torch raises another error at the end of a failed recording
+            cause = str(error.__context__ or error).partition("\n")[0]  # torch raises another at the recording's end
             self._refused = GraphError(
                 f"cuda_graph: the step could not be recorded: {cause}; leave out of build what waits for the device, "
                 "such as an op of your own that reads a value, or call cuda_graph(False)"

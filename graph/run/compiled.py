@@ -18,6 +18,7 @@ from ...engine.ops.rows_contract import Rows
 from ...engine.optim.optimizers import RowOptimizer
 from ...engine.persist.training_group import check_failed_step
 from ...engine.signals import uninterrupted
+from ...engine.spec.inputs import Lookup
 from ..passes.common import (
     add_dense_steps,
     add_schedules,
@@ -80,9 +81,8 @@ class CompiledStep:
             return None
         try:
             with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-                lookups: Coming = self.lookups.forward(*tensors)
-                return lookups
-        except Exception:
+                return [(rows, [Lookup(*parts) for parts in found]) for rows, found in self.lookups.forward(*tensors)]
+        except (RuntimeError, IndexError, ValueError):  # of an op
             return None
 
     def run(self, tensors: list[Tensor], forward: Forward | None = None) -> Any:

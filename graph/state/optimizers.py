@@ -121,6 +121,15 @@ class OptimizerSet:
                 rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
         self._rows.update(rows)  # only now: a refused optimizer leaves nothing
 
+    def follow_parameters(self) -> None:
+        """Move what optimizers keep of a parameter to its device. Torch leaves it where the optimizer was made."""
+        for optimizer, group, parameter in self._held():
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                stays = name == "step" and not (group.get("capturable") or group.get("fused"))  # as in load_state_dict
+                if isinstance(value, Tensor) and not stays:
+                    state[name] = value.to(parameter.device)
+
     def rows(self, embedding: Rows) -> RowOptimizer:
         """The optimizer that the rows of an attached embedding follow in this graph."""
         return self._rows[id(embedding.shadow)]

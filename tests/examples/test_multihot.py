@@ -76,9 +76,14 @@ def test_stores_and_loops_give_the_same_bits(store: str, loop: bool, on_device: 
         for loop in (False, True)
     ],
 )
-def test_a_gpu_gives_the_same_bits(store: str, loop: bool, device: Device, on_device: Outcome, tmp_path: Path) -> None:
+def test_a_gpu_gives_the_same(store: str, loop: bool, device: Device, on_device: Outcome, tmp_path: Path) -> None:
     with tables_on(device) as place:
-        check(train(store, tmp_path, loop, place), on_device, store)
+        outcome = train(store, tmp_path, loop, place)
+        expected = on_device
+        if place.type == "cuda":  # where the dense part, which is torch's, has other bits
+            assert outcome.losses == pytest.approx(expected.losses, rel=1e-3)
+            expected = train("device", tmp_path / "full", loop, place)
+        check(outcome, expected, store)
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def trained(batch: Jagged, lookup: str, place: torch.device, dtype: torch.dtype)
             optimizer.step()
             optimizer.zero_grad()
             seen += [out.detach(), *([] if weights is None else [weights.grad])]
-        return [value.contiguous().view(torch.uint8).numpy().tobytes() for value in seen] + [
+        return [value.cpu().contiguous().view(torch.uint8).numpy().tobytes() for value in seen] + [
             contents(embedding).tobytes()
         ]
 

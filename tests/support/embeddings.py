@@ -66,9 +66,9 @@ def train(
     pinned = embedding.pin([Lookup(ids, tables)])
     rows = pinned.gather(0)
     if grad is None:
-        phase = (ids.to(torch.int64) % 1009 + tables).to(torch.float32)[..., None]
-        phase = phase + torch.arange(embedding.dim, device=place)
-        grad = torch.sin(phase) + rows / 8
+        phase = (ids.to(torch.int64) % 1009 + tables).to(torch.float32)[..., None].cpu()
+        waves = torch.sin(phase + torch.arange(embedding.dim))  # a GPU's sine has other bits
+        grad = waves.to(place) + rows / 8
     pinned.update([torch.as_tensor(grad, dtype=torch.float32).expand_as(rows)])
     return rows
 

@@ -94,7 +94,7 @@ class Pair:
         seen: list[Tensor] = []
         for batch in self.pin(given):
             rows = [batch.gather(i, scale) for i, scale in enumerate(weights)]
-            grads = [row.sin() + row / 8 + 0.5 for row in rows]
+            grads = [row.cpu().sin().to(self.place) + row / 8 + 0.5 for row in rows]  # a GPU's sine has other bits
             seen += rows + [batch.weights_grad(i, grads[i]) for i, scale in enumerate(weights) if scale is not None]
             seen.append(torch.tensor(batch.square_gradients(grads, weights)))
             batch.update(grads, weights, 0.5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from threading import Lock
 from typing import Any, Protocol, TypeVar
@@ -139,16 +139,29 @@ class CudaDevice:
             torch.cuda.synchronize(self.torch_device)
 
     def record(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        graph = torch.cuda.CUDAGraph()
-        # the outer stream, since torch leaves its own current where recording fails; thread_local: other threads go on
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        # the outer stream, since torch leaves its own current where recording fails
         with _one_recording, _without_garbage(), torch.cuda.stream(self._stream):
             try:
-                with torch.cuda.graph(graph, stream=self._recording_stream, capture_error_mode="thread_local"):
+                with self._recording(graph, pool):
                     result = launches()
             except BaseException:
                 graph.reset()
+                self._end_failed_recording(pool)
                 raise
         return graph.replay, result
+
+    def _recording(self, graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[object]:
+        # thread_local: other threads go on
+        stream = self._recording_stream
+        return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+
+    def _end_failed_recording(self, pool: Any) -> None:
+        """Take torch out of a recording that failed, in which it leaves its allocator and, in 2.11, random numbers."""
+        with suppress(RuntimeError):  # torch ended it
+            torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
+        with self._recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):  # one that ends well
+            torch.zeros(1, device=self.torch_device)
 
     @property
     def _stream(self) -> torch.cuda.Stream:
