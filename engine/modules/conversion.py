@@ -21,9 +21,10 @@ def converter(embedding: Rows, function: Callable[[Tensor], Tensor]) -> Callable
         if dtype in (torch.float16, torch.bfloat16):
             remedy = f"give output_dtype={dtype} when it is made, and dtype={dtype} for stored rows of 16 bits"
         else:
-            remedy = f"rows are float32 at most: convert the other modules alone, and its results by .to({dtype})"
+            remedy = f"rows are float32 at most: convert its results by .to({dtype})"
         raise OptionError(
             f"embedding {embedding.name!r}: a conversion to {dtype} would change neither its rows nor what lookups "
-            f"return, {embedding.output_dtype}; {remedy}"
+            f"return, {embedding.output_dtype}; {remedy}, or convert the other modules alone. A model around it may be "
+            "converted in part by now: make or load it again"
         )
     return lambda tensor: function(tensor).to(torch.float32)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..errors import OptionError, SnapshotError
 from ..persist.together import load_rows_together, load_together, save_together, save_together_in_background
 from ..table.background_save import Saving
+from .conversion import converter
 from .saved_rows import SavedRows, rows_stay
 
 if TYPE_CHECKING:
@@ -61,6 +62,12 @@ class ModelSnapshots:
         """As torch's. strict: False lets rows that the state is not of stay, with a warning."""
         with rows_stay(strict is False):
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As torch's. What an embedding refuses is raised before any module is converted."""
+        for embedding in self._snapshot_embeddings() if recurse else ():
+            converter(embedding, fn)
+        return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> dict[str, list[str]]:
         """Remove snapshots of all embeddings, as `MultiTableEmbedding.prune_snapshots`. Returns names by embedding."""

@@ -159,9 +159,21 @@ def test_a_conversion_that_rows_cannot_follow_is_refused_with_its_remedy(dtype: 
     rows = embedding()
     remedy = r"results by \.to" if dtype == torch.float64 else rf"give output_dtype={dtype} when it is made"
     for call in convert(rows, dtype):
-        with pytest.raises(OptionError, match=rf"embedding 'rows\d+': a conversion to {dtype} would.*{remedy}"):
+        with pytest.raises(
+            OptionError, match=rf"embedding 'rows\d+': a conversion to {dtype} would.*{remedy}.*alone.*in part"
+        ):
             call()
     assert rows(IDS).dtype == rows.shadow.dtype == torch.float32
+
+
+def test_a_graph_whose_rows_refuse_a_conversion_keeps_all_that_it_has() -> None:
+    net = nn.Linear(DIM, 1)
+    graph = graph_of(lambda graph, ids: graph.net(graph.rows(ids)), net=net, rows=embedding())
+    for call in (graph.half, graph.double, lambda: nn.Sequential(graph).to(torch.bfloat16)):
+        with pytest.raises(OptionError, match="a conversion to"):
+            call()
+    assert net.weight.dtype == torch.float32
+    assert graph.to("cpu", torch.float32) is graph
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
