@@ -296,7 +296,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
         """The sum of the squares of the gradients of rows, as `Rows.square_gradients`."""
-        return parts.square_gradients(self._own_table(), lookups, grads, weights, self.output_dtype)
+        return parts.square_gradients(self._own_table(), lookups, grads, weights, grads[0].dtype)
 
     def announce(self, lookups: list[Lookup]) -> None:
         """Announce a step of several checked lookups, in the order in which the step pins them.

@@ -45,6 +45,7 @@ class RowGradients:
         self._kept: dict[Hashable, _Kept] = {}
         self._began = embedding.shadow._version
         self._scale = 1.0  # of clips: multiplies the sum of each row
+        self._dtype = embedding.output_dtype  # of gradients in a step
 
     @property
     def embedding(self) -> Rows:
@@ -63,10 +64,10 @@ class RowGradients:
         Gradients of the very same tensors are summed here, as a graph sums them.
         """
         if self._scale != 1.0:  # of those that were clipped, and of no other
-            scaled = [one.unchanged(self.embedding.name) * self._scale for one in self._kept.values()]
+            scaled = [one.unchanged(self.embedding.name).float() * self._scale for one in self._kept.values()]
             for one, product in zip(self._kept.values(), scaled, strict=True):
                 one.grad, one.version = product, _version(product)
-            self._scale = 1.0
+            self._scale, self._dtype = 1.0, torch.float32  # rounded no further
         given = (*lookup.tensors, weights)
         key = (lookup.pooling, lookup.places, *map(_identity, given))
         kept = self._kept.get(key)
@@ -87,7 +88,7 @@ class RowGradients:
         Raises what `embedding.pin` raises, and InputError; then nothing is pinned.
         """
         kept = self.check()
-        return self.embedding.pin([one.lookup for one in kept]) if kept else None
+        return self.embedding.pin([one.lookup for one in kept], dtype=self._dtype) if kept else None
 
     def check(self) -> list[_Kept]:
         """The gradients, in their order. InputError for one that can no longer be taken."""
@@ -109,7 +110,7 @@ class RowGradients:
     def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """The gradients and the weights of the lookups of `pin`, in their order."""
         kept = self._in_order()
-        return [one.grad for one in kept], [one.weights for one in kept]
+        return [one.grad.to(self._dtype) for one in kept], [one.weights for one in kept]
 
     def update(self, batch: Pinned) -> None:
         """Apply the embedding's optimizer once, with the sum of all gradients. `batch`: from `pin`; its pin ends."""

@@ -92,6 +92,21 @@ def test_gradients_are_scaled_as_by_torch_once_and_again_and_those_that_come_lat
     torch.testing.assert_close(net.weight, theirs[1].weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_16_bits_are_rounded_no_further_where_more_come_after_a_clip(dtype: torch.dtype) -> None:
+    rows = embedding(output_dtype=dtype)
+    optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+    before = rows.get([4, 7])
+    rows(IDS).sum().backward()
+    optimizer.clip_grad_norm_(rows.parameters(), 1.0)
+    rows(IDS[:0]).sum().backward()
+    rows(torch.tensor([7])).sum().backward()
+    torch.testing.assert_close(optimizer.clip_grad_norm_(rows.parameters(), math.inf), torch.tensor(5**0.5))
+    optimizer.step()
+    expected = torch.tensor([[20**-0.5], [1.0]]).expand(2, 4)
+    torch.testing.assert_close(before - rows.get([4, 7]), expected, rtol=1e-5, atol=0)
+
+
 def test_without_gradients_the_norm_is_zero_as_that_of_torch() -> None:
     rows = embedding()
     optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
