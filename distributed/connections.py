@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -11,19 +12,22 @@ import selectors
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..engine.durable import remedy_for
 from ..engine.errors import GroupError
+from ..snapshots.files.threads import Behind
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
 ADDRESS = 256  # bytes at most of what a rank tells of its own
-GREETING = 2.0  # seconds for a connection to say which rank it is; ranks say it as they connect
 BACKLOG = 128  # connections at least that wait to be accepted, strangers among them
 MOST_NAMED = 3  # hosts of unknown connections that a message names
 HELLO = struct.Struct("32si")  # the listener's token, and the rank that connects
+# no descriptor or memory is left; EINVAL: the listener was shut down
+CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EINVAL
 
 
 class Connected(NamedTuple):
@@ -42,27 +46,42 @@ def connect(rank: int, size: int, tell: Callable[[bytes], list[bytes]], timeout:
         GroupError: an address that a rank told cannot be reached from here, or a rank did not connect.
     """
     end = monotonic() + timeout
+    found: dict[int, socket.socket] = {}
     with ExitStack() as opened, _listener(size) as listener:
-        host, port = listener.getsockname()[:2]
         token = secrets.token_hex(16)
-        told = [json.loads(data) for data in tell(json.dumps([host, port, token]).encode())]
-        found: dict[int, socket.socket] = {}
-        failed: GroupError | None = None
-        try:
-            for other in range(rank):
-                found[other] = opened.enter_context(_reached(other, told[other], rank, end))
-        except GroupError as error:
-            failed = error
-        # hears at once of a rank that is killed here, or cannot connect, where accept would wait for it
-        said = tell(b"" if failed is None else str(failed).encode()[:ADDRESS])
-        if failed is not None:
-            raise failed
-        for other, why in enumerate(said):
-            if why.strip():
-                raise GroupError(why.decode(errors="replace").strip(), [other])
-        found |= _greeted(listener, token, range(rank + 1, size), end, opened)
+        with Behind() as behind:
+            # from now on: strangers could fill the queue of a listener on which nobody accepts, and keep ranks out
+            behind.do(lambda: found.update(_greeted(listener, token, range(rank + 1, size), end, opened)))
+            try:
+                own = json.dumps([*listener.getsockname()[:2], token]).encode()
+                places = [json.loads(data) for data in tell(own)]
+                found.update(_reached_all(rank, places, tell, end, opened))
+            except BaseException:
+                listener.shutdown(socket.SHUT_RDWR)  # ends the thread
+                raise
         opened.pop_all()
-    return Connected(found, sum(where == host for where, *_ in told))
+    return Connected(found, sum(host == places[rank][0] for host, *_ in places))
+
+
+def _reached_all(
+    rank: int, places: Sequence[Any], tell: Callable[[bytes], list[bytes]], end: float, opened: ExitStack
+) -> dict[int, socket.socket]:
+    """Connections to the ranks before this one, which `opened` closes, once every rank has its own."""
+    found: dict[int, socket.socket] = {}
+    failed: GroupError | None = None
+    try:
+        for other in range(rank):
+            found[other] = opened.enter_context(_reached(other, places[other], rank, end))
+    except GroupError as error:
+        failed = error
+    # hears at once of a rank that is killed here, or cannot connect, where a wait for its greeting would not
+    said = tell(b"" if failed is None else str(failed).encode()[:ADDRESS])
+    if failed is not None:
+        raise failed
+    for other, why in enumerate(said):
+        if why.strip():
+            raise GroupError(why.decode(errors="replace").strip(), [other])
+    return found
 
 
 def _reached(other: int, place: tuple[str, int, str], rank: int, end: float) -> socket.socket:
@@ -83,7 +102,6 @@ class _Guest(NamedTuple):
     """A connection that has not said yet which rank it is."""
 
     host: str
-    until: float  # when it is sent away
     hello: bytearray
 
 
@@ -92,7 +110,7 @@ def _greeted(
 ) -> dict[int, socket.socket]:
     """The connections of these ranks, which `opened` closes. Other connections are closed, and the log names them.
 
-    All that come are heard at once, each for GREETING seconds, so one that says nothing delays no rank.
+    The greetings of all that come are read at once, so one that says nothing delays no rank.
     """
     found: dict[int, socket.socket] = {}
     guests: dict[socket.socket, _Guest] = {}
@@ -100,26 +118,24 @@ def _greeted(
     listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
-        while len(found) < len(ranks) and (now := monotonic()) < end:
-            wait = min([end, *(guest.until for guest in guests.values())]) - now
-            ready = {key.fileobj for key, _ in selector.select(max(wait, 0))}
-            if listener in ready:
-                with suppress(OSError):  # it is gone already
-                    connection, address = listener.accept()
-                    opened.enter_context(connection).setblocking(False)
-                    selector.register(connection, selectors.EVENT_READ)
-                    guests[connection] = _Guest(address[0], monotonic() + GREETING, bytearray())
-            for connection, guest in [*guests.items()]:
-                has_left = connection in ready and not _hear(connection, guest.hello)
-                if has_left or len(guest.hello) == HELLO.size or guest.until <= monotonic():
-                    selector.unregister(connection)
-                    del guests[connection]
-                    rank = _rank_in(guest.hello, token)
-                    if rank is not None and rank in ranks and rank not in found:
-                        found[rank] = connection
-                    else:
-                        connection.close()
-                        strangers[guest.host] += 1
+        while len(found) < len(ranks) and (left := end - monotonic()) > 0:
+            ready = {key.fileobj for key, _ in selector.select(left)}
+            for connection in [guest for guest in guests if guest in ready]:
+                if not _hear(connection, guests[connection].hello):
+                    continue
+                selector.unregister(connection)
+                host, hello = guests.pop(connection)
+                rank = _rank_in(hello, token)
+                if rank is not None and rank in ranks and rank not in found:
+                    found[rank] = connection
+                else:
+                    connection.close()
+                    strangers[host] += 1
+            if listener in ready and (accepted := _accepted(listener, guests)):
+                connection, (host, *_) = accepted
+                opened.enter_context(connection).setblocking(False)
+                selector.register(connection, selectors.EVENT_READ)
+                guests[connection] = _Guest(host, bytearray())
     strangers.update(guest.host for guest in guests.values())
     unknown = _named(strangers, listener)
     if missing := [rank for rank in ranks if rank not in found]:
@@ -131,14 +147,30 @@ def _greeted(
     return found
 
 
+def _accepted(listener: socket.socket, guests: Iterable[socket.socket]) -> tuple[socket.socket, Any] | None:
+    """A connection that waits, and its address; None if none does now. GroupError if none can be accepted."""
+    try:
+        return listener.accept()
+    except OSError as error:
+        if error.errno not in CANNOT_ACCEPT:  # the connection has left
+            return None
+        oldest = next(iter(guests), None)
+        if oldest is None:
+            remedy = remedy_for(error, "let this host have more memory")
+            raise GroupError(f"connections of other ranks cannot be accepted ({error}); {remedy}") from error
+    with suppress(OSError):  # likely a stranger's, to be closed as one that left
+        oldest.shutdown(socket.SHUT_RDWR)
+    return None
+
+
 def _hear(connection: socket.socket, hello: bytearray) -> bool:
-    """Add to a greeting what has come of it. False if no more will."""
+    """Add to a greeting what has come of it. True if it is whole, or no more will come."""
     try:
         data = connection.recv(HELLO.size - len(hello))
     except OSError:
-        return False
+        return True
     hello += data
-    return bool(data)
+    return not data or len(hello) == HELLO.size
 
 
 def _rank_in(hello: bytearray, token: str) -> int | None:

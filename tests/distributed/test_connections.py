@@ -6,12 +6,15 @@ import json
 import logging
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
-from tierbed.distributed.connections import ADDRESS, Connected, connect
+from support.limits import descriptors
+from tierbed.distributed import connections
+from tierbed.distributed.connections import ADDRESS, BACKLOG, HELLO, Connected, connect
 from tierbed.engine import GroupError
 
 RANKS = 3
@@ -29,10 +32,23 @@ def stranger_that_talks(opened: ExitStack, place: tuple[str, int, str]) -> None:
     opened.enter_context(socket.create_connection(place[:2])).sendall(b"GET / HTTP/1.1" * 10)
 
 
+def crowd(opened: ExitStack, place: tuple[str, int, str]) -> None:
+    """More than the listener's queue holds."""
+    for _ in range(BACKLOG + 2):
+        stranger = opened.enter_context(socket.socket())
+        stranger.setblocking(False)
+        stranger.connect_ex(place[:2])
+
+
 STRANGERS = [silent_stranger, stranger_that_leaves, stranger_that_talks] * 2
 
 
-def connect_all(opened: ExitStack, ranks: list[int], timeout: float) -> list[Connected | GroupError]:
+def connect_all(
+    opened: ExitStack,
+    ranks: list[int],
+    timeout: float,
+    strangers: Sequence[Callable[[ExitStack, tuple[str, int, str]], None]] = STRANGERS,
+) -> list[Connected | GroupError]:
     """What `connect` comes to on each of these ranks of RANKS, to whose ports strangers come first."""
     told: dict[int, bytes] = dict.fromkeys(range(RANKS), b"[]")
     met = threading.Barrier(len(ranks))
@@ -40,7 +56,7 @@ def connect_all(opened: ExitStack, ranks: list[int], timeout: float) -> list[Con
     def start(rank: int) -> Connected | GroupError:
         def tell(own: bytes) -> list[bytes]:
             if own.startswith(b"["):  # its address, before any rank has it
-                for come in STRANGERS:
+                for come in strangers:
                     come(opened, tuple(json.loads(own)))
             met.wait()
             told[rank] = own.ljust(ADDRESS)
@@ -81,3 +97,78 @@ def test_a_rank_that_does_not_come_is_named_together_with_the_strangers(monkeypa
     assert isinstance(error, GroupError)
     assert error.ranks == (1, 2)
     assert str(error).startswith("ranks [1, 2] did not connect in time; 6 unknown connections came to 127.0.0.1:")
+
+
+def test_a_crowd_of_strangers_keeps_no_rank_out_before_all_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with ExitStack() as opened:
+        found = connect_all(opened, [*range(RANKS)], 60, [crowd])
+        assert all(isinstance(one, Connected) for one in found), found
+        for one in found:
+            for connection in one.sockets.values():
+                opened.enter_context(connection)
+
+
+class Start:
+    """Rank 0 of 2 that waits for rank 1, by a clock that the test sets."""
+
+    def __init__(self, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        monkeypatch.setattr(connections, "monotonic", lambda: self.now)
+        self.now = 0.0
+        place: Future[tuple[str, int, str]] = Future()
+
+        def tell(own: bytes) -> list[bytes]:
+            if own:
+                place.set_result(json.loads(own))
+            return [own] * 2
+
+        self.outcome = pool.submit(connect, 0, 2, tell, 60)
+        host, port, token = place.result()
+        self.address, self.hello = (host, port), HELLO.pack(token.encode(), 1)
+        self.send_a_stranger()
+
+    def send_a_stranger(self) -> None:
+        """Returns once it is sent away: whoever connected before it was heard."""
+        with socket.create_connection(self.address) as stranger:
+            stranger.sendall(bytes(HELLO.size))
+            assert stranger.recv(1) == b""
+
+    def has_connected(self) -> bool:
+        ((rank, connection),) = self.outcome.result().sockets.items()
+        connection.close()
+        return rank == 1
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    with ThreadPoolExecutor(1) as pool:
+        yield Start(pool, monkeypatch)
+
+
+def test_a_rank_has_the_whole_time_for_its_greeting(start: Start) -> None:
+    with socket.create_connection(start.address) as slow:
+        slow.sendall(start.hello[:9])
+        start.send_a_stranger()
+        start.now = 59.0
+        start.send_a_stranger()
+        slow.sendall(start.hello[9:])
+        assert start.has_connected()
+
+
+def test_strangers_give_their_descriptors_to_a_rank_where_there_are_no_more(start: Start) -> None:
+    with ExitStack() as opened:
+        *strangers, rank = [opened.enter_context(socket.socket()) for _ in range(6)]
+        with descriptors(2):
+            for stranger in strangers:
+                stranger.connect(start.address)
+            rank.connect(start.address)
+            rank.sendall(start.hello)
+            assert start.has_connected()
+
+
+def test_a_rank_without_a_descriptor_for_another_says_so_at_once(start: Start) -> None:
+    with socket.socket() as rank, descriptors(0):
+        rank.connect(start.address)
+        with pytest.raises(GroupError, match=r"cannot be accepted \(.*Too many open files\); .*\(ulimit -n\)"):
+            start.outcome.result()
