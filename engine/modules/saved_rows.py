@@ -279,7 +279,7 @@ class SavedRows(Rows):
                 self._awaited.clear()
             except TierbedError as error:
                 said = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
-                if _mode.get() == STAY:
+                if _mode.get() == STAY and not (self._held is not None and self._held.unsettled):
                     self._awaited.clear()
                     log.warning("%s; its rows stay", said)
                 else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from support.embeddings import make
 from tierbed import (
     EagerOptimizer,
+    MultiTableEmbedding,
     OptionError,
     SnapshotError,
     StoreError,
@@ -64,18 +66,31 @@ def test_a_snapshot_that_was_copied_before_the_open_is_converted(tmp_path: Path,
         assert torch.equal(again.embedding_of("t").get(torch.arange(10)), ROWS.bfloat16().float())
 
 
+def load_a_state_of_float32(rows: MultiTableEmbedding) -> None:
+    tables = [EmbeddingBagConfig(10, 8, "t", data_type="FP32")]
+    state = EmbeddingBagCollection(tables, make_host_mem_store_options()).embedding_of("t").state_dict()
+    rows.load_state_dict(state, strict=False)
+
+
 @pytest.mark.parametrize("store", MAKERS)
-@pytest.mark.parametrize("given", [("a", False), ("aa", True)])
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda rows: rows.load_snapshot("a"),
+        lambda rows: rows.load_snapshot("aa", convert=True),
+        load_a_state_of_float32,
+    ],
+)
 def test_a_load_that_fails_leaves_the_copied_snapshot_to_be_loaded(
-    tmp_path: Path, store: str, given: tuple[str, bool]
+    tmp_path: Path, store: str, load: Callable[[MultiTableEmbedding], None]
 ) -> None:
     put_rows(tmp_path, store=store)
     shutil.copytree(tmp_path / "ebc-d8" / "snapshots", tmp_path / "ebc-d8-bfloat16" / "snapshots")
     said = r"snapshot 'a', with which store folder .* opens, holds rows of dtype float32, not bfloat16"
     bags = collection(tmp_path, "BF16", store)
     rows = bags.embedding_of("t")
-    with pytest.raises(SnapshotError):
-        rows.load_snapshot(given[0], convert=given[1])
+    with pytest.raises((SnapshotError, RuntimeError), match=r"aa|of dtype float32"):
+        load(rows)
     for use in (rows.size, lambda: rows(torch.tensor([1]), 0), lambda: rows.save_snapshot("b"), rows.keep_rows):
         with pytest.raises(StoreError, match=said):
             use()
