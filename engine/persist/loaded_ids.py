@@ -39,7 +39,11 @@ class LoadedIds:
                     f"{what} has {beyond} rows of table {label} with ids from {takes} on, which no lookup takes: give "
                     f"the table num_embeddings (or ids) of {ids}, or load without them by where="
                 )
-            elif of_dense and rows == ids < takes:
+                continue
+            padding = self._spec.padding_idx
+            if padding is not None and 0 <= padding <= ids:  # a row of the dense table that no load takes
+                rows, ids = rows + 1, max(ids, padding + 1)
+            if of_dense and rows == ids < takes:
                 found.append(
                     f"{what} has ids 0 to {ids - 1} of table {label}, which takes {takes}, so the others begin as new "
                     f"rows: if it has all of them, give the table num_embeddings (or ids) of {ids}"

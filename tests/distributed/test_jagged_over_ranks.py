@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,3 +249,26 @@ def test_a_rank_that_cannot_take_part_in_an_exchange_of_gradients_ends_the_group
         assert f"of embedding '{'tbe' if table_batched else 'ebc'}-d" in step
         assert "failed by MemoryError('no more')" in step
         assert after.startswith("the group of ranks is at its end: ")
+
+
+def of_type(path: Path, data_type: str, world: World | None = None, **more: str) -> EmbeddingBagCollection:
+    stored = make_host_mem_store_options(persistent_path=str(path), **more)
+    return EmbeddingBagCollection([EmbeddingBagConfig(ROWS, 8, "t", data_type=data_type)], stored, world=world)
+
+
+def converted(world: World, path: Path) -> list[float]:
+    for mode in ("fresh", "error"):
+        with of_type(path, "BF16", world, open=mode) as bags:
+            if mode == "fresh":
+                bags.embedding_of("t").load_snapshot("a", convert=True)
+            found: list[float] = bags.embedding_of("t").get(torch.arange(ROWS), "t")[:, 0].tolist()
+    return found
+
+
+def test_a_copied_snapshot_of_another_data_type_is_converted_over_ranks(tmp_path: Path) -> None:
+    rows = torch.linspace(-3, 3, ROWS)
+    with of_type(tmp_path, "FP32") as bags:
+        bags.embedding_of("t").put(torch.arange(ROWS), rows[:, None].expand(ROWS, 8), "t")
+        bags.embedding_of("t").save_snapshot("a")
+    shutil.copytree(tmp_path / "ebc-d8" / "snapshots", tmp_path / "ebc-d8-bfloat16" / "snapshots")
+    assert run_ranks(RANKS, converted, tmp_path) == [rows.bfloat16().tolist()] * RANKS
