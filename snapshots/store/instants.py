@@ -91,7 +91,7 @@ class Member:
     @cached_property
     def number(self) -> int:
         """The largest number of an instant that the store knows of: states have some that MARK lacks."""
-        return max([0 if self.record is None else self.record.number, *(instant.number for instant in self.noted)])
+        return max([0 if self.record is None else self.record.number, *(instant.number for instant in self.instants())])
 
     @cached_property
     def clean(self) -> Rows | None:
@@ -171,13 +171,6 @@ class Member:
             return None
         return before.rows
 
-    @property
-    def noted(self) -> list[Instant]:
-        """The instants that its MARK and its snapshots note."""
-        saved = (snapshot.manifest.instant for snapshot in self.snapshots)
-        found = [one.instant for one in saved if one is not None]
-        return found if self.record is None or self.record.instant is None else [*found, self.record.instant]
-
     def has(self, killed: bool) -> set[Version]:
         """The versions of which the next run can have the rows."""
         if self.live is not None and not killed:
@@ -188,12 +181,12 @@ class Member:
             saved.add(EMPTY)
         return saved if killed or self.clean is None or self._before is not None else saved | {self.clean.now}
 
-    def instants(self, killed: bool) -> Iterator[Instant]:
-        """Those that no later load or recovery of this store cut off."""
-        rows = self.rows(killed)
+    def instants(self, killed: bool | None = None) -> Iterator[Instant]:
+        """Those that its MARK and its snapshots note; with `killed`, if no later load or recovery cut them off."""
+        rows = None if killed is None else self.rows(killed)
         for snapshot in self.snapshots:
             saved = snapshot.manifest.instant
-            if saved is not None and rows.went_through(saved.rows.now):
+            if saved is not None and (rows is None or rows.went_through(saved.rows.now)):
                 yield saved.instant
         if self.record is not None and self.record.instant is not None:
             yield self.record.instant
@@ -257,7 +250,7 @@ class Group:
         for id, member in self.members.items():
             at, others = member.at, [other for other in self.members.values() if other is not member]
             if at is not None and (before := at.before) is not None:
-                noted = (instant for other in others for instant in other.noted if instant.number > before.number)
+                noted = (instant for other in others for instant in other.instants() if instant.number > before.number)
                 member.is_loaded = any(instant.versions.get(id) == at.version for instant in noted)
 
     @property
