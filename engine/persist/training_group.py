@@ -67,9 +67,10 @@ class TrainingGroup:
             if member is not None:
                 member.tear("a backward pass raised amid its updates")
 
-    def stores(self) -> dict[str, tuple[str, Path]]:
-        """The name and the folder of each, by its real path."""
-        folders = ((one.name, Path(one.store_options.persistent_path).absolute()) for one in self.embeddings)
+    def stores(self, name: str | None = None) -> dict[str, tuple[str, Path]]:
+        """The name and the folder of each, or of those of this name, by its real path."""
+        wanted = (one for one in self.embeddings if name in (None, one.name))
+        folders = ((one.name, Path(one.store_options.persistent_path).absolute()) for one in wanted)
         return {os.path.realpath(path / name): (name, path / name) for name, path in folders}
 
 
@@ -172,7 +173,10 @@ class Membership:
     @property
     def stores(self) -> list[Path]:
         """The folders of the others, as this process has them."""
-        group = {} if self.group is None else self.group.stores()
+        return self._stores()
+
+    def _stores(self, name: str | None = None) -> list[Path]:
+        group = {} if self.group is None else self.group.stores(name)
         return [place for path, (_, place) in group.items() if path != self.path]
 
     @property
@@ -306,7 +310,7 @@ class Membership:
 
     def _other(self, peer: Peer) -> Membership | Member:
         """Another store, as this process has it open, or as its folder says."""
-        places = [*(place for place in self.stores if place.name == peer.name), *peer.places(self.store)]
+        places = [*self._stores(peer.name), *peer.places(self.store)]
         there = (_open.get(os.path.realpath(place)) for place in places)
         other = next((one for one in there if one is not None), None)
         if other is not None and other.table is not None and other.record is not None:
