@@ -215,7 +215,7 @@ class ShardedHeld(RankSnapshots):
 
         found: bool | None = told(self._world, op, is_found)[0]
         if found is None and awaited.snapshot is not None:
-            self.load_for_state(awaited.snapshot)
+            self.load_for_state(awaited.snapshot, awaited.instant)
         return found is not False
 
     def tensors(self) -> RowTensors:

@@ -127,7 +127,7 @@ class RankSnapshots:
         with table.lock:
             everywhere(self._world, op, table.check)
             place_of = partial(self._state_place, keep=keep)
-            name, is_new = told(self._world, f"{op}: its place", lambda: self._at_home(place_of))[0]
+            name, is_new, instant = told(self._world, f"{op}: its place", lambda: self._at_home(place_of))[0]
             if name and is_new:
                 rows, place = table.counts.rows, self.folder / name
                 save = PartSave(self._world, op, place, table.describe(), rows, together=self._for_state)
@@ -135,28 +135,33 @@ class RankSnapshots:
                 made = save.commit(error)
                 if self.membership is not None:
                     self.membership.saved_as(made)
-        return saved_as(self.place, name) or SavedAs(table.step, version=self._now() if name else EMPTY)
+        found = saved_as(self.place, name) or SavedAs(table.step, version=self._now() if name else EMPTY)
+        return found._replace(instant=instant)
 
-    def _state_place(self, home: Home, keep: int | None) -> tuple[str, bool]:
-        """On rank 0: the name of a snapshot for a state, "" for rows never written, and whether it is to be made."""
+    def _state_place(self, home: Home, keep: int | None) -> tuple[str, bool, str | None]:
+        """On rank 0: the name of a snapshot for a state, "" for rows never written, and whether it is to be made.
+
+        The last is the digest of the instant.
+        """
         assert self.membership is not None
         self._for_state = None
         now = self.membership.versions.rows.now
         if now == EMPTY:
-            return "", False
+            return "", False, None
+        alone = self.membership.record is None
+        instant = None if alone else self.membership.instant().digest
         place = state_snapshot(home.keeper, now, keep)
         if place is not None:
-            return place.name, False
-        alone = self.membership.record is None
+            return place.name, False, instant
         self._for_state = Together(secrets.token_hex(16), None) if alone else self.membership.saved()
-        return OF_STATE + self._for_state.id, True
+        return OF_STATE + self._for_state.id, True, instant
 
-    def load_for_state(self, name: str) -> None:
-        """Load a snapshot that a state_dict names, as `HeldTable.go_to`."""
+    def load_for_state(self, name: str, instant: str | None) -> None:
+        """Load a snapshot that a state_dict names, as `HeldTable.go_to`. instant: as of `SavedAs`."""
         op = f"loading snapshot {name!r} of embedding {self.name!r} for a state_dict"
         member, place = self.membership, self.folder / name
         together: Instant | None = everywhere(
-            self._world, op, lambda: None if member is None else member.instant_with(Snapshot.open(place))
+            self._world, op, lambda: None if member is None else member.instant_with(Snapshot.open(place), instant)
         )
         self.load_from(place, together=together, why=" for a state_dict")
 

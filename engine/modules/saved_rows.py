@@ -158,9 +158,9 @@ class SavedRows(Rows):
     def get_extra_state(self) -> Tensor:
         """The extra state in `state_dict()`: JSON as uint8 [1024], padded with blanks.
 
-        It has the `step` of the rows, a `snapshot` of them and its `digest`, and their `version`. Each is None if there
-        is none: for rows that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot
-        is saved now.
+        It has the `step` of the rows, a `snapshot` of them and its `digest`, their `version`, and a digest of the
+        `instant`, which all embeddings that are trained together have alike. Each is None if there is none: for rows
+        that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot is saved now.
         """
         # a tensor, since code that handles a state_dict may take nothing else; of one size, since DCP loads no other
         said = json.dumps(self._named()._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)

@@ -287,7 +287,7 @@ class HeldTable(TableSnapshots):
             found = None
         if found is None and awaited.snapshot is not None:
             snapshot = self.snapshot(awaited.snapshot)
-            together = None if membership is None else membership.instant_with(snapshot)
+            together = None if membership is None else membership.instant_with(snapshot, awaited.instant)
             self.load_from(snapshot, Selection(), True, together=together)
             self.named()  # the next run knows the rows by their version as well
         return found is not False

@@ -20,20 +20,23 @@ class SavedAs(NamedTuple):
     """How a state_dict names the rows of an embedding: by step and version, and by a snapshot of them, if there is one.
 
     `digest` is of the snapshot's rows. It is None without a snapshot, and in state_dicts of early versions; `step` for
-    rows that were not used yet; `version` without a store folder, and in state_dicts of early versions.
+    rows that were not used yet; `version` without a store folder, and in state_dicts of early versions. `instant`: the
+    digest of that of the state, which may be later than the snapshot's; None where no others are trained with it.
     """
 
     step: int | None
     snapshot: str | None = None
     digest: str | None = None
     version: Version | None = None
+    instant: str | None = None
 
     @classmethod
     def parse(cls, said: Any) -> SavedAs:
         """From JSON of the fields. ValueError, KeyError, TypeError."""
-        step, snapshot, digest, version = said["step"], said["snapshot"], said.get("digest"), said.get("version")
-        parsed = cls(step, snapshot, digest, parse_version(version))
-        known = type(step) in (int, type(None)) and all(isinstance(name, str | None) for name in (snapshot, digest))
+        step, snapshot, version = said["step"], said["snapshot"], said.get("version")
+        parsed = cls(step, snapshot, said.get("digest"), parse_version(version), said.get("instant"))
+        names = (snapshot, parsed.digest, parsed.instant)
+        known = type(step) in (int, type(None)) and all(isinstance(name, str | None) for name in names)
         if not known or (version is not None and parsed.version is None):
             raise ValueError(said)
         return parsed

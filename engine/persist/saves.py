@@ -63,8 +63,11 @@ class TableSnapshots:
 
     def _of_step(self, step: int) -> SavedAs:
         """The name of the rows of a step."""
-        now = None if self.membership is None else self.membership.version_for_state()
-        return of_step(step, self._place, self.base, now)
+        membership = self.membership
+        found = of_step(step, self._place, self.base, None if membership is None else membership.version_for_state())
+        if found.snapshot is None or membership is None or membership.record is None:
+            return found
+        return found._replace(instant=membership.instant().digest)
 
     @property
     def _place(self) -> Path | None:
@@ -150,7 +153,8 @@ class TableSnapshots:
                 self._write_for_state(table, place, together)
                 self.membership.saved_as(together.id)
             self.membership.version_for_state()
-            return saved_as(self._place, place.name) or self._of_step(table.step)
+            instant = None if together is None or together.saved is None else together.saved.instant.digest
+            return (saved_as(self._place, place.name) or self._of_step(table.step))._replace(instant=instant)
 
     def _write_for_state(self, table: OpenTable, place: Path, together: Together) -> None:
         held = self._held(table)

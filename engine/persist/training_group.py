@@ -317,19 +317,32 @@ class Membership:
             return other
         return Member(next((one for one in places if one.is_dir()), places[-1]), {})
 
-    def instant_with(self, snapshot: Snapshot) -> Instant | None:
-        """The instant to which the load of a state that names `snapshot` moves all; None for a store by itself."""
+    def instant_with(self, snapshot: Snapshot, digest: str | None) -> Instant | None:
+        """The instant to which the load of a state that names `snapshot` moves all; None for a store by itself.
+
+        digest: of the instant of the state, if it is known. The snapshot's own may be older.
+        """
         saved = snapshot.manifest.instant
         if self.record is None or saved is None:
             return None
         now = self.instant()
-        known = {id: version for id, version in saved.instant.versions.items() if version is not None}
-        for id, peer in self.record.peers.items():  # what was loaded before is of the state: the snapshot may be older
+        noted = () if digest is None else self._noted(saved.instant)
+        of_state = next((one for one in noted if one.digest == digest), None)
+        known = {id: v for id, v in (of_state or saved.instant).versions.items() if v is not None}
+        for id, peer in self.record.peers.items() if of_state is None else ():  # what was loaded before may be of it
             other = self._other(peer)
             at = other.folder.at if isinstance(other, Membership) else other.at
             if at is not None and at.by == "load":
                 known.pop(id, None)
         return Instant(now.number, {**now.versions, **known, self.id: saved.rows.now})
+
+    def _noted(self, first: Instant) -> Iterator[Instant]:
+        """The instants that the stores note: `first`, those of loads of all, then those of all snapshots."""
+        yield first
+        loads = (one.folder.at for one in self.open_peers())
+        yield from (at.all for at in loads if at is not None and at.all is not None)
+        for member in Group(self.store, {}, stores=self.stores).members.values():
+            yield from member.noted
 
     def has_come(self) -> bool:
         """The rows are those of a state that is being loaded. False if a load of all means others of this store.

@@ -10,6 +10,8 @@ all stores at it, by their ids. docs/snapshots.md says how recovery chooses amon
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
 from collections.abc import Iterable, Mapping
@@ -65,6 +67,13 @@ class Instant(NamedTuple):
 
     def plain(self) -> dict[str, Any]:
         return self._asdict()
+
+    @property
+    def digest(self) -> str | None:
+        """Of the versions, by which a state_dict names the instant; None if one is not known."""
+        if None in self.versions.values():
+            return None
+        return hashlib.sha256(json.dumps(sorted(self.versions.items())).encode()).hexdigest()[:16]
 
     @classmethod
     def parse(cls, value: Any) -> Instant | None:

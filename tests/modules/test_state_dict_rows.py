@@ -49,7 +49,7 @@ def named(state: dict[str, Any]) -> dict[str, Any]:
     assert state["rows._extra_state"].shape == (1024,)
     found: dict[str, Any] = json.loads(bytes(state["rows._extra_state"].tolist()))
     assert (found.pop("digest") is None) == (found["snapshot"] is None)
-    found.pop("version")
+    del found["version"], found["instant"]
     return found
 
 

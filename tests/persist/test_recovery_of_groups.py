@@ -442,6 +442,30 @@ def test_a_state_that_names_an_older_snapshot_has_come_to_all(
     assert at(tmp_path) == found
 
 
+def half_of_state(path: Path, snapshots: bool, older: bool) -> list[int]:
+    """A state is loaded into a alone, after a load of all. older: it names rows of a saved before b's last step."""
+    model = Model(path, TWO, state_dict_snapshots=snapshots)
+    model.steps(2)
+    model.save_snapshot("two")
+    model.steps(1, *("b" if older else "ab"))
+    (model.members[1] if older else model).save_snapshot("three")
+    state = model.state_dict()
+    model.load_snapshot("two")
+    if older:
+        model.steps(2, "a")
+        model.save_snapshot("four")
+    model.members[0].load_state_dict({name[2:]: value for name, value in state.items() if name.startswith("a.")})
+    return model.at()
+
+
+@pytest.mark.parametrize(("snapshots", "older"), [(True, True), (True, False), (False, True)])
+def test_a_state_that_a_kill_left_loaded_into_one_alone_is_finished_as_it_was(
+    tmp_path: Path, snapshots: bool, older: bool
+) -> None:
+    assert killed(half_of_state, tmp_path, snapshots, older) == ([2, 2] if older else [3, 2])
+    assert at(tmp_path) == ([2, 3] if older else [3, 3])
+
+
 def test_rows_that_were_kept_are_not_replaced_by_the_next_run(tmp_path: Path) -> None:
     for part in ("train", "keep"):
         in_process(state_of_three, tmp_path, part)
