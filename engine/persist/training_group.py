@@ -342,7 +342,7 @@ class Membership:
         loads = (one.folder.at for one in self.open_peers())
         yield from (at.all for at in loads if at is not None and at.all is not None)
         for member in Group(self.store, {}, stores=self.stores).members.values():
-            yield from member.noted
+            yield from member.instants()
 
     def has_come(self) -> bool:
         """The rows are those of a state that is being loaded. False if a load of all means others of this store.
