@@ -67,7 +67,7 @@ class TableSnapshots:
         found = of_step(step, self._place, self.base, None if membership is None else membership.version_for_state())
         if found.snapshot is None or membership is None or membership.record is None:
             return found
-        return found._replace(instant=membership.instant().digest)
+        return found._replace(instant=membership.seen().digest)
 
     @property
     def _place(self) -> Path | None:

@@ -293,6 +293,13 @@ class Membership:
     def instant(self) -> Instant:
         """That of now, with a new number. The caller holds the locks of all open stores (`between_steps`)."""
         assert self.record is not None
+        now = self.seen()
+        self.record = replace(self.record, number=now.number)
+        return now
+
+    def seen(self) -> Instant:
+        """As `instant`, which takes no number. Steps of other threads may have it be of no moment."""
+        assert self.record is not None
         versions: dict[str, Version | None] = {self.record.id: self.versions.rows.now}
         number = self.number
         steady = not self.is_amid_step
@@ -300,7 +307,6 @@ class Membership:
             other = self._other(peer)
             versions[id] = other.present if steady else None
             number = max(number, other.number)
-        self.record = replace(self.record, number=number + 1)
         return Instant(number + 1, versions)
 
     @property
@@ -320,21 +326,16 @@ class Membership:
     def instant_with(self, snapshot: Snapshot, digest: str | None) -> Instant | None:
         """The instant to which the load of a state that names `snapshot` moves all; None for a store by itself.
 
-        digest: of the instant of the state, if it is known. The snapshot's own may be older.
+        digest: of the state's instant. If no store notes that, the load is of this store alone, and a kill drops it.
         """
         saved = snapshot.manifest.instant
-        if self.record is None or saved is None:
+        if self.record is None or saved is None or digest is None:
+            return None
+        of_state = next((one for one in self._noted(saved.instant) if one.digest == digest), None)
+        if of_state is None:
             return None
         now = self.instant()
-        noted = () if digest is None else self._noted(saved.instant)
-        of_state = next((one for one in noted if one.digest == digest), None)
-        known = {id: v for id, v in (of_state or saved.instant).versions.items() if v is not None}
-        for id, peer in self.record.peers.items() if of_state is None else ():  # what was loaded before may be of it
-            other = self._other(peer)
-            at = other.folder.at if isinstance(other, Membership) else other.at
-            if at is not None and at.by == "load":
-                known.pop(id, None)
-        return Instant(now.number, {**now.versions, **known, self.id: saved.rows.now})
+        return Instant(now.number, {**now.versions, **of_state.versions, self.id: saved.rows.now})
 
     def _noted(self, first: Instant) -> Iterator[Instant]:
         """The instants that the stores note: `first`, those of loads of all, then those of all snapshots."""

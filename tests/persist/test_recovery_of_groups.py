@@ -466,6 +466,24 @@ def test_a_state_that_a_kill_left_loaded_into_one_alone_is_finished_as_it_was(
     assert at(tmp_path) == ([2, 3] if older else [3, 3])
 
 
+def half_of_mixed_state(path: Path) -> list[int]:
+    """A state of a moment that the user mixed is loaded into a alone: no snapshot notes that moment."""
+    model = Model(path, TWO, state_dict_snapshots=True)
+    for name in ("one", "two", "three"):
+        model.steps(1)
+        model.save_snapshot(name)
+    model.members[0].load_snapshot("two")
+    state = model.state_dict()
+    model.load_snapshot("one")
+    model.members[0].load_state_dict({name[2:]: value for name, value in state.items() if name.startswith("a.")})
+    return model.at()
+
+
+def test_a_kill_forgets_half_a_load_of_a_state_whose_moment_nothing_notes(tmp_path: Path) -> None:
+    assert killed(half_of_mixed_state, tmp_path) == [2, 1]
+    assert at(tmp_path) == [1, 1]
+
+
 def test_rows_that_were_kept_are_not_replaced_by_the_next_run(tmp_path: Path) -> None:
     for part in ("train", "keep"):
         in_process(state_of_three, tmp_path, part)

@@ -160,7 +160,8 @@ class CudaDevice:
         """Take torch out of a recording that failed, in which it leaves its allocator and, in 2.11, random numbers."""
         with suppress(RuntimeError):  # torch ended it
             torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
-        with self._recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):  # one that ends well
+        # one that ends well; its own failure would hide the first
+        with suppress(RuntimeError), self._recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
             torch.zeros(1, device=self.torch_device)
 
     @property
