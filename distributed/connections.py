@@ -12,22 +12,21 @@ import selectors
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from time import monotonic
 from typing import Any, NamedTuple
 
 from ..engine.durable import remedy_for
 from ..engine.errors import GroupError
-from ..snapshots.files.threads import Behind
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
 ADDRESS = 256  # bytes at most of what a rank tells of its own
-BACKLOG = 128  # connections at least that wait to be accepted, strangers among them
+BACKLOG = 65535  # connections that wait until ranks have met, strangers among them; Linux has a lower limit of its own
+MAX_SILENT = 16  # connections that have not greeted, beyond those of missing ranks
 MOST_NAMED = 3  # hosts of unknown connections that a message names
 HELLO = struct.Struct("32si")  # the listener's token, and the rank that connects
-# no descriptor or memory is left; EINVAL: the listener was shut down
-CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EINVAL
+CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # no descriptor or memory is left
 
 
 class Connected(NamedTuple):
@@ -46,19 +45,12 @@ def connect(rank: int, size: int, tell: Callable[[bytes], list[bytes]], timeout:
         GroupError: an address that a rank told cannot be reached from here, or a rank did not connect.
     """
     end = monotonic() + timeout
-    found: dict[int, socket.socket] = {}
-    with ExitStack() as opened, _listener(size) as listener:
+    with ExitStack() as opened, _listener() as listener:
         token = secrets.token_hex(16)
-        with Behind() as behind:
-            # from now on: strangers could fill the queue of a listener on which nobody accepts, and keep ranks out
-            behind.do(lambda: found.update(_greeted(listener, token, range(rank + 1, size), end, opened)))
-            try:
-                own = json.dumps([*listener.getsockname()[:2], token]).encode()
-                places = [json.loads(data) for data in tell(own)]
-                found.update(_reached_all(rank, places, tell, end, opened))
-            except BaseException:
-                listener.shutdown(socket.SHUT_RDWR)  # ends the thread
-                raise
+        own = json.dumps([*listener.getsockname()[:2], token]).encode()
+        places = [json.loads(data) for data in tell(own)]
+        found = _reached_all(rank, places, tell, end, opened)  # connections wait in a queue until they are accepted
+        found |= _greeted(listener, token, range(rank + 1, size), end, opened)
         opened.pop_all()
     return Connected(found, sum(host == places[rank][0] for host, *_ in places))
 
@@ -90,10 +82,9 @@ def _reached(other: int, place: tuple[str, int, str], rank: int, end: float) -> 
         connection = socket.create_connection((host, port), max(end - monotonic(), 0.1))
         connection.sendall(HELLO.pack(token.encode(), rank))
     except OSError as error:
+        remedy = remedy_for(error, "set GLOO_SOCKET_IFNAME to the network interface by which ranks reach each other")
         raise GroupError(
-            f"rank {rank} cannot reach rank {other} at {host}:{port} ({error}): set GLOO_SOCKET_IFNAME to the network "
-            "interface by which ranks reach each other",
-            [other],
+            f"rank {rank} cannot reach rank {other} at {host}:{port} ({error}): {remedy}", [other]
         ) from error
     return connection
 
@@ -116,26 +107,44 @@ def _greeted(
     guests: dict[socket.socket, _Guest] = {}
     strangers: Counter[str] = Counter()
     listener.setblocking(False)
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:  # which takes no descriptor
+
+        def send_away(guest: socket.socket) -> None:
+            selector.unregister(guest)
+            strangers[guests.pop(guest).host] += 1
+            guest.close()
+
         selector.register(listener, selectors.EVENT_READ)
         while len(found) < len(ranks) and (left := end - monotonic()) > 0:
             ready = {key.fileobj for key, _ in selector.select(left)}
             for connection in [guest for guest in guests if guest in ready]:
-                if not _hear(connection, guests[connection].hello):
+                hello = guests[connection].hello
+                if not _hear(connection, hello):
                     continue
-                selector.unregister(connection)
-                host, hello = guests.pop(connection)
                 rank = _rank_in(hello, token)
-                if rank is not None and rank in ranks and rank not in found:
-                    found[rank] = connection
+                if rank is None or rank not in ranks or rank in found:
+                    send_away(connection)
                 else:
-                    connection.close()
-                    strangers[host] += 1
-            if listener in ready and (accepted := _accepted(listener, guests)):
-                connection, (host, *_) = accepted
-                opened.enter_context(connection).setblocking(False)
-                selector.register(connection, selectors.EVENT_READ)
-                guests[connection] = _Guest(host, bytearray())
+                    selector.unregister(connection)
+                    del guests[connection]
+                    found[rank] = connection
+            if listener not in ready:
+                continue
+            try:
+                connection, (host, *_) = listener.accept()
+            except OSError as error:
+                if error.errno not in CANNOT_ACCEPT:  # the connection has left
+                    continue
+                if not guests:
+                    remedy = remedy_for(error, "let this host have more memory")
+                    raise GroupError(f"connections of other ranks cannot be accepted ({error}); {remedy}") from error
+                send_away(next(iter(guests)))  # the oldest, likely a stranger's
+                continue
+            opened.enter_context(connection).setblocking(False)
+            selector.register(connection, selectors.EVENT_READ)
+            guests[connection] = _Guest(host, bytearray())
+            if len(guests) > len(ranks) - len(found) + MAX_SILENT:
+                send_away(next(iter(guests)))
     strangers.update(guest.host for guest in guests.values())
     unknown = _named(strangers, listener)
     if missing := [rank for rank in ranks if rank not in found]:
@@ -145,22 +154,6 @@ def _greeted(
     for connection in guests:
         connection.close()
     return found
-
-
-def _accepted(listener: socket.socket, guests: Iterable[socket.socket]) -> tuple[socket.socket, Any] | None:
-    """A connection that waits, and its address; None if none does now. GroupError if none can be accepted."""
-    try:
-        return listener.accept()
-    except OSError as error:
-        if error.errno not in CANNOT_ACCEPT:  # the connection has left
-            return None
-        oldest = next(iter(guests), None)
-        if oldest is None:
-            remedy = remedy_for(error, "let this host have more memory")
-            raise GroupError(f"connections of other ranks cannot be accepted ({error}); {remedy}") from error
-    with suppress(OSError):  # likely a stranger's, to be closed as one that left
-        oldest.shutdown(socket.SHUT_RDWR)
-    return None
 
 
 def _hear(connection: socket.socket, hello: bytearray) -> bool:
@@ -192,10 +185,10 @@ def _named(strangers: Counter[str], listener: socket.socket) -> str:
     )
 
 
-def _listener(size: int) -> socket.socket:
+def _listener() -> socket.socket:
     host = _own_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=max(size, BACKLOG))
+    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
 
 
 def _own_address() -> str:
