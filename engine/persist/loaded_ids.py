@@ -16,6 +16,14 @@ class LoadedIds:
         self._spec, self._last = spec, last_ids
         self._rows, self._beyond = np.zeros(spec.num_tables, np.int64), np.zeros(spec.num_tables, np.int64)
         self._largest = np.zeros(spec.num_tables, np.uint64)
+        self._with_padding: set[int] = set()
+
+    def stored(self, chunks: Chunks) -> Chunks:
+        """The same chunks, of all that is stored: which tables have a row of padding, that no load takes."""
+        for bucket, rows in chunks:
+            if self._spec.padding_key is not None:
+                self._with_padding.update(rows["table"][rows["key"] == np.uint64(self._spec.padding_key)].tolist())
+            yield bucket, rows
 
     def counted(self, chunks: Chunks) -> Chunks:
         """The same chunks, counted as they pass."""
@@ -26,8 +34,11 @@ class LoadedIds:
             np.maximum.at(self._largest, tables, keys)
             yield bucket, rows
 
-    def remarks(self, what: str, of_dense: bool) -> list[str]:
-        """What does not fit. of_dense: whether the rows may be those of a dense table, which has all ids from 0 on."""
+    def remarks(self, what: str, of_dense: bool, stored_padding: int | None) -> list[str]:
+        """What does not fit. of_dense: whether the rows may be those of a dense table, which has all ids from 0 on.
+
+        stored_padding: the padding_idx of what is stored, whose row a dense table had and an import left out.
+        """
         found = []
         for number, (label, options) in enumerate(zip(self._spec.labels, self._spec.tables, strict=True)):
             takes, rows, beyond = options.ids, int(self._rows[number]), int(self._beyond[number])
@@ -41,8 +52,9 @@ class LoadedIds:
                 )
                 continue
             padding = self._spec.padding_idx
-            if padding is not None and 0 <= padding <= ids:  # a row of the dense table that no load takes
-                rows, ids = rows + 1, max(ids, padding + 1)
+            left_out = padding is not None and padding == stored_padding and 0 <= padding <= ids
+            if padding is not None and (left_out or number in self._with_padding):
+                rows, ids = rows + 1, max(ids, padding + 1)  # a row of the dense table that no load takes
             if of_dense and rows == ids < takes:
                 found.append(
                     f"{what} has ids 0 to {ids - 1} of table {label}, which takes {takes}, so the others begin as new "

@@ -342,16 +342,17 @@ class TablePersistence:
         makes that durable. verified: called when the rows are; where it raises, nothing has changed.
         replaced: whether another load is about to replace the rows, so that nothing is said of their ids.
         """
-        report = LoadReport()
+        report, last_ids = LoadReport(), self.spec.last_ids
+        ids = None if replaced or last_ids is None else LoadedIds(self.spec, last_ids)
         described = {**snapshot.description, "rows": snapshot.manifest.rows}
         if selection.has_every_row and snapshot.part is None:
             report.rows = snapshot.manifest.rows
         else:
-            for _ in selection.chunks(snapshot.chunks(), described, report):  # counted first, for `capacity`
+            chunks = snapshot.chunks() if ids is None else ids.stored(snapshot.chunks())
+            for _ in selection.chunks(chunks, described, report):  # counted first, for `capacity`
                 pass
         stored = {**selection.description(described), "rows": report.rows}
-        selected, last_ids = selection.rows_of(snapshot, LoadReport()), self.spec.last_ids
-        ids = None if replaced or last_ids is None else LoadedIds(self.spec, last_ids)
+        selected = selection.rows_of(snapshot, LoadReport())
         if ids is not None:
             selected = ids.counted(selected)
         with self._with_seed_of(snapshot.description), contextlib.nullcontext() if running is None else running.lock:
@@ -363,7 +364,7 @@ class TablePersistence:
                 self.folder.note_step(table.step)
         if ids is not None:
             untrained = not described["states"] and not described["step"]
-            report.remarks += ids.remarks(f"snapshot {snapshot.name!r}", of_dense=untrained)
+            report.remarks += ids.remarks(f"snapshot {snapshot.name!r}", untrained, described["padding_idx"])
             for remark in report.remarks:
                 log.warning("embedding %r: %s", self.spec.name, remark)
         return table, report

@@ -84,14 +84,19 @@ def test_tensors_of_named_tables_are_rows_of_tables_without_names(tmp_path: Path
         assert rows.get([19], 1).eq(20).all()
 
 
-@pytest.mark.parametrize(("rows", "padding"), [(10, 9), (10, 0), (7, 6), (7, 0), (7, 8)])
-def test_the_row_of_padding_is_one_of_a_dense_table(tmp_path: Path, rows: int, padding: int) -> None:
-    source = torch.nn.Embedding(rows, 4, padding_idx=padding if padding < rows else None)
+@pytest.mark.parametrize(("rows", "padding"), [(10, 9), (10, 0), (9, 9), (7, 6), (7, 0), (7, 7), (7, 8)])
+@pytest.mark.parametrize("has_padding", [True, False])
+def test_the_row_of_padding_is_one_of_a_dense_table(tmp_path: Path, rows: int, padding: int, has_padding: bool) -> None:
+    source = torch.nn.Embedding(rows, 4, padding_idx=padding if has_padding and padding < rows else None)
     import_snapshot(tmp_path / "rows", "d", source)
     stored, tables = make_host_mem_store_options(persistent_path=str(tmp_path)), [make_table_options(ZEROS, ids=10)]
     with MultiTableEmbedding("rows", 4, torch.float32, torch.int64, tables, stored, padding_idx=padding) as embedding:
         remarks = embedding.load_snapshot("d").remarks
-        assert sum("has ids 0 to 6 of table 0" in remark for remark in remarks) == (rows < 10)
+        said = [remark for remark in remarks if "has ids" in remark]
+        assert len(said) == (rows < 10)
+        assert all(
+            f"has ids 0 to {rows - 1} of table 0" in remark and remark.endswith(f" of {rows}") for remark in said
+        )
 
 
 def test_other_sizes_are_logged_when_a_folder_opens_with_the_imported_rows(
