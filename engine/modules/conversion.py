@@ -10,11 +10,15 @@ from torch import Tensor
 from ..errors import OptionError
 from ..ops.rows_contract import Rows
 
+IN_PART = "A model around it may be converted in part by now: make or load it again"
 
-def converter(embedding: Rows, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+
+def converter(
+    embedding: Rows, function: Callable[[Tensor], Tensor], by_now: str = IN_PART
+) -> Callable[[Tensor], Tensor]:
     """What converts the parameters of a module by `function`, for those of an embedding, which stay float32.
 
-    OptionError for another dtype than that which lookups return.
+    OptionError for another dtype than that which lookups return. by_now: what is converted when it is raised.
     """
     dtype = function(embedding.shadow.detach()).dtype
     if dtype not in (torch.float32, embedding.output_dtype):
@@ -24,7 +28,6 @@ def converter(embedding: Rows, function: Callable[[Tensor], Tensor]) -> Callable
             remedy = f"rows are float32 at most: convert its results by .to({dtype})"
         raise OptionError(
             f"embedding {embedding.name!r}: a conversion to {dtype} would change neither its rows nor what lookups "
-            f"return, {embedding.output_dtype}; {remedy}, or convert the other modules alone. A model around it may be "
-            "converted in part by now: make or load it again"
+            f"return, {embedding.output_dtype}; {remedy}, or convert the other modules alone. {by_now}"
         )
     return lambda tensor: function(tensor).to(torch.float32)

@@ -66,7 +66,7 @@ class ModelSnapshots:
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """As torch's. What an embedding refuses is raised before any module is converted."""
         for embedding in self._snapshot_embeddings() if recurse else ():
-            converter(embedding, fn)
+            converter(embedding, fn, f"Nothing of the {type(self).__name__} is converted by now")
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> dict[str, list[str]]:
