@@ -60,6 +60,9 @@ def _check(result: int) -> None:
 def _library() -> ctypes.CDLL:
     wheel = files("nvidia-cuda-nvrtc")
     assert wheel is not None
-    library = ctypes.CDLL(os.fspath(next(file for file in wheel if file.name.startswith("libnvrtc.so")).locate()))
+    found = [os.fspath(file.locate()) for file in wheel if ".so" in file.name]
+    # NVRTC asks the loader for its builtins, which finds them if they are loaded
+    ctypes.CDLL(next(path for path in found if "libnvrtc-builtins.so" in path))
+    library = ctypes.CDLL(next(path for path in found if "libnvrtc.so" in path))
     library.nvrtcGetErrorString.restype = ctypes.c_char_p
     return library
