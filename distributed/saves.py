@@ -149,7 +149,7 @@ class RankSnapshots:
         if now == EMPTY:
             return "", False, None
         alone = self.membership.record is None
-        instant = None if alone else self.membership.instant().digest
+        instant = None if alone else self.membership.seen().digest
         place = state_snapshot(home.keeper, now, keep)
         if place is not None:
             return place.name, False, instant

@@ -49,7 +49,7 @@ def connect_all(
     strangers: Sequence[Callable[[ExitStack, tuple[str, int, str]], None]] = STRANGERS,
 ) -> list[Connected | GroupError]:
     """What `connect` comes to on each of RANKS, to whose ports strangers come first."""
-    told: dict[int, bytes] = {}
+    places: dict[int, bytes] = {}
     met = threading.Barrier(RANKS)
 
     def start(rank: int) -> Connected | GroupError:
@@ -58,9 +58,9 @@ def connect_all(
                 for come in strangers:
                     come(opened, tuple(json.loads(own)))
             met.wait()
-            told[rank] = own.ljust(ADDRESS)
+            places[rank] = own.ljust(ADDRESS)
             met.wait()
-            return [told[rank] for rank in range(RANKS)]
+            return [places[rank] for rank in range(RANKS)]
 
         try:
             return connect(rank, RANKS, tell, 60)
