@@ -149,12 +149,12 @@ class RankSnapshots:
         if now == EMPTY:
             return "", False, None
         alone = self.membership.record is None
-        instant = None if alone else self.membership.seen().digest
         place = state_snapshot(home.keeper, now, keep)
         if place is not None:
-            return place.name, False, instant
+            return place.name, False, None if alone else self.membership.seen().digest
         self._for_state = Together(secrets.token_hex(16), None) if alone else self.membership.saved()
-        return OF_STATE + self._for_state.id, True, instant
+        saved = self._for_state.saved
+        return OF_STATE + self._for_state.id, True, None if saved is None else saved.instant.digest
 
     def load_for_state(self, name: str, instant: str | None) -> None:
         """Load a snapshot that a state_dict names, as `HeldTable.go_to`. instant: as of `SavedAs`."""

@@ -181,9 +181,8 @@ class Member:
             saved.add(EMPTY)
         return saved if killed or self.clean is None or self._before is not None else saved | {self.clean.now}
 
-    def instants(self, killed: bool | None = None) -> Iterator[Instant]:
-        """Those that its MARK and its snapshots note; with `killed`, if no later load or recovery cut them off."""
-        rows = None if killed is None else self.rows(killed)
+    def instants(self, rows: Rows | None = None) -> Iterator[Instant]:
+        """Those that its MARK and its snapshots note. rows: leave out snapshots that these rows did not go through."""
         for snapshot in self.snapshots:
             saved = snapshot.manifest.instant
             if saved is not None and (rows is None or rows.went_through(saved.rows.now)):
@@ -274,7 +273,7 @@ class Group:
             }
             if all(version in there.get(id, {EMPTY}) for id, version in begun.versions.items()):
                 return begun  # the load of several stores that a kill interrupted is finished
-        known = [instant for member in self.members.values() for instant in member.instants(killed)]
+        known = [instant for member in self.members.values() for instant in member.instants(member.rows(killed))]
         fit = [instant for instant in known if all(self._at(instant, id) in has[id] for id in has)]
         if fit:
             latest = max(fit, key=lambda instant: instant.number)
@@ -470,7 +469,7 @@ def _check_not_lost(first: StoreFolder, live: Live, stores: Sequence[Path]) -> N
     for member in members.values():
         for id, peer in () if member.record is None else member.record.peers.items():
             here = [*(one.path for one in members.values() if one.path.name == peer.name), *peer.places(member.path)]
-            known = max(member.instants(killed=False), key=lambda instant: instant.number, default=None)
+            known = max(member.instants(member.rows(killed=False)), key=lambda instant: instant.number, default=None)
             if known is None or known.versions.get(id, EMPTY) == EMPTY:
                 continue
             apart = member.state.keeper.path.parent / peer.name / SNAPSHOTS  # as snapshot_path has them
