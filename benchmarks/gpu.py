@@ -29,7 +29,7 @@ from tierbed.engine.ops.cuda.faults import Faults
 from tierbed.engine.ops.cuda.layout import InitialValues, Layout
 from tierbed.engine.optim.optimizers import row_optimizer
 from tierbed.engine.optim.rule import rule_named
-from tierbed.engine.spec.initializers import as_arrays, make_table_options, make_uniform_initializer
+from tierbed.engine.options.initializers import as_arrays, make_table_options, make_uniform_initializer
 from tierbed.engine.store.cuda.full import CudaFullStore
 from tierbed.engine.store.cuda.table import CudaFullTable
 from tierbed.graph import Graph

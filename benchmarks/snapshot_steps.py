@@ -22,7 +22,7 @@ from tier_stores import Mismatch
 from torch import Tensor
 
 from tierbed import engine
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 from tierbed.snapshots import Snapshot
 
 DIM, ROW_BYTES = 16, 4 + 8 + 4 * 3 * 16 + 4 + 4

@@ -11,7 +11,7 @@ from .arguments import Json, Name, Store, open_snapshot
 from .output import PROBLEM, USAGE, fail, print_fields, print_json, print_table, progress, text
 
 if TYPE_CHECKING:
-    from ..snapshots.looking.comparison import Comparison
+    from ..snapshots.inspection.comparison import Comparison
 
 
 def diff(
@@ -26,7 +26,7 @@ def diff(
     Example: tierbed snapshot diff store/users monday tuesday
     """
     from ..engine.errors import TierbedError
-    from ..snapshots.looking.comparison import compare
+    from ..snapshots.inspection.comparison import compare
 
     try:
         old, new = open_snapshot(store, before), open_snapshot(store, after)
@@ -43,7 +43,7 @@ def diff(
 
 
 def _plain(found: Comparison) -> dict[str, Any]:
-    from ..engine.spec.tables import numbered
+    from ..engine.options.tables import numbered
 
     counts = {sort: dict(sorted(getattr(found, sort).items())) for sort in ("added", "changed", "gone")}
     named = {"table_names": list(found.names)} if any(found.names) else {}
@@ -67,7 +67,7 @@ def _number(value: float | None) -> float | str | None:
 
 
 def _print(found: Comparison) -> None:
-    from ..engine.spec.tables import label_of
+    from ..engine.options.tables import label_of
 
     if not found.differs:
         print(f"the same: {found.same:,} rows")

@@ -95,7 +95,7 @@ def _prune(plans: dict[Path, Retained], keep_last: int, keep_every: int | None, 
     """Prune stores, by the process that has one open or by this, and let `plans` say what was done."""
     from ..engine.errors import TierbedError
     from ..engine.store.folder import StoreFolder
-    from ..snapshots.asking.asking import ask_prune
+    from ..snapshots.control.client import ask_prune
     from ..snapshots.store import retention
 
     held = served(plans, timeout, as_json)

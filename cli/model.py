@@ -38,7 +38,7 @@ def served(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, 
     Ends with `IN_USE` if a process has one and does not serve it, such as a command. StoreError if one is stopped.
     """
     from ..engine.store.folder_state import holder
-    from ..snapshots.asking.asking import ask_status
+    from ..snapshots.control.client import ask_status
 
     held = {store: process for store in stores if (process := holder(store)) is not None}
     for store in [store for store in held if ask_status(store, timeout) is None]:
@@ -55,7 +55,7 @@ def save_together(
     Ends with `IN_USE` for stores of several processes. Raises StoreError, SnapshotError, OptionError.
     """
     from ..engine.errors import SnapshotError, StoreError, TierbedError
-    from ..snapshots.asking.asking import ask_save
+    from ..snapshots.control.client import ask_save
     from ..snapshots.files.reader import Snapshot
 
     held = served(stores, timeout, as_json)

@@ -39,7 +39,7 @@ def save(
     Example: tierbed snapshot save store/users before-retraining
     """
     from ..engine.store.folder_state import holder
-    from ..snapshots.asking.asking import ask_save
+    from ..snapshots.control.client import ask_save
     from ..snapshots.store.closed_ranks import save_closed
 
     begin = time.monotonic()
@@ -140,13 +140,13 @@ def inspect(
 
     Example: tierbed snapshot inspect store/users before-retraining --plot users.png
     """
-    from ..engine.spec.tables import label_of, names_in
+    from ..engine.options.tables import label_of, names_in
     from ..snapshots.files.format import with_named_hyper
-    from ..snapshots.looking.row import plain_row
-    from ..snapshots.looking.summary import summarise
+    from ..snapshots.inspection.row import plain_row
+    from ..snapshots.inspection.summary import summarise
 
     if plot is not None:
-        from ..snapshots.looking.plots import check_plot, draw
+        from ..snapshots.inspection.plots import check_plot, draw
 
         check_plot(plot)
     snapshot = open_snapshot(store, name)

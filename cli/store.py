@@ -108,9 +108,9 @@ def get(
     """
     from ..engine.errors import InputError
     from ..engine.store.folder_state import holder
-    from ..snapshots.asking.asking import ask_row
+    from ..snapshots.control.client import ask_row
     from ..snapshots.files.reader import Snapshot
-    from ..snapshots.looking.row import live_row, plain_row, snapshot_row
+    from ..snapshots.inspection.row import live_row, plain_row, snapshot_row
     from ..snapshots.store.status import existing_store, is_snapshot
 
     found: dict[str, Any] = {}

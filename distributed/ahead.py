@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..engine.spec.inputs import Lookup
+from ..engine.options.inputs import Lookup
 from ..engine.table.prefetch import QUEUE, copied, same_lookups
 from .agreement import Agreement
 from .asked import IdsOnTheirWay, Local

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..engine.ops.segments import empty
+from ..engine.options.inputs import Lookup
+from ..engine.options.table_spec import TableSpec
 from ..engine.processors.processor import Processor
-from ..engine.spec.inputs import Lookup
-from ..engine.spec.table_spec import TableSpec
 from .blocks import Traffic
 
 if TYPE_CHECKING:

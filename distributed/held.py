@@ -21,7 +21,7 @@ from ..engine.row_format import RowForm
 from ..engine.store.shares import Live, remove_other_shares
 from ..engine.store.versions import EMPTY, Rows
 from ..engine.version import __version__
-from ..snapshots.asking.serving import Service
+from ..snapshots.control.server import Service
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
 from ..snapshots.store.instants import rows_of, rows_of_ranks
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     import torch
 
     from ..engine.optim.optimizers import RowOptimizer
+    from ..engine.options.options import StoreOptions
+    from ..engine.options.table_spec import TableSpec
     from ..engine.persist.saved_as import SavedAs
     from ..engine.persist.training_group import TrainingGroup
-    from ..engine.spec.options import StoreOptions
-    from ..engine.spec.table_spec import TableSpec
     from ..engine.table.table import OpenTable
     from .group import Group
     from .together import SavesTogether

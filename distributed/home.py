@@ -7,8 +7,8 @@ import secrets
 from pathlib import Path
 
 from ..engine.errors import StoreError
+from ..engine.options.options import StoreOptions
 from ..engine.persist.opening import Base
-from ..engine.spec.options import StoreOptions
 from ..engine.store.folder import StoreFolder
 from ..engine.store.folder_state import FolderState
 from ..engine.store.snapshot_place import place_of

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..engine.errors import CapacityError, StoreError
 from ..engine.exact_sum import partial, total
-from ..engine.spec.inputs import Gradients, checked_gradients
+from ..engine.options.inputs import Gradients, checked_gradients
 from .agreement import Agreement, agree, attempt
 from .asked import Local, without
 from .blocks import Blocks, Message, Traffic, start
 
 if TYPE_CHECKING:
-    from ..engine.spec.inputs import Lookup
+    from ..engine.options.inputs import Lookup
     from ..engine.table.pinned import PinnedBatch
     from .group import Exchange, Group
 

@@ -15,7 +15,7 @@ from ..engine import _core
 from ..engine.errors import StoreError
 from ..engine.ops.segments import batch_of, empty
 from ..engine.optim.optimizers import RowOptimizer
-from ..engine.spec.inputs import Lookup
+from ..engine.options.inputs import Lookup
 from ..engine.table.pinned import PinnedBatch
 from ..engine.table.report import new_rows
 from ..engine.table.table import OpenTable

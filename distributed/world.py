@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..engine.errors import OptionError
 from ..engine.optim.optimizers import RowOptimizer
+from ..engine.options.options import StoreOptions
+from ..engine.options.table_spec import TableSpec
 from ..engine.persist.training_group import TrainingGroup
-from ..engine.spec.options import StoreOptions
-from ..engine.spec.table_spec import TableSpec
 from .agreement import agree, attempt, raw_bytes
 from .held import ShardedHeld
 from .rendezvous import make_default_group

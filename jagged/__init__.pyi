@@ -1,10 +1,10 @@
-from .modules.bag_collection import EmbeddingBagCollection as EmbeddingBagCollection
-from .modules.collection import EmbeddingCollection as EmbeddingCollection
-from .modules.collection import Padded as Padded
-from .modules.configs import EmbeddingBagConfig as EmbeddingBagConfig
-from .modules.configs import EmbeddingConfig as EmbeddingConfig
-from .modules.configs import PoolingType as PoolingType
-from .modules.position_weighted import PositionWeighted as PositionWeighted
+from .collections.bag_collection import EmbeddingBagCollection as EmbeddingBagCollection
+from .collections.collection import EmbeddingCollection as EmbeddingCollection
+from .collections.collection import Padded as Padded
+from .collections.configs import EmbeddingBagConfig as EmbeddingBagConfig
+from .collections.configs import EmbeddingConfig as EmbeddingConfig
+from .collections.configs import PoolingType as PoolingType
+from .collections.position_weighted import PositionWeighted as PositionWeighted
 from .tbe.enums import BoundsCheckMode as BoundsCheckMode
 from .tbe.enums import CacheAlgorithm as CacheAlgorithm
 from .tbe.enums import ComputeDevice as ComputeDevice

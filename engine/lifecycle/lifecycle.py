@@ -13,8 +13,8 @@ import numpy as np
 
 from .. import _core
 from ..errors import CapacityError
+from ..options.options import StoreOptions
 from ..row_format import Chunks, Keys, Tables
-from ..spec.options import StoreOptions
 from ..store.table_counts import Counts, counted
 
 log = logging.getLogger("tierbed")

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
+from ..options.inputs import Lookup
 from ..signals import uninterrupted
-from ..spec.inputs import Lookup
 from ..table.pinned import PinnedBatch
 from ..table.replay import begin_replay, record_peek, record_pin, record_update
 from ..table.table import OpenTable

@@ -19,13 +19,13 @@ from ..ops.rows_contract import TRACED, Pinned
 from ..ops.segments import segment
 from ..optim.optimizers import RowOptimizer, row_optimizer
 from ..optim.row_state import RowState
+from ..options.initializers import make_normal_initializer
+from ..options.inputs import Lookup, check_lookup, check_output_dtype, check_weights
+from ..options.option_makers import store_options_from_dict
+from ..options.table_spec import table_spec
 from ..persist.held_contract import Held, Ranks, TableOfAll
 from ..persist.held_table import HeldTable
 from ..persist.saved_as import UNKNOWN, SavedAs
-from ..spec.initializers import make_normal_initializer
-from ..spec.inputs import Lookup, check_lookup, check_output_dtype, check_weights
-from ..spec.option_makers import store_options_from_dict
-from ..spec.table_spec import table_spec
 from ..table import parts
 from ..table.table import OpenTable
 from .conversion import converter

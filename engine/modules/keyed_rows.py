@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..errors import InputError, StoreError
 from ..ops.segments import check_legal
+from ..options.inputs import Lookup, check_lookup, check_range, check_row, keys_from, rows_from
+from ..options.tables import numbered
 from ..persist.held_contract import TableOfAll
 from ..row_format import EMBEDDING
 from ..signals import uninterrupted
-from ..spec.inputs import Lookup, check_lookup, check_range, check_row, keys_from, rows_from
-from ..spec.tables import numbered
 from ..table.report import metrics, settled, where
 from ..table.table import OpenTable
 from .saved_rows import SavedRows

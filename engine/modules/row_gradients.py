@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..ops.rows_contract import Pinned, Rows
-from ..spec.inputs import Lookup
+from ..options.inputs import Lookup
 
 
 @dataclass

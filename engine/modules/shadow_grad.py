@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import GraphError
 from ..ops.rows_contract import TRACED, Rows
-from ..spec.inputs import Lookup
+from ..options.inputs import Lookup
 from .row_gradients import RowGradients
 
 # the EagerOptimizer that steps an embedding, by its handle

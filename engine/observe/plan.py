@@ -17,10 +17,10 @@ from ..cache.division import BESIDE_BYTES, LEAST, MB, Division, divide
 from ..errors import InputError, OptionError
 from ..host_memory import free_host_memory
 from ..numeric import budget_option, real, whole, whole_option
+from ..options.initial_values import MASK64
+from ..options.options import CachedSsdOptions
+from ..options.table_spec import check_dtype, check_state_dtype
 from ..row_format import line_bytes_of, words_of
-from ..spec.initial_values import MASK64
-from ..spec.options import CachedSsdOptions
-from ..spec.table_spec import check_dtype, check_state_dtype
 from .rank_plan import RankPlan
 from .stack_distance import Model, Sample
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ClosedError, GraphError
-from ..spec.inputs import Lookup
+from ..options.inputs import Lookup
 from .rows_contract import Rows
 
 _orders = itertools.count()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..optim.arithmetic import row_sum
 from ..optim.kernel import LIMITS
 from ..optim.rule import Rule, rule_named
-from ..spec.initial_values import CONSTANT, MASK64, UNIFORM, normal_quantile
+from ..options.initial_values import CONSTANT, MASK64, UNIFORM, normal_quantile
 
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]

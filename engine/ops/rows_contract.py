@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from ..optim.optimizers import RowOptimizer
-    from ..spec.inputs import Lookup
-    from ..spec.options import StoreOptions
-    from ..spec.table_spec import TableSpec
+    from ..options.inputs import Lookup
+    from ..options.options import StoreOptions
+    from ..options.table_spec import TableSpec
 
 
 TRACED = "tierbed_traced"  # attribute of a trace's tensor: the thread of the trace, and the live parameter

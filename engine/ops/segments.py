@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .. import _core
 from ..errors import InputError
-from ..spec.inputs import Lookup
-from ..spec.table_spec import TableSpec
+from ..options.inputs import Lookup
+from ..options.table_spec import TableSpec
 
 LARGE = 1 << 20  # bytes: the system clears newly allocated memory of this size page by page
 

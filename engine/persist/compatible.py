@@ -13,8 +13,8 @@ from ..errors import InputError, OptimizerError, SnapshotError, StoreError
 from ..optim.kernel import kernels
 from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
-from ..spec.table_spec import KEY_TYPES, TableSpec
-from ..spec.tables import OF_TENSORS, Names, choices, labels_of, misplaced, names_in, table_number
+from ..options.table_spec import KEY_TYPES, TableSpec
+from ..options.tables import OF_TENSORS, Names, choices, labels_of, misplaced, names_in, table_number
 
 log = logging.getLogger("tierbed")
 

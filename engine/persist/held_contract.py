@@ -15,9 +15,9 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..ops.rows_contract import Pinned
 from ..optim.optimizers import RowOptimizer
-from ..spec.inputs import Lookup
-from ..spec.options import StoreOptions
-from ..spec.table_spec import TableSpec
+from ..options.inputs import Lookup
+from ..options.options import StoreOptions
+from ..options.table_spec import TableSpec
 from ..table.background_save import Saving
 from ..table.table import OpenTable
 from .rows_in_tensors import RowTensors

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...snapshots.asking.serving import Service
+from ...snapshots.control.server import Service
 from ...snapshots.files.format import Manifest
 from ...snapshots.files.reader import list_snapshots
-from ...snapshots.looking.row import place_of, plain_row, read_row
+from ...snapshots.inspection.row import place_of, plain_row, read_row
 from ...snapshots.store.selection import Selection
 from ..durable import remedy_for
 from ..errors import ClosedError, OptimizerError, StoreError
 from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
-from ..spec.options import StoreOptions
-from ..spec.table_spec import TableSpec
+from ..options.options import StoreOptions
+from ..options.table_spec import TableSpec
 from ..table.table import OpenTable
 from .open_and_close import TablePersistence
 from .opening import Decide

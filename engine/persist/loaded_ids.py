@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ..options.table_spec import TableSpec
 from ..row_format import Chunks
-from ..spec.table_spec import TableSpec
 
 
 class LoadedIds:

@@ -30,11 +30,11 @@ from ..errors import SnapshotError, StoreError, TierbedError
 from ..lifecycle.lifecycle import Lifecycle
 from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
+from ..options.options import CachedSsdOptions, StoreOptions
+from ..options.table_spec import TableSpec
 from ..processors.choose import processor_of
 from ..row_format import Chunks, Field, RowForm
 from ..signals import uninterrupted
-from ..spec.options import CachedSsdOptions, StoreOptions
-from ..spec.table_spec import TableSpec
 from ..store.contract import Table
 from ..store.folder import StoreFolder
 from ..store.rocksdb import RocksDB

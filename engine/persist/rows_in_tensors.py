@@ -15,8 +15,8 @@ from torch import Tensor
 from ...snapshots.files.format import check_description
 from ..errors import SnapshotError, StoreError
 from ..optim.row_state import RowState
+from ..options.table_spec import TableSpec
 from ..row_format import EMBEDDING, Chunks, RowForm, Rows
-from ..spec.table_spec import TableSpec
 from ..table.table import OpenTable
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ..spec.options import StoreOptions
+from ..options.options import StoreOptions
 from ..store.shares import share_folder
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from ..errors import InputError
-from ..spec.inputs import DEVICES
-from ..spec.options import StoreOptions
+from ..options.inputs import DEVICES
+from ..options.options import StoreOptions
 from .processor import Factory
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from .. import _core
 from ..cache.cached import CachedStore
 from ..ops.segments import array_of, batch_of, empty, flat
-from ..spec.inputs import OUTPUT_DTYPES, Gradients, Lookup
-from ..spec.options import CachedHostMemOptions, mib
+from ..options.inputs import OUTPUT_DTYPES, Gradients, Lookup
+from ..options.options import CachedHostMemOptions, mib
 from ..store.contract import Tier
 from ..store.full import CpuFullStore
 from ..store.table_counts import Counts
@@ -23,7 +23,7 @@ from .processor import ByOwner
 
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
-    from ..spec.table_spec import TableSpec
+    from ..options.table_spec import TableSpec
     from .processor import Recorder
 
 

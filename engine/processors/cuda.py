@@ -23,8 +23,8 @@ from ..ops.cuda.batch import Batch, Ids, Segment
 from ..ops.cuda.device import Device, Event
 from ..ops.cuda.faults import CHANGED, Faults
 from ..ops.cuda.layout import Layout
-from ..spec.inputs import Gradients, Lookup
-from ..spec.options import CachedHostMemOptions, StoreOptions, mib
+from ..options.inputs import Gradients, Lookup
+from ..options.options import CachedHostMemOptions, StoreOptions, mib
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullStore
 from ..store.table_counts import Counts
@@ -32,7 +32,7 @@ from .processor import ByOwner, DeferredError, Factory, Recorder
 
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
-    from ..spec.table_spec import TableSpec
+    from ..options.table_spec import TableSpec
 
 
 def on_device(device: Device, options: StoreOptions) -> Factory:

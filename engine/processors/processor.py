@@ -14,14 +14,14 @@ from torch import Tensor
 from .. import _core
 from ..errors import TierbedError
 from ..host_memory import FreeMemory
-from ..spec.inputs import Gradients, Lookup
-from ..spec.options import CachedHostMemOptions
+from ..options.inputs import Gradients, Lookup
+from ..options.options import CachedHostMemOptions
 from ..store.contract import FullStore, Store, Table, Tier
 from ..store.table_counts import Counts
 
 if TYPE_CHECKING:
     from ..optim.row_state import RowState
-    from ..spec.table_spec import TableSpec
+    from ..options.table_spec import TableSpec
 
 B = TypeVar("B")
 R = TypeVar("R")

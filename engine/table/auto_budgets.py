@@ -14,8 +14,8 @@ from weakref import WeakSet
 from ..cache.division import BESIDE_BYTES, LEAST, MB, Beside, Division, divide
 from ..errors import OptionError
 from ..host_memory import ROOT, FreeMemory, free_host_memory
+from ..options.options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, mib
 from ..processors.processor import Processor
-from ..spec.options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, mib
 
 TOP, BELOW = "cache_budget_mb", "host_cache_budget_mb"
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..exact_sum import partial, total
-from ..spec.inputs import Lookup, checked_gradients
+from ..options.inputs import Lookup, checked_gradients
 from .table import OpenTable
 
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..exact_sum import partial, total
+from ..options.inputs import Gradients, Lookup, checked_gradients
+from ..options.table_spec import TableSpec
 from ..processors.processor import Processor
-from ..spec.inputs import Gradients, Lookup, checked_gradients
-from ..spec.table_spec import TableSpec
 from .watch import Watch
 
 

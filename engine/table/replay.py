@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..spec.inputs import Gradients, Lookup
+from ..options.inputs import Gradients, Lookup
 from .pinned import PinnedBatch
 from .table import OpenTable
 

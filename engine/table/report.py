@@ -6,8 +6,8 @@ from typing import Any
 
 from .. import _core
 from ..ops.segments import rows_of
+from ..options.inputs import Lookup
 from ..row_format import Chunks
-from ..spec.inputs import Lookup
 from ..store.table_counts import by_label
 from .prefetch import NOTHING_ANNOUNCED
 from .scanned import line_addresses

@@ -14,10 +14,10 @@ from .. import _core
 from ..errors import SnapshotError, StoreError
 from ..optim.row_state import RowState
 from ..optim.rule import catches_up
+from ..options.initializers import make_constant_initializer, make_table_options
+from ..options.table_spec import TableSpec
 from ..row_format import KEY, Chunks, RowForm
 from ..signals import uninterrupted
-from ..spec.initializers import make_constant_initializer, make_table_options
-from ..spec.table_spec import TableSpec
 from ..store.table_counts import Counts, counted
 from .stack import Stack
 

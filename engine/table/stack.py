@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cache.cached import CachedStore
-from ..spec.options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, mib
-from ..spec.rocksdb_options import options_text
+from ..options.options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, mib
+from ..options.rocksdb_options import options_text
 from ..store.contract import Store, Table, Tier
 from ..store.rocksdb import READ_THREADS, SHARDS, RocksDB
 

@@ -18,11 +18,11 @@ from ..ops.segments import rows_of
 from ..optim.optimizers import RowOptimizer
 from ..optim.row_state import RowState
 from ..optim.rule import catches_up
+from ..options.inputs import Gradients, Lookup
+from ..options.table_spec import TableSpec
 from ..processors.processor import Processor
 from ..row_format import LAST_STEP, Chunks, Keys, Tables
 from ..signals import uninterrupted
-from ..spec.inputs import Gradients, Lookup
-from ..spec.table_spec import TableSpec
 from ..store.contract import Room, Store
 from ..store.rocksdb import RocksDB
 from ..store.table_counts import Counts, counted

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...engine.ops import row_ops
-from ...engine.spec.inputs import Lookup
+from ...engine.options.inputs import Lookup
 from ..trace.alias import external, live_nodes, reshaped, stable, storages
 from ..trace.names import identifiers
 from ..trace.trace import LIVE

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ...engine.ops import row_ops
 from ...engine.ops.rows_contract import Rows
-from ...engine.spec.inputs import Lookup
+from ...engine.options.inputs import Lookup
 from ..trace.alias import external, is_random, storages, written
 from .step_end import accumulate
 

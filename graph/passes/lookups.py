@@ -12,7 +12,7 @@ from torch import fx
 from ...engine.errors import GraphError
 from ...engine.ops import lookup as recorded
 from ...engine.ops import row_ops
-from ...engine.spec.inputs import Lookup
+from ...engine.options.inputs import Lookup
 from ..trace.alias import is_random, memory, stable, storages, written
 
 LOOKUP = torch.ops.tierbed.lookup.default

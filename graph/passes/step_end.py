@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.numeric import whole
 from ...engine.ops.rows_contract import Rows
+from ...engine.options.inputs import Lookup
 from ...engine.signals import uninterrupted
-from ...engine.spec.inputs import Lookup
 from ...engine.squares import sum_of_squares
 from .dense import dense_step
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from ...engine.errors import TierbedError
 from ...engine.ops.rows_contract import Rows
-from ...engine.spec.inputs import Lookup
+from ...engine.options.inputs import Lookup
 from ..passes.lookahead import Coming
 from ..passes.step_end import StepEnd
 

@@ -16,9 +16,9 @@ from ...engine.modules.one_trainer import training_step
 from ...engine.ops.lookup import embedding_of
 from ...engine.ops.rows_contract import Rows
 from ...engine.optim.optimizers import RowOptimizer
+from ...engine.options.inputs import Lookup
 from ...engine.persist.training_group import check_failed_step
 from ...engine.signals import uninterrupted
-from ...engine.spec.inputs import Lookup
 from ..passes.common import (
     add_dense_steps,
     add_schedules,

@@ -22,7 +22,7 @@ from ...distributed.first_values import share_first_values
 from ...distributed.script import NONE
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import Rows
-from ...engine.spec.inputs import Lookup
+from ...engine.options.inputs import Lookup
 from ..passes.dense import numbers_of
 from ..passes.ranks import Exchange, in_words, sum_over_ranks
 from ..passes.step_end import DenseGrads, LookupGrads, RowGrads, StepEnd, accumulate, end_step, schedule

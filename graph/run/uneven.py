@@ -17,8 +17,8 @@ from torch import nn
 from ...distributed.agreement import Agreement, agree
 from ...engine.errors import InputError
 from ...engine.ops.rows_contract import Rows
+from ...engine.options.inputs import Lookup
 from ...engine.signals import uninterrupted
-from ...engine.spec.inputs import Lookup
 from ..passes.lookahead import Coming
 from ..passes.step_end import StepEnd
 from .ahead import Announcer

@@ -44,7 +44,7 @@ from ...engine.durable import (
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
 from ...engine.modules.model_snapshots import load_rows, save_rows
 from ...engine.modules.saved_rows import EXTRA, SavedRows
-from ...engine.spec.names import is_folder_name
+from ...engine.options.names import is_folder_name
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
 from ..passes.ranks import refuse_worlds

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...engine.spec.inputs import Lookup, check_lookup, check_weights
-from ...engine.spec.table_spec import TableSpec
+from ...engine.options.inputs import Lookup, check_lookup, check_weights
+from ...engine.options.table_spec import TableSpec
 from .calls import Call, taken_out
 from .specs import Part
 

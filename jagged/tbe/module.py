@@ -12,8 +12,8 @@ from torch._guards import detect_fake_mode
 
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.numeric import real
+from ...engine.options.table_spec import DTYPES, check_seed, check_state_dtype
 from ...engine.persist.held_contract import Ranks
-from ...engine.spec.table_spec import DTYPES, check_seed, check_state_dtype
 from .bounds import Bounds
 from .calls import Call, checked_call
 from .enums import BoundsCheckMode, CacheAlgorithm, OptimType, PoolingMode, WeightDecayMode, taken, taken_dtype

@@ -14,17 +14,17 @@ from ...engine._core import WAYS
 from ...engine.cache.division import BESIDE_BYTES, MB
 from ...engine.errors import OptionError
 from ...engine.numeric import real, whole
-from ...engine.spec.option_makers import (
+from ...engine.options.option_makers import (
     make_cached_host_mem_store_options,
     make_device_mem_store_options,
     make_host_mem_store_options,
 )
-from ...engine.spec.options import StoreOptions
-from ...engine.spec.table_spec import check_name
-from ...engine.spec.tables import check_distinct, check_table_name
-from ..modules.configs import suffix_of
-from ..modules.division import Need, stores_of
-from ..modules.other_types import warn_of_other_types
+from ...engine.options.options import StoreOptions
+from ...engine.options.table_spec import check_name
+from ...engine.options.tables import check_distinct, check_table_name
+from ..collections.configs import suffix_of
+from ..collections.division import Need, stores_of
+from ..collections.other_types import warn_of_other_types
 from .enums import CacheAlgorithm, ComputeDevice, EmbeddingLocation, taken
 
 LOAD_FACTOR = 0.2  # FBGEMM's default

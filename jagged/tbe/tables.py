@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from ...engine.errors import InputError, StoreError
 from ...engine.modules.model_snapshots import ModelSnapshots
 from ...engine.modules.multi_table import MultiTableEmbedding
-from ...engine.persist.held_contract import Ranks
-from ...engine.persist.training_group import train_together
-from ...engine.spec.initializers import (
+from ...engine.options.initializers import (
     AnyTableOptions,
     make_constant_initializer,
     make_table_options,
     make_uniform_initializer,
 )
-from ...engine.spec.options import StoreOptions
-from ...engine.spec.table_spec import check_reach
-from ...engine.spec.tables import choices, table_number
-from ..modules.division import stores_text
+from ...engine.options.options import StoreOptions
+from ...engine.options.table_spec import check_reach
+from ...engine.options.tables import choices, table_number
+from ...engine.persist.held_contract import Ranks
+from ...engine.persist.training_group import train_together
+from ..collections.division import stores_text
 from .bounds import Bounds
 from .copies import copied_states, copied_weights, fill_uniform
 from .read_only import ReadOnlyCopy

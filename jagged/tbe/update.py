@@ -14,8 +14,8 @@ from ...engine.modules.one_trainer import training_step
 from ...engine.modules.ranks import refuse_lookup
 from ...engine.ops.rows_contract import Rows
 from ...engine.optim.optimizers import RowOptimizer
+from ...engine.options.inputs import Lookup
 from ...engine.signals import uninterrupted
-from ...engine.spec.inputs import Lookup
 
 
 class Trainer:

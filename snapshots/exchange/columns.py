@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import InputError, SnapshotError
+from ...engine.options.tables import choices, names_in, table_number
 from ...engine.row_format import EMBEDDING as EMBEDDING
 from ...engine.row_format import RowForm, overflows
-from ...engine.spec.tables import choices, names_in, table_number
 
 TABLE, KEY, UPDATES, STEP = "table", "key", "updates", "step"
 TABLE_NAME = "table_name"  # a column beside the table's number, in formats that have text

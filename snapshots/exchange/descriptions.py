@@ -11,8 +11,8 @@ import torch
 from ...engine.errors import InputError, OptimizerError, OptionError
 from ...engine.optim.optimizers import RowOptimizer
 from ...engine.optim.row_state import RowState
-from ...engine.spec.initializers import make_normal_initializer
-from ...engine.spec.table_spec import table_spec
+from ...engine.options.initializers import make_normal_initializer
+from ...engine.options.table_spec import table_spec
 from ...engine.store.folder import StoreFolder
 from ..files.format import check_description
 from ..files.reader import Snapshot, list_snapshots

@@ -11,8 +11,8 @@ from typing import Any
 
 from ...engine.durable import TEMPORARY, UnsyncedError, fsync_file, make_folder, put_in_place
 from ...engine.errors import InputError, SnapshotError
+from ...engine.options.tables import Names, choices, names_in, table_number
 from ...engine.row_format import Chunks
-from ...engine.spec.tables import Names, choices, names_in, table_number
 from ..files.reader import Snapshot
 from ..files.writer import Progress, write_snapshot
 from ..store.selection import LoadReport, Selection

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...engine.errors import InputError
+from ...engine.options.table_spec import check_dtype
+from ...engine.options.tables import FIELD, OF_TENSORS, Names, are_names, names_in
 from ...engine.row_format import RowForm
-from ...engine.spec.table_spec import check_dtype
-from ...engine.spec.tables import FIELD, OF_TENSORS, Names, are_names, names_in
 from ...engine.store.folder import StoreFolder
 from ..files.format import Manifest, check_name
 from ..files.writer import Progress, check_free, write_snapshot

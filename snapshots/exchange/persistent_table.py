@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...engine.errors import ClosedError, InputError, OptionError
-from ...engine.spec.table_spec import KEY_TYPES, check_key_type
+from ...engine.options.table_spec import KEY_TYPES, check_key_type
 from ...engine.store.folder import StoreFolder
 from ...engine.table.scanned import settled
 from ..files.format import check_name

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...engine.errors import InputError, SnapshotError, TierbedError
+from ...engine.options.tables import is_table_name
 from ...engine.row_format import NUMBERS
-from ...engine.spec.tables import is_table_name
 from ..files.reader import Snapshot
 from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
 from .descriptions import checked_description

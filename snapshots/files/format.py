@@ -12,9 +12,9 @@ from typing import Any, Literal
 from ...engine.durable import seal, unseal
 from ...engine.errors import SnapshotError
 from ...engine.optim.kernel import LIMITS, kernels
+from ...engine.options.names import is_folder_name
+from ...engine.options.tables import FIELD, are_names
 from ...engine.row_format import BUCKETS, LAST_STEP, NUMBERS, STATE_TYPES, RowForm
-from ...engine.spec.names import is_folder_name
-from ...engine.spec.tables import FIELD, are_names
 from ...engine.store.folder_state import INSTANT, OWN
 from ...engine.store.folder_state import MANIFEST as MANIFEST
 from ...engine.store.shares import SHARE

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from ...engine import _core
 from ...engine.durable import check_regular, open_regular
 from ...engine.errors import SnapshotError, StoreError
+from ...engine.options.rocksdb_options import require_rocksdb
 from ...engine.row_format import Chunks
-from ...engine.spec.rocksdb_options import require_rocksdb
 from .format import ROCKSDB, Manifest
 from .reader_process import ApartError, NotStartedError, rows_apart
 from .unread import UnreadError, cause_of, damaged, unread

@@ -133,7 +133,7 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
     mark = marked(store)
     if mark["live"] != "rocksdb":
         return None
-    from ...engine.spec.rocksdb_options import options_text  # only where it holds the rows
+    from ...engine.options.rocksdb_options import options_text  # only where it holds the rows
     from ...engine.store.rocksdb import RocksDB  # only where it holds the rows
 
     def held() -> int:

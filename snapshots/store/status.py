@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.spec.tables import labels_of, names_in
+from ...engine.options.tables import labels_of, names_in
 from ...engine.store.folder_state import MANIFEST, FolderState, holder
 from ...engine.store.shares import RANKS, marks_in, share_folder
 from ...engine.store.snapshot_place import SNAPSHOTS

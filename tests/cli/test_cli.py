@@ -18,7 +18,7 @@ from support.stores import options
 from tierbed.cli import main
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
-from tierbed.snapshots.looking.summary import NORM_EDGES, summarise
+from tierbed.snapshots.inspection.summary import NORM_EDGES, summarise
 
 COUNTS = {0: 20, 5: 1, 63: 9}
 MARKED = {"live": "rows", "rows": 30}

@@ -20,14 +20,14 @@ from support.shell import Cli
 from support.stores import options
 from support.together import Model, killed, killed_at
 from tierbed.cli import main
+from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.persist.together import save_together
 from tierbed.engine.persist.training_group import train_together
-from tierbed.engine.spec.inputs import Lookup
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.engine.store.folder_state import FolderState, snapshot_id
 from tierbed.snapshots import list_snapshots
-from tierbed.snapshots.asking import serving
-from tierbed.snapshots.asking.asking import ask_save, ask_status
+from tierbed.snapshots.control import server as serving
+from tierbed.snapshots.control.client import ask_save, ask_status
 
 STORES = ("host", "ssd")
 

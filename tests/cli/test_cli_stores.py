@@ -12,7 +12,7 @@ from support.embeddings import DIM, attach, contents, make, train
 from support.shell import Cli
 from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding, _core
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot
 

@@ -25,8 +25,8 @@ from tierbed.engine import MultiTableEmbedding, make_constant_initializer
 from tierbed.engine.durable import fsync_dir, fsync_file
 from tierbed.engine.errors import StoreError
 from tierbed.engine.modules.model_snapshots import ModelSnapshots
+from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.persist.training_group import train_together
-from tierbed.engine.spec.inputs import Lookup
 from tierbed.snapshots import Snapshot, list_snapshots
 
 from .model_expected import Steps

@@ -12,11 +12,11 @@ from torch import Tensor
 from support.cuda_tables import on_devices
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.optim.row_state import RowState
+from tierbed.engine.options.initializers import make_constant_initializer
+from tierbed.engine.options.inputs import Gradients, Lookup
+from tierbed.engine.options.table_spec import TableSpec, table_spec
 from tierbed.engine.processors.cpu import CpuProcessor
 from tierbed.engine.processors.cuda import CudaProcessor
-from tierbed.engine.spec.initializers import make_constant_initializer
-from tierbed.engine.spec.inputs import Gradients, Lookup
-from tierbed.engine.spec.table_spec import TableSpec, table_spec
 
 pytestmark = pytest.mark.op
 

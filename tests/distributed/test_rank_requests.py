@@ -17,8 +17,8 @@ from support.together import Model
 from tierbed.distributed import World
 from tierbed.engine import InputError, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.asking import serving
-from tierbed.snapshots.asking.asking import ask_prune, ask_row, ask_save, ask_status
+from tierbed.snapshots.control import server as serving
+from tierbed.snapshots.control.client import ask_prune, ask_row, ask_save, ask_status
 
 KEYS = torch.arange(100)
 

@@ -22,8 +22,8 @@ from support.stores import options
 from tierbed import Snapshot, export_snapshot
 from tierbed.distributed import World
 from tierbed.engine import GroupError, InputError, MultiTableEmbedding, OptionError, SnapshotError, StoreError, _core
+from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.row_format import row_dtype
-from tierbed.engine.spec.inputs import Lookup
 from tierbed.engine.table.background_save import BackgroundSave
 from tierbed.snapshots.store.selection import Selection
 

@@ -29,7 +29,7 @@ from tierbed.engine import (
     make_host_mem_store_options,
     make_table_options,
 )
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 
 DIM = 5
 Run = Callable[..., list[Any]]

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support.graphs import embedding
 from tierbed.engine.ops import row_ops
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 from tierbed.graph.passes import common as passes
 from tierbed.graph.passes.dense import dense_step
 from tierbed.graph.passes.lookahead import cut_lookups

@@ -18,7 +18,7 @@ from support.embeddings import contents, make
 from support.graphs import dense_copy, embedding, graph_of, id_batches
 from support.stores import options
 from tierbed.engine import GraphError, MultiTableEmbedding, OptimizerError
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 from tierbed.graph import Graph
 
 STEPS = 8

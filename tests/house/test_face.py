@@ -20,7 +20,7 @@ from support.stores import options
 from tierbed import errors
 
 FACES = {
-    "tierbed": ROOT / "face" / "tierbed",
+    "tierbed": ROOT / "src" / "tierbed",
     "tierbed.distributed": ROOT / "distributed",
     "tierbed.engine": ROOT / "engine",
     "tierbed.engine.optim": ROOT / "engine" / "optim",

@@ -16,7 +16,7 @@ from support.two_towers import KINDS, stores
 from tierbed.engine import EagerOptimizer, SnapshotError
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, OptimType
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.asking.asking import ask_save
+from tierbed.snapshots.control.client import ask_save
 
 IDS = torch.randint(0, 30, (20, 2, 12), generator=torch.Generator().manual_seed(5))
 

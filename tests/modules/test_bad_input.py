@@ -24,7 +24,7 @@ from tierbed.engine import (
     StoreError,
     TierbedError,
 )
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 
 GOOD = {
     "name": "rows",

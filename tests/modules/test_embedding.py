@@ -27,9 +27,9 @@ from tierbed.engine import (
     OptimizerError,
 )
 from tierbed.engine.ops import naive
+from tierbed.engine.options.initializers import as_arrays, make_column_options, make_table_options
+from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.persist.rows_in_tensors import FIELDS
-from tierbed.engine.spec.initializers import as_arrays, make_column_options, make_table_options
-from tierbed.engine.spec.inputs import Lookup
 
 
 @pytest.mark.parametrize("columns", [[3], [1, 4, 2], [5, 5]])

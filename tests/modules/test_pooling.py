@@ -17,7 +17,7 @@ from support.stores import STORES, options
 from tierbed import engine
 from tierbed.engine import GraphError, InputError, MultiTableEmbedding, OptionError
 from tierbed.engine.ops import lookup as ops
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 
 pytestmark = pytest.mark.op
 

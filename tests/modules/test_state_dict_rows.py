@@ -26,7 +26,7 @@ from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.errors import ClosedError, OptionError, SnapshotError, StoreError
 from tierbed.engine.store.folder_state import FolderState
 from tierbed.snapshots import list_snapshots
-from tierbed.snapshots.asking.asking import ask_save
+from tierbed.snapshots.control.client import ask_save
 
 
 class Model(nn.Module):

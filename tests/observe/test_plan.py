@@ -18,8 +18,8 @@ from tierbed.engine.observe.plan import Plan
 from tierbed.engine.observe.stack_distance import Sample, depths, hash_rows
 from tierbed.engine.ops import naive
 from tierbed.engine.optim.row_state import RowState
-from tierbed.engine.spec.initializers import make_constant_initializer
-from tierbed.engine.spec.table_spec import table_spec
+from tierbed.engine.options.initializers import make_constant_initializer
+from tierbed.engine.options.table_spec import table_spec
 
 Row = tuple[int, int]  # table, key
 

@@ -14,7 +14,7 @@ from support.stores import options
 from tierbed.engine import GraphError
 from tierbed.engine.ops import lookup as ops
 from tierbed.engine.ops.rows_contract import Rows
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 from tierbed.graph import Graph
 
 

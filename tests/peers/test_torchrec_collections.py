@@ -29,7 +29,7 @@ from tierbed.jagged import (
     KeyedJaggedTensor,
     PoolingType,
 )
-from tierbed.jagged.modules.tables import Tables
+from tierbed.jagged.collections.tables import Tables
 
 STORE = tierbed.make_device_mem_store_options()
 IDS = 30  # of every batch

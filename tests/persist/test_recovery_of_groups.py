@@ -26,7 +26,7 @@ from tierbed.engine.errors import SnapshotError, StoreError
 from tierbed.engine.persist.training_group import train_together
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import list_snapshots
-from tierbed.snapshots.asking.asking import ask_save
+from tierbed.snapshots.control.client import ask_save
 
 TWO = ("host", "host")
 

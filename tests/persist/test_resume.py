@@ -23,7 +23,7 @@ from tierbed.engine import (
     StoreError,
     TierbedError,
 )
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.store import rocksdb
 from tierbed.engine.store.folder import StoreFolder
 

@@ -16,11 +16,11 @@ from support.optimizers import OPTIMIZERS
 from support.stores import options
 from tierbed.engine import StoreError, _core
 from tierbed.engine.optim.optimizers import row_optimizer
+from tierbed.engine.options.inputs import Lookup
+from tierbed.engine.options.table_spec import table_spec
 from tierbed.engine.persist.held_table import HeldTable
 from tierbed.engine.persist.opening import Found, Opening
 from tierbed.engine.persist.share import Share
-from tierbed.engine.spec.inputs import Lookup
-from tierbed.engine.spec.table_spec import table_spec
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files.row_files import Part
 

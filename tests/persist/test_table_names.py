@@ -22,7 +22,7 @@ from tierbed.engine import (
     make_normal_initializer,
     make_table_options,
 )
-from tierbed.engine.spec.tables import misplaced, names_of_both
+from tierbed.engine.options.tables import misplaced, names_of_both
 from tierbed.snapshots import Snapshot
 
 on_memory_and_disk = pytest.mark.parametrize(

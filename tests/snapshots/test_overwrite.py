@@ -17,7 +17,7 @@ from tierbed.cli import main
 from tierbed.engine import MultiTableEmbedding, OptionError, SnapshotError
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.asking.asking import ask_save
+from tierbed.snapshots.control.client import ask_save
 
 
 def opened(path: Path, store: str = "device") -> MultiTableEmbedding:

@@ -15,8 +15,8 @@ from support.embeddings import DIM, contents, make, train
 from support.rows import any_key
 from support.stores import STORES, options
 from tierbed.engine.errors import ClosedError, InputError, OptionError, SnapshotError, StoreError
+from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.row_format import row_dtype
-from tierbed.engine.spec.initializers import make_constant_initializer
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.exchange import sorting

@@ -27,10 +27,11 @@ from support.stores import STORES, options
 from support.warm import Child
 from tierbed.engine import InputError, MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.asking import channel, serving
-from tierbed.snapshots.asking.asking import ask_save, ask_status
+from tierbed.snapshots.control import protocol as channel
+from tierbed.snapshots.control import server as serving
+from tierbed.snapshots.control.client import ask_save, ask_status
 
 ask = ThreadPoolExecutor(4)
 

@@ -22,7 +22,7 @@ from tierbed.engine.row_format import RowForm, narrowed, overflows, widened
 from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.files.writer import check_over
-from tierbed.snapshots.looking.comparison import compare
+from tierbed.snapshots.inspection.comparison import compare
 from tierbed.snapshots.store.closed_store import load_live
 from tierbed.snapshots.store.converted import Types
 from tierbed.snapshots.store.selection import LoadReport, Selection

@@ -19,8 +19,8 @@ from support.small_snapshots import description
 from support.stores import STORES, options
 from tierbed.engine import _core, row_optimizer
 from tierbed.engine.errors import InputError
+from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.row_format import LAST_STEP, row_dtype
-from tierbed.engine.spec.initializers import make_constant_initializer
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.export import FORMATS, export_snapshot

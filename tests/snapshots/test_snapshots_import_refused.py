@@ -17,7 +17,7 @@ from support.exchange import FILES, VALUES, columns_of, write_columns
 from support.small_snapshots import description
 from support.stores import options
 from tierbed.engine.errors import InputError, OptionError, SnapshotError, StoreError
-from tierbed.engine.spec.initializers import make_constant_initializer
+from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.export import export_snapshot

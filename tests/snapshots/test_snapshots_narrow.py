@@ -27,8 +27,8 @@ from tierbed.snapshots.exchange.export import FORMATS, export_snapshot
 from tierbed.snapshots.exchange.importing import import_snapshot
 from tierbed.snapshots.exchange.persistent_table import make_persistent_table_reader, make_persistent_table_writer
 from tierbed.snapshots.files.writer import write_incremental
-from tierbed.snapshots.looking.row import live_row, plain_row, snapshot_row
-from tierbed.snapshots.looking.summary import summarise
+from tierbed.snapshots.inspection.row import live_row, plain_row, snapshot_row
+from tierbed.snapshots.inspection.summary import summarise
 from tierbed.snapshots.store.converted import Types
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -28,7 +28,7 @@ from tierbed.snapshots.files.merged import merged
 from tierbed.snapshots.files.parts import place_of, write_part
 from tierbed.snapshots.files.row_files import MOST_PARTS, Part, part_of
 from tierbed.snapshots.files.writer import new_snapshot
-from tierbed.snapshots.looking.row import snapshot_row
+from tierbed.snapshots.inspection.row import snapshot_row
 
 COUNTS = {0: 20, 5: 1, 17: 40, 63: 9}
 parts_of = st.sampled_from([1, 2, 3, 4, 7, 64, MOST_PARTS])

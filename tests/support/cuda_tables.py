@@ -17,9 +17,9 @@ from tierbed.engine.ops.cuda import step
 from tierbed.engine.ops.cuda.batch import Batch, Ids, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import Layout
+from tierbed.engine.options.initializers import InitialValues
 from tierbed.engine.processors.choose import PROCESSORS
 from tierbed.engine.processors.cuda import on_device
-from tierbed.engine.spec.initializers import InitialValues
 from tierbed.engine.store.cuda.table import CudaFullTable
 
 NO_GPU = "no NVIDIA GPU" if not torch.cuda.is_available() else ""

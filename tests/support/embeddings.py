@@ -13,7 +13,7 @@ from torch import Tensor
 from support.optimizers import OPTIMIZERS
 from tierbed import engine
 from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.table.table import OpenTable
 
 DIM = 5

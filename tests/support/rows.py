@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from tierbed.engine import _core
 from tierbed.engine.lines import naive as rounding
 from tierbed.engine.ops import naive
-from tierbed.engine.row_format import NUMBERS, RowForm, narrowed, widened
-from tierbed.engine.spec.initializers import (
+from tierbed.engine.options.initializers import (
     as_arrays,
     make_constant_initializer,
     make_normal_initializer,
@@ -21,6 +20,7 @@ from tierbed.engine.spec.initializers import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
+from tierbed.engine.row_format import NUMBERS, RowForm, narrowed, widened
 
 SPECIAL_KEYS = [0, 1, 2, 3, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1, 2**32 - 1, 2**32]
 INITIALIZERS = [

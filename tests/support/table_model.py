@@ -13,8 +13,8 @@ from support.embeddings import DIM, TABLES
 from support.rows import SPECIAL_KEYS
 from tierbed.engine.ops import naive
 from tierbed.engine.optim.optimizers import RowOptimizer
+from tierbed.engine.options.initializers import as_arrays, make_table_options
 from tierbed.engine.row_format import row_dtype
-from tierbed.engine.spec.initializers import as_arrays, make_table_options
 
 Places = NDArray[np.int64]  # [n], rows of the universe
 

@@ -18,7 +18,7 @@ from support.embeddings import ask_to_leave, contents, held, make, train
 from support.examples import examples
 from support.stores import STORES, options
 from tierbed.engine import CapacityError, ClosedError, InputError, MultiTableEmbedding, StoreError, _core
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 
 stores = pytest.mark.parametrize("store", STORES)
 some_rows = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([*range(60), -1, 2**63 - 1, -(2**63)])), max_size=40)

@@ -18,7 +18,7 @@ from support.examples import examples
 from support.stores import STORES, options
 from tierbed.engine import CapacityError, InputError, MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.spec.inputs import Lookup
+from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.table.pinned import PinnedBatch
 
 CPU = torch.device("cpu")

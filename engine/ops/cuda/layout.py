@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...options.initializers import InitialValues
 from ...row_format import RECORD_BYTES, WORD, line_bytes_of, words_of
-from ...spec.initializers import InitialValues
 from .device import Device
 from .program import Program
 

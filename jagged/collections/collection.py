@@ -11,8 +11,8 @@ from torch import Tensor
 from ...engine.errors import OptionError
 from ...engine.modules.multi_table import MultiTableEmbedding
 from ...engine.numeric import whole
+from ...engine.options.inputs import Lookup, check_lookup
 from ...engine.persist.held_contract import Ranks
-from ...engine.spec.inputs import Lookup, check_lookup
 from ..tensors.jagged_tensor import JaggedTensor
 from ..tensors.keyed_jagged import KeyedJagged
 from ..tensors.padding import is_value, padded

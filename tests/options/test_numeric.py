@@ -19,8 +19,8 @@ from tierbed import engine
 from tierbed.engine import plan
 from tierbed.engine.errors import OptionError, TierbedError
 from tierbed.engine.modules.multi_table import MultiTableEmbedding
-from tierbed.engine.spec.inputs import check_row
-from tierbed.engine.spec.table_spec import check_columns
+from tierbed.engine.options.inputs import check_row
+from tierbed.engine.options.table_spec import check_columns
 from tierbed.snapshots.store.retention import plan_prune
 
 

@@ -16,10 +16,10 @@ from ...engine.errors import InputError, OptionError
 from ...engine.modules.model_snapshots import ModelSnapshots
 from ...engine.modules.multi_table import MultiTableEmbedding
 from ...engine.modules.saved_rows import SavedRows
+from ...engine.options.options import StoreOptions
+from ...engine.options.table_spec import check_state_dtype
 from ...engine.persist.held_contract import Ranks
 from ...engine.persist.training_group import train_together
-from ...engine.spec.options import StoreOptions
-from ...engine.spec.table_spec import check_state_dtype
 from .configs import EmbeddingConfig, config_of, suffix_of
 from .division import Need, stores_of, stores_text
 from .other_types import warn_of_other_types

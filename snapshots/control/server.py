@@ -17,7 +17,7 @@ from ...engine.errors import SnapshotError, StoreError, TierbedError
 from ...engine.signals import uninterrupted
 from ...engine.threads import Thread
 from ..files.format import Manifest
-from .channel import Message, listen, open_folder, peer_of, receive, remove, send
+from .protocol import Message, listen, open_folder, peer_of, receive, remove, send
 
 log = logging.getLogger("tierbed")
 

@@ -14,7 +14,7 @@ from ...engine.errors import InputError, OptionError, SnapshotError, StoreError,
 from ...engine.store.folder_state import snapshot_id
 from ..files.format import Manifest, check_name
 from ..files.reader import Snapshot
-from .channel import MAX_PACKETS, SOCKET, Message, connect, peer_of, receive, send
+from .protocol import MAX_PACKETS, SOCKET, Message, connect, peer_of, receive, send
 
 TIMEOUT = 60.0  # seconds without an answer
 

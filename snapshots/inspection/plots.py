@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import OptionError
-from ...engine.spec.tables import Names, labels_of
+from ...engine.options.tables import Names, labels_of
 from .summary import NORM_EDGES, Summary
 
 _BARS = 60

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import SnapshotError
-from ...engine.spec.tables import Names, labels_of, names_in, names_of_both
+from ...engine.options.tables import Names, labels_of, names_in, names_of_both
 from ..exchange.columns import EMBEDDING, Columns
 from ..files.aligned import Rows, aligned, among, sort_keys
 from ..files.format import with_named_hyper

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from ...engine import _core
 from ...engine.errors import InputError, StoreError
+from ...engine.options.tables import choices, names_in, numbered, table_number
 from ...engine.row_format import KEY as ROW_NAME
 from ...engine.row_format import Chunks, RowForm
-from ...engine.spec.tables import choices, names_in, numbered, table_number
 from ...engine.store.contract import Store, Tier
 from ...engine.store.folder import StoreFolder
 from ...engine.store.shares import SHARE, share_folder

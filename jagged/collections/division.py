@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from ...engine._core import WAYS, parse_rocksdb_options
 from ...engine.cache.division import BESIDE_BYTES
 from ...engine.errors import OptionError
-from ...engine.spec.option_makers import store_options_from_dict
-from ...engine.spec.options import CachedHostMemOptions, CachedSsdOptions, StoreOptions
+from ...engine.options.option_makers import store_options_from_dict
+from ...engine.options.options import CachedHostMemOptions, CachedSsdOptions, StoreOptions
 from ...engine.store.rocksdb import SHARDS, WRITE_BUFFER_BYTES
 
 MB = 1 << 20

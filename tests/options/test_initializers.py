@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tierbed.engine.errors import OptionError
 from tierbed.engine.ops.naive import initial_value
-from tierbed.engine.spec.initializers import (
+from tierbed.engine.options.initializers import (
     as_arrays,
     initializer_from_dict,
     make_column_options,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ...engine.spec.options import StoreOptions
-from ...engine.spec.table_spec import DTYPES
-from ...engine.spec.tables import Names, names_in
+from ...engine.options.options import StoreOptions
+from ...engine.options.table_spec import DTYPES
+from ...engine.options.tables import Names, names_in
 from ...engine.store.folder_state import FolderState
 
 log = logging.getLogger("tierbed")

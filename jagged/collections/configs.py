@@ -14,14 +14,14 @@ from torch import nn
 
 from ...engine.errors import OptionError
 from ...engine.numeric import whole
-from ...engine.spec.initializers import (
+from ...engine.options.initializers import (
     AnyTableOptions,
     make_normal_initializer,
     make_table_options,
     make_uniform_initializer,
 )
-from ...engine.spec.names import is_folder_name
-from ...engine.spec.tables import is_table_name
+from ...engine.options.names import is_folder_name
+from ...engine.options.tables import is_table_name
 
 
 @unique

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import InputError
+from ...engine.options.inputs import Lookup, check_lookup
 from ...engine.persist.held_contract import Ranks
-from ...engine.spec.inputs import Lookup, check_lookup
 from ..tensors.checks import refuse_trace
 from ..tensors.jagged_tensor import JaggedTensor
 from ..tensors.keyed_jagged import KeyedJagged
