@@ -13,8 +13,8 @@ import typer
 from .output import IN_USE, fail
 
 if TYPE_CHECKING:  # commands import the engine when they run: --help and completion do not wait for torch
-    from ..engine.store.folder import StoreFolder
     from ..snapshots.files.reader import Snapshot
+    from ..snapshots.store.folder import StoreFolder
 
 
 def names_in(store: Path, incomplete: str) -> list[str]:
@@ -58,7 +58,7 @@ Timeout = Annotated[
 def told_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
     """A block that takes store folders. Ends with `IN_USE` if another process has one of them."""
     from ..engine.errors import StoreError
-    from ..engine.store.folder_state import holder
+    from ..snapshots.store.folder_state import holder
 
     try:
         yield
@@ -71,7 +71,7 @@ def told_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
 @contextmanager
 def hold(store: Path, as_json: bool) -> Iterator[StoreFolder]:
     """The store folder, held by this process. Ends with `IN_USE` where another process has it."""
-    from ..engine.store.folder import StoreFolder
+    from ..snapshots.store.folder import StoreFolder
     from ..snapshots.store.status import existing_store
 
     with told_in_use([store], as_json):

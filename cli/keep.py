@@ -58,7 +58,7 @@ def prune(
 
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
-    from ..engine.store.folder_state import FolderState
+    from ..snapshots.store.folder_state import FolderState
     from ..snapshots.store.linked import REPLACED
     from ..snapshots.store.retention import plan_for
 
@@ -94,9 +94,9 @@ def prune(
 def _prune(plans: dict[Path, Retained], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
     """Prune stores, by the process that has one open or by this, and let `plans` say what was done."""
     from ..engine.errors import TierbedError
-    from ..engine.store.folder import StoreFolder
     from ..snapshots.control.client import ask_prune
     from ..snapshots.store import retention
+    from ..snapshots.store.folder import StoreFolder
 
     held = served(plans, timeout, as_json)
     removed: list[str] = []

@@ -12,8 +12,8 @@ from .arguments import hold, told_in_use
 from .output import IN_USE, Progress, fail
 
 if TYPE_CHECKING:
-    from ..engine.store.folder import StoreFolder
     from ..snapshots.files.format import Manifest
+    from ..snapshots.store.folder import StoreFolder
 
 
 def stores_at(path: Path) -> list[Path]:
@@ -26,7 +26,7 @@ def stores_at(path: Path) -> list[Path]:
 @contextmanager
 def held_together(stores: list[Path]) -> Iterator[list[StoreFolder]]:
     """All stores, held by this process. Raises StoreError."""
-    from ..engine.store.folder import StoreFolder
+    from ..snapshots.store.folder import StoreFolder
 
     with ExitStack() as holding:
         yield [holding.enter_context(StoreFolder(store)) for store in stores]
@@ -37,8 +37,8 @@ def served(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, 
 
     Ends with `IN_USE` if a process has one and does not serve it, such as a command. StoreError if one is stopped.
     """
-    from ..engine.store.folder_state import holder
     from ..snapshots.control.client import ask_status
+    from ..snapshots.store.folder_state import holder
 
     held = {store: process for store in stores if (process := holder(store)) is not None}
     for store in [store for store in held if ask_status(store, timeout) is None]:
@@ -95,8 +95,8 @@ def load_together(folders: list[StoreFolder], name: str, told: Progress) -> list
 
     Raises SnapshotError, also for snapshots that were saved apart; StoreError.
     """
-    from ..engine.store.versions import Instant
     from ..snapshots.files.reader import Snapshot
+    from ..snapshots.files.versions import Instant
     from ..snapshots.store.closed_store import check_load, load_live
     from ..snapshots.store.instants import ClosedStore, Group, check_one_instant, rows_of
 

@@ -38,9 +38,9 @@ def save(
 
     Example: tierbed snapshot save store/users before-retraining
     """
-    from ..engine.store.folder_state import holder
     from ..snapshots.control.client import ask_save
     from ..snapshots.store.closed_ranks import save_closed
+    from ..snapshots.store.folder_state import holder
 
     begin = time.monotonic()
     stores = stores_at(store)

@@ -107,10 +107,10 @@ def get(
     Example: tierbed store get store/users 42 --table 1
     """
     from ..engine.errors import InputError
-    from ..engine.store.folder_state import holder
     from ..snapshots.control.client import ask_row
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.inspection.row import live_row, plain_row, snapshot_row
+    from ..snapshots.store.folder_state import holder
     from ..snapshots.store.status import existing_store, is_snapshot
 
     found: dict[str, Any] = {}

@@ -18,12 +18,12 @@ from ..engine.persist.saved_as import is_at, saved_as
 from ..engine.persist.share import Share
 from ..engine.persist.training_group import UNSETTLED
 from ..engine.row_format import RowForm
-from ..engine.store.shares import Live, remove_other_shares
-from ..engine.store.versions import EMPTY, Rows
 from ..engine.version import __version__
 from ..snapshots.control.server import Service
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
+from ..snapshots.files.versions import EMPTY, Rows
+from ..snapshots.store.folder_state import Live, remove_other_shares
 from ..snapshots.store.instants import rows_of, rows_of_ranks
 from .agreement import agree, attempt, everywhere, raw_bytes, told
 from .home import Home

@@ -9,9 +9,8 @@ from pathlib import Path
 from ..engine.errors import StoreError
 from ..engine.options.options import StoreOptions
 from ..engine.persist.opening import Base
-from ..engine.store.folder import StoreFolder
-from ..engine.store.folder_state import FolderState
-from ..engine.store.snapshot_place import place_of
+from ..snapshots.store.folder import StoreFolder
+from ..snapshots.store.folder_state import FolderState, place_of
 from ..snapshots.store.saving import base_of
 
 _TOKEN = ".token-"

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..engine.errors import StoreError
 from ..engine.persist.opening import Base, Found, Opening, lost, not_closed, restored
 from ..engine.persist.other_ranks import check_let_go, keep, leave_ranks, not_all_closed
-from ..engine.store.folder_state import RanksRecord
-from ..engine.store.shares import Live, live_in, live_of, live_together, marks_in
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
+from ..snapshots.store.folder_state import Live, RanksRecord, live_in, live_of, live_together, marks_in
 from .agreement import agree, told
 from .all_rows import check_all_rows, reading
 

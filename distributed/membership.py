@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.persist.training_group import Membership, TrainingGroup, open_rows
-from ..engine.store.folder_state import FolderState
-from ..engine.store.shares import Live, live_in, share_folder
-from ..engine.store.versions import AT, Instant, Rows, Versions
+from ..snapshots.files.versions import AT, Instant, Rows, Versions
+from ..snapshots.store.folder_state import FolderState, Live, live_in, share_folder
 from ..snapshots.store.instants import Group, settle
 from .agreement import told
 

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..engine.errors import OptionError, SnapshotError, StoreError
 from ..engine.persist.saved_as import SavedAs, of_step, saved_as
-from ..engine.store.folder_state import FolderState
-from ..engine.store.versions import EMPTY, Version
 from ..engine.table.watch import still_saving
 from ..snapshots.files.difference import changes_between
 from ..snapshots.files.format import check_name
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.files.row_files import Part
 from ..snapshots.files.row_writer import Progress
-from ..snapshots.files.writer import Together, check_over, clear_leftovers
+from ..snapshots.files.versions import EMPTY, Version
+from ..snapshots.files.writer import Together, check_over
+from ..snapshots.store.folder_state import FolderState
 from ..snapshots.store.instants import rows_of
 from ..snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ..snapshots.store.retention import drop_unneeded, prune, state_snapshot
-from ..snapshots.store.saving import Held, begin_save, check_kind, check_save, parent_for
+from ..snapshots.store.saving import Held, begin_save, check_kind, check_save, clear_leftovers, parent_for
 from ..snapshots.store.selection import ALL, LoadReport, Selection
 from .agreement import agree, attempt, everywhere, told
 from .all_rows import check_all_rows
@@ -33,7 +33,7 @@ from .part_save import BackgroundPartSave, PartSave
 
 if TYPE_CHECKING:
     from ..engine.persist.held_table import HeldTable
-    from ..engine.store.versions import Instant
+    from ..snapshots.files.versions import Instant
     from ..snapshots.store.all_or_none import OfAll
     from .home import Home
     from .membership import RankMembership

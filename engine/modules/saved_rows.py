@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
+from ...snapshots.files.versions import EMPTY
 from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..errors import ClosedError, InputError, OptimizerError, OptionError, SnapshotError, StoreError, TierbedError
 from ..ops.rows_contract import Rows
 from ..persist.rows_in_tensors import FIELDS, RowTensors
 from ..persist.saved_as import UNKNOWN, SavedAs, of_unopened, stopped_at, unlike
-from ..store.versions import EMPTY
 from ..table.background_save import Saving
 
 if TYPE_CHECKING:

@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 
-from ...snapshots.files.format import check_description
+from ...snapshots.files.format import SHARE, check_description
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.unread import cause_of
+from ...snapshots.files.versions import EMPTY, LIVE, Instant, Rows
 from ...snapshots.files.writer import write_snapshot
 from ...snapshots.store.closed_store import live_rows
 from ...snapshots.store.converted import converted_description
+from ...snapshots.store.folder import StoreFolder
+from ...snapshots.store.folder_state import place_of
 from ...snapshots.store.instants import rows_of, settle
 from ...snapshots.store.saving import base_of
 from ...snapshots.store.selection import ALL, LoadReport, Selection
@@ -36,12 +39,8 @@ from ..processors.choose import processor_of
 from ..row_format import Chunks, Field, RowForm
 from ..signals import uninterrupted
 from ..store.contract import Table
-from ..store.folder import StoreFolder
 from ..store.rocksdb import RocksDB
-from ..store.shares import SHARE
-from ..store.snapshot_place import place_of
 from ..store.table_counts import FIELD, counted_chunks, counts_in
-from ..store.versions import EMPTY, LIVE, Instant, Rows
 from ..table.auto_budgets import AutoBudgets
 from ..table.scanned import checked_rows, load_rows
 from ..table.stack import build_stack

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.unread import cause_of
+from ...snapshots.store.folder import StoreFolder
+from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.saving import base_of
 from ..errors import StoreError, TierbedError
-from ..store.folder import StoreFolder
-from ..store.folder_state import FolderState
 
 
 class Found(NamedTuple):

@@ -5,11 +5,19 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from ...snapshots.store.folder import StoreFolder
+from ...snapshots.store.folder_state import (
+    RanksRecord,
+    Shares,
+    holder,
+    live_of,
+    live_together,
+    marks_in,
+    remove_other_shares,
+    share_folder,
+)
 from ...snapshots.store.saving import base_of
 from ..errors import StoreError
-from ..store.folder import StoreFolder
-from ..store.folder_state import RanksRecord, holder
-from ..store.shares import Shares, live_of, live_together, marks_in, remove_other_shares, share_folder
 from .opening import Base, Found, Opening, lost, not_closed, own_decision, restored
 
 

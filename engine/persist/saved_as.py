@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from ...snapshots.files.format import check_name
 from ...snapshots.files.reader import Snapshot
+from ...snapshots.files.versions import EMPTY, Version, parse_version
 from ...snapshots.store.instants import Member, rows_of
 from ..errors import SnapshotError, StoreError
-from ..store.versions import EMPTY, Version, parse_version
 from .training_group import open_rows
 
 

@@ -10,18 +10,18 @@ from pathlib import Path
 
 from ...snapshots.files.format import Manifest, check_name
 from ...snapshots.files.reader import Snapshot
-from ...snapshots.files.writer import Together, clear_leftovers, write_snapshot
+from ...snapshots.files.versions import EMPTY, Instant
+from ...snapshots.files.writer import Together, write_snapshot
 from ...snapshots.store.all_or_none import OfAll
+from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ...snapshots.store.retention import drop_unneeded, prune, state_snapshot
-from ...snapshots.store.saving import Held, begin_save, check_save, save_held
+from ...snapshots.store.saving import Held, begin_save, check_save, clear_leftovers, save_held
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..errors import OptionError, SnapshotError
 from ..row_format import Chunks
-from ..store.folder import StoreFolder
 from ..store.image import KEPT_BYTES
 from ..store.rocksdb import RocksDB
-from ..store.versions import EMPTY, Instant
 from ..table.background_save import BackgroundSave
 from ..table.table import OpenTable
 from .compatible import check_stored, fitting

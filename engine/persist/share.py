@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from ...snapshots.store.folder_state import share_folder
 from ..options.options import StoreOptions
-from ..store.shares import share_folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,16 +12,16 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
+from ...snapshots.files.format import snapshot_id
 from ...snapshots.files.reader import Snapshot
+from ...snapshots.files.versions import Instant
 from ...snapshots.store.all_or_none import Decided, OfAll, all_or_none
+from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.instants import check_one_instant, rows_of
 from ...snapshots.store.linked import linked
 from ...snapshots.store.retention import drop_replaced
 from ...snapshots.store.selection import LoadReport, Selection
 from ..errors import OptionError, SnapshotError, StoreError
-from ..store.folder import StoreFolder
-from ..store.folder_state import snapshot_id
-from ..store.versions import Instant
 from ..table.background_save import BackgroundSave
 from ..threads import LOOK
 from .training_group import Membership, between_steps

@@ -15,13 +15,26 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 
 from ...snapshots.files.reader import Snapshot, list_snapshots
+from ...snapshots.files.versions import (
+    AT,
+    EMPTY,
+    LIVE,
+    At,
+    Before,
+    GroupRecord,
+    Instant,
+    Peer,
+    Rows,
+    Saved,
+    Version,
+    Versions,
+)
 from ...snapshots.files.writer import Together
 from ...snapshots.store.all_or_none import OfAll
+from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.instants import Group, Member, rows_of
 from ..errors import StoreError
 from ..ops.rows_contract import Rows as Embedding
-from ..store.folder import StoreFolder
-from ..store.versions import AT, EMPTY, LIVE, At, Before, GroupRecord, Instant, Peer, Rows, Saved, Version, Versions
 from ..table.between_steps import BetweenSteps
 
 if TYPE_CHECKING:

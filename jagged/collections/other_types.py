@@ -11,7 +11,7 @@ import torch
 from ...engine.options.options import StoreOptions
 from ...engine.options.table_spec import DTYPES
 from ...engine.options.tables import Names, names_in
-from ...engine.store.folder_state import FolderState
+from ...snapshots.store.folder_state import FolderState
 
 log = logging.getLogger("tierbed")
 

@@ -11,8 +11,7 @@ from time import monotonic
 from typing import Any
 
 from ...engine.errors import InputError, OptionError, SnapshotError, StoreError, TierbedError
-from ...engine.store.folder_state import snapshot_id
-from ..files.format import Manifest, check_name
+from ..files.format import Manifest, check_name, snapshot_id
 from ..files.reader import Snapshot
 from .protocol import MAX_PACKETS, SOCKET, Message, connect, peer_of, receive, send
 

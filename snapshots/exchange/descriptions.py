@@ -13,10 +13,10 @@ from ...engine.optim.optimizers import RowOptimizer
 from ...engine.optim.row_state import RowState
 from ...engine.options.initializers import make_normal_initializer
 from ...engine.options.table_spec import table_spec
-from ...engine.store.folder import StoreFolder
 from ..files.format import check_description
 from ..files.reader import Snapshot, list_snapshots
 from ..store.closed_store import described
+from ..store.folder import StoreFolder
 from ..store.selection import Selection
 
 

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from ...engine.errors import ClosedError, InputError, OptionError
 from ...engine.options.table_spec import KEY_TYPES, check_key_type
-from ...engine.store.folder import StoreFolder
 from ...engine.table.scanned import settled
 from ..files.format import check_name
 from ..files.reader import Snapshot
 from ..files.writer import check_free, write_snapshot
+from ..store.folder import StoreFolder
 from ..store.status import existing_store
 from .columns import EMBEDDING, KEY, TABLE, VALUES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import re
 from functools import cached_property
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
 
-from ...engine.durable import seal, unseal
-from ...engine.errors import SnapshotError
+from ...engine.durable import read_record, remedy_for, seal, unseal
+from ...engine.errors import SnapshotError, StoreError
 from ...engine.optim.kernel import LIMITS, kernels
 from ...engine.options.names import is_folder_name
 from ...engine.options.tables import FIELD, are_names
 from ...engine.row_format import BUCKETS, LAST_STEP, NUMBERS, STATE_TYPES, RowForm
-from ...engine.store.folder_state import INSTANT, OWN
-from ...engine.store.folder_state import MANIFEST as MANIFEST
-from ...engine.store.shares import SHARE
 from ...engine.store.table_counts import FIELD as TABLE_ROWS
-from ...engine.store.versions import LIVE, Saved
 from .row_files import MOST_PARTS, RowFile, decode_file, is_deleted
+from .versions import AT, GROUP, LIVE, Saved
 
 FORMAT = 3  # of a snapshot in parts, or of rows that are not all float32; any other is of format 2
 OF_GROUP = 4  # of a snapshot of a store that is trained together with others
+MANIFEST = "manifest.msgpack"
 ROCKSDB = "rocksdb"  # the folder of a checkpoint's files
 
 Kind = Literal["full", "incremental", "checkpoint"]
@@ -36,6 +36,9 @@ LAST_SEQUENCE = (1 << 48) - 1
 _MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
 _MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or a mark has room for its other fields
+INSTANT = "instant"  # the field of a manifest that `Saved` has
+OWN = ("base", "place", GROUP, AT)  # fields of MARK that the store folder itself keeps
+SHARE = "share"  # the field of MARK that says which rank has its rows
 OF_THE_MARK = (
     "live",
     "rows",
@@ -340,3 +343,29 @@ def check_name(name: str) -> None:
             f"snapshot name {name!r} cannot be used: give 1 to 200 printable bytes, "
             "without '/' and '\\' and without a leading '.'"
         )
+
+
+def saved_with(folder: Path) -> tuple[Saved | None, int]:
+    """What a snapshot says of its store's group, and its sequence; (None, -1) where no snapshot can be read."""
+    try:
+        content = unseal(read_record(folder / MANIFEST))
+        return Saved.parse(content.get(INSTANT)), int(content["sequence"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None, -1
+
+
+def snapshot_id(folder: Path) -> str:
+    """The id of a snapshot; "" where there is no snapshot, or none that can be read.
+
+    Raises StoreError where this process lacks descriptors or memory, since the id is unknown then.
+    """
+    try:
+        content = unseal(read_record(folder / MANIFEST))
+        return str(content["id"])
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            return ""
+        remedy = remedy_for(error, "free memory")
+        raise StoreError(f"it is unknown which snapshot {str(folder)!r} is: {error}: {remedy}") from error
+    except (ValueError, TypeError, KeyError):
+        return ""

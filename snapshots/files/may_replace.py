@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...engine.durable import check_exchange
 from ...engine.errors import SnapshotError
-from ...engine.store.folder_state import snapshot_id
+from ..files.format import snapshot_id
 from .format import MANIFEST
 from .reader import list_snapshots
 

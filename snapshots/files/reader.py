@@ -14,7 +14,7 @@ import numpy as np
 from ...engine.durable import read_record
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks
-from ...engine.store.folder_state import snapshot_id
+from ..files.format import snapshot_id
 from .chain import table_of, verify_chain
 from .format import MANIFEST, ROCKSDB, Kind, Manifest, fits
 from .row_files import Part, RowFile, bucket_file, deleted_file, is_deleted, row_check

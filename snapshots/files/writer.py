@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 from ...engine.durable import Commit, UnsyncedError, made_aside
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Change, RowForm, Rows
-from ...engine.store.folder import StoreFolder
-from ...engine.store.versions import Saved
 from .format import LAST_SEQUENCE, MANIFEST, Kind, Manifest, Parent, RocksDBFiles, check_description, check_name
 from .may_replace import check_replaceable
 from .reader import Snapshot, list_snapshots
 from .row_files import RowFile, is_deleted
 from .row_writer import Progress as Progress
 from .row_writer import write_changes, write_rows
+from .versions import Saved
 
 
 class Together(NamedTuple):
@@ -135,14 +134,6 @@ def check_free(folder: Path, overwrite: bool | None = False) -> None:
         remedy = ", or save with overwrite=True (--overwrite in a shell)" if replaceable else ""
         raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first{remedy}")
     check_replaceable(folder)
-
-
-def clear_leftovers(store: StoreFolder) -> None:
-    """Do `StoreFolder.clear_snapshots` before a save, while nothing is being written. SnapshotError."""
-    try:
-        store.clear_snapshots()
-    except OSError as error:
-        raise SnapshotError(f"{str(store.snapshots)!r} cannot be cleared of unfinished snapshots: {error}") from error
 
 
 def finish(

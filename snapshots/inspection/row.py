@@ -15,12 +15,13 @@ from ...engine.options.tables import choices, names_in, numbered, table_number
 from ...engine.row_format import KEY as ROW_NAME
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.contract import Store, Tier
-from ...engine.store.folder import StoreFolder
-from ...engine.store.shares import SHARE, share_folder
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
+from ..files.format import SHARE
 from ..files.reader import Snapshot
 from ..files.row_files import bucket_file, deleted_file
 from ..store.closed_store import marked
+from ..store.folder import StoreFolder
+from ..store.folder_state import share_folder
 
 Row = NDArray[np.void]  # [1] of the `RowForm.dtype` of its description
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...engine.durable import Commit
-from ...engine.store.folder_state import snapshot_id
-from ...engine.store.versions import Peer
+from ..files.format import snapshot_id
+from ..files.versions import Peer
 
 
 class Decided(Commit):

@@ -10,15 +10,14 @@ from typing import Any
 
 from ...engine.errors import StoreError
 from ...engine.row_format import BUCKETS, Chunks, Rows
-from ...engine.store.folder import StoreFolder
-from ...engine.store.folder_state import FolderState
-from ...engine.store.shares import SHARE, Live, live_in, live_of, live_together, marks_in, share_folder
 from ...engine.store.table_counts import FIELD
-from ..files.format import Manifest, check_name
+from ..files.format import SHARE, Manifest, check_name
 from ..files.merged import merged
 from ..files.writer import Progress
 from .all_or_none import OfAll
 from .closed_store import described, held_live, live_rows, together_with
+from .folder import StoreFolder
+from .folder_state import FolderState, Live, live_in, live_of, live_together, marks_in, share_folder
 from .saving import Held, save_held
 
 

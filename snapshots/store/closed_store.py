@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import Chunks, RowForm
-from ...engine.store.folder import StoreFolder
-from ...engine.store.shares import RANKS, share_folder
-from ...engine.store.snapshot_place import noted
-from ...engine.store.versions import GroupRecord, Instant
 from ..files.format import OF_THE_MARK, Manifest
 from ..files.reader import Snapshot
+from ..files.versions import GroupRecord, Instant
 from ..files.writer import Progress, Together, write_snapshot
 from .all_or_none import OfAll
 from .converted import types_of
+from .folder import StoreFolder
+from .folder_state import RANKS, noted, share_folder
 from .instants import ClosedStore, rows_of
 from .saving import Held
 from .selection import ALL, LoadReport, Selection

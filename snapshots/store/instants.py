@@ -20,26 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.store.folder import StoreFolder
-from ...engine.store.folder_state import MANIFEST, FolderState, holder
-from ...engine.store.shares import Live as Share
-from ...engine.store.shares import live_of, live_together, marks_in, share_folder
-from ...engine.store.snapshot_place import SNAPSHOTS
-from ...engine.store.versions import (
-    AT,
-    EMPTY,
-    GROUP,
-    LIVE,
-    At,
-    GroupRecord,
-    Instant,
-    Peer,
-    Rows,
-    Saved,
-    Version,
-)
+from ..files.format import MANIFEST
 from ..files.reader import Listing, Snapshot, list_snapshots
+from ..files.versions import AT, EMPTY, GROUP, LIVE, At, GroupRecord, Instant, Peer, Rows, Saved, Version
 from ..files.writer import Together
+from .folder import StoreFolder
+from .folder_state import SNAPSHOTS, FolderState, holder, live_of, live_together, marks_in, share_folder
+from .folder_state import Live as Share
 
 log = logging.getLogger("tierbed")
 

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from ...engine.errors import SnapshotError
 from ...engine.numeric import whole_option
-from ...engine.store.folder import StoreFolder
-from ...engine.store.folder_state import FolderState, snapshot_id
-from ...engine.store.versions import Version
+from ..files.format import snapshot_id
 from ..files.may_replace import going_over
 from ..files.reader import Snapshot, list_snapshots
+from ..files.versions import Version
+from .folder import StoreFolder
+from .folder_state import FolderState
 from .instants import needed_snapshots, rows_of
 from .linked import OF_STATE, REPLACED, link_snapshot, remove_snapshot
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
-from ...engine.store.folder import StoreFolder
-from ...engine.store.versions import GroupRecord
 from ..files.difference import changes_between
 from ..files.format import KINDS, Manifest
 from ..files.may_replace import going_over
 from ..files.reader import LONGEST_CHAIN, Snapshot, latest_snapshot, list_snapshots
-from ..files.writer import Progress, Together, check_free, clear_leftovers, write_incremental, write_snapshot
+from ..files.versions import GroupRecord
+from ..files.writer import Progress, Together, check_free, write_incremental, write_snapshot
+from .folder import StoreFolder
 from .instants import left_behind, needed_snapshots
 from .linked import remove_snapshot
 from .retention import drop_replaced, is_of_state, keep_replaced
@@ -148,3 +148,11 @@ def parent_of(store: StoreFolder) -> Snapshot:
             "one with kind='full' first"
         )
     return base
+
+
+def clear_leftovers(store: StoreFolder) -> None:
+    """Do `StoreFolder.clear_snapshots` before a save, while nothing is being written. SnapshotError."""
+    try:
+        store.clear_snapshots()
+    except OSError as error:
+        raise SnapshotError(f"{str(store.snapshots)!r} cannot be cleared of unfinished snapshots: {error}") from error

@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.options.tables import labels_of, names_in
-from ...engine.store.folder_state import MANIFEST, FolderState, holder
-from ...engine.store.shares import RANKS, marks_in, share_folder
-from ...engine.store.snapshot_place import SNAPSHOTS
 from ...engine.store.table_counts import counts_in
+from ..files.format import MANIFEST
 from ..files.reader import Snapshot, list_snapshots
 from .closed_ranks import mark_of_ranks
+from .folder_state import RANKS, SNAPSHOTS, FolderState, holder, marks_in, share_folder
 from .instants import Group, no_instant
 
 CHECKPOINT = "graph.msgpack"  # the file of a checkpoint that no store folder has

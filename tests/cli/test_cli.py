@@ -16,9 +16,9 @@ from support.shell import Cli
 from support.small_snapshots import chunked, description, joined, make_buckets, make_rows, save
 from support.stores import options
 from tierbed.cli import main
-from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
 from tierbed.snapshots.inspection.summary import NORM_EDGES, summarise
+from tierbed.snapshots.store.folder import StoreFolder
 
 COUNTS = {0: 20, 5: 1, 63: 9}
 MARKED = {"live": "rows", "rows": 30}
@@ -317,7 +317,7 @@ def test_load_killed_at_any_instant_leaves_rows_that_are_marked_as_what_they_are
         save(cli.store / "snapshots" / str(step), dict.fromkeys(range(0, 64, 5), 100 * step), step=step)
     script = (
         "import os, random, signal, sys, time; from pathlib import Path\n"
-        "from tierbed.engine.store.folder import StoreFolder\n"
+        "from tierbed.snapshots.store.folder import StoreFolder\n"
         "from tierbed.snapshots.store.closed_store import load_live; from tierbed.snapshots import Snapshot\n"
         "path = Path(sys.argv[1])\n"
         "with StoreFolder(path) as store: load_live(store, Snapshot.open(store.snapshots / '2'))\n"

@@ -23,11 +23,12 @@ from tierbed.cli import main
 from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.persist.together import save_together
 from tierbed.engine.persist.training_group import train_together
-from tierbed.engine.store.folder import StoreFolder
-from tierbed.engine.store.folder_state import FolderState, snapshot_id
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control import server as serving
 from tierbed.snapshots.control.client import ask_save, ask_status
+from tierbed.snapshots.files.format import snapshot_id
+from tierbed.snapshots.store.folder import StoreFolder
+from tierbed.snapshots.store.folder_state import FolderState
 
 STORES = ("host", "ssd")
 

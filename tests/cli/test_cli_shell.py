@@ -21,7 +21,7 @@ from support.shell import Cli
 from support.small_snapshots import save
 from tierbed.cli import app, main, output
 from tierbed.cli.watch import changes, look
-from tierbed.engine.store.folder import StoreFolder
+from tierbed.snapshots.store.folder import StoreFolder
 
 COMMAND = str(Path(sys.executable).with_name("tierbed"))
 COMMANDS = [

@@ -13,8 +13,8 @@ from support.shell import Cli
 from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding, _core
 from tierbed.engine.options.inputs import Lookup
-from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot
+from tierbed.snapshots.store.folder import StoreFolder
 
 NEEDS_ROCKSDB = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 LIVE = ["device", pytest.param("ssd", marks=NEEDS_ROCKSDB)]  # the ways that live rows are kept

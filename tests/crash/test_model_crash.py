@@ -17,13 +17,13 @@ BROKEN = {
     "M.instant = lambda member, f=M.instant, own=own: own(member.id, f(member))",
     "instants have no order": "from tierbed.engine.persist.training_group import Membership as M; "
     "M.instant = lambda member, f=M.instant: f(member)._replace(number=1)",
-    "clean markers are dropped late": "from tierbed.engine.store.folder import StoreFolder as F; "
+    "clean markers are dropped late": "from tierbed.snapshots.store.folder import StoreFolder as F; "
     "F.drop_marks = lambda folder: None",
     "a commit is not synced": "from tierbed.engine import durable as d; "
     "d.fsync_dir = lambda path, f=d.fsync_dir: None if path.name == 'snapshots' else f(path)",
     "a prune looks at one store": "from tierbed.snapshots.store import retention as r; "
     "r.needed_snapshots = lambda path: set()",
-    "writes are not counted": "from tierbed.engine.store.versions import Versions as V; "
+    "writes are not counted": "from tierbed.snapshots.files.versions import Versions as V; "
     "V.rows = property(lambda versions: versions._opened)",
 }
 

@@ -17,9 +17,9 @@ from support.embeddings import contents
 from support.limits import descriptors
 from tierbed import cli
 from tierbed.engine import TierbedError
-from tierbed.engine.store.folder import StoreFolder
 from tierbed.engine.table.background_save import BackgroundSave
 from tierbed.snapshots import Snapshot, list_snapshots
+from tierbed.snapshots.store.folder import StoreFolder
 
 from .history import History, in_order
 from .plan import WEIGHTS, draw_store

@@ -29,8 +29,8 @@ from support.ranks import run_ranks
 from support.shell import Cli
 from tierbed.distributed import World
 from tierbed.engine import ClosedError, SnapshotError, StoreError
-from tierbed.engine.store.folder import StoreFolder
-from tierbed.engine.store.shares import marks_in
+from tierbed.snapshots.store.folder import StoreFolder
+from tierbed.snapshots.store.folder_state import marks_in
 
 IN_MEMORY, ON_DISK = pytest.param("host", marks=pytest.mark.slow), pytest.param("ssd", marks=pytest.mark.slow)
 SLOWLY_FROM_ONE, SLOWLY_FROM_THREE = (pytest.param(ranks, 2, marks=pytest.mark.slow) for ranks in (1, 3))

@@ -20,8 +20,8 @@ from tierbed.distributed import World
 from tierbed.distributed.home import Home
 from tierbed.engine import GroupError, StoreError
 from tierbed.engine._core import owners
-from tierbed.engine.store.folder import StoreFolder
-from tierbed.engine.store.folder_state import FolderState
+from tierbed.snapshots.store.folder import StoreFolder
+from tierbed.snapshots.store.folder_state import FolderState
 
 
 def test_ranks_without_snapshot_path_find_where_the_snapshots_are(tmp_path: Path) -> None:

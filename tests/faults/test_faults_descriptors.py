@@ -17,9 +17,9 @@ from support.limits import descriptors
 from support.stores import STORES, options
 from tierbed.cli import main
 from tierbed.engine import SnapshotError, StoreError
-from tierbed.engine.store.folder import StoreFolder
-from tierbed.engine.store.folder_state import snapshot_id
 from tierbed.snapshots import Snapshot, latest_snapshot, list_snapshots
+from tierbed.snapshots.files.format import snapshot_id
+from tierbed.snapshots.store.folder import StoreFolder
 
 SPARE = range(8)  # descriptors that a call may open
 

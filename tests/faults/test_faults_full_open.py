@@ -14,8 +14,8 @@ from support.forked import Disk, disk_path, in_process
 from support.shell import command
 from support.stores import STORES, options
 from tierbed.engine import MultiTableEmbedding, StoreError
-from tierbed.engine.store.folder_state import holder
 from tierbed.snapshots import Snapshot
+from tierbed.snapshots.store.folder_state import holder
 
 __all__ = ["disk_path"]
 

@@ -274,7 +274,7 @@ def test_a_path_that_cannot_be_written_is_refused(store: str) -> None:
 @pytest.mark.parametrize("store", ["device", "ssd"])
 def test_a_folder_in_use_by_another_process_is_refused_until_it_ends(tmp_path: Path, store: str) -> None:
     hold = (
-        "import sys; from pathlib import Path; from tierbed.engine.store.folder import StoreFolder\n"
+        "import sys; from pathlib import Path; from tierbed.snapshots.store.folder import StoreFolder\n"
         "store = StoreFolder(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

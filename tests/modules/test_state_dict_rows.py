@@ -24,9 +24,9 @@ from support.two_towers import IDS as BATCHES
 from support.two_towers import TwoTowers, losses, optimizer_of, stores
 from tierbed.engine import MultiTableEmbedding
 from tierbed.engine.errors import ClosedError, OptionError, SnapshotError, StoreError
-from tierbed.engine.store.folder_state import FolderState
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control.client import ask_save
+from tierbed.snapshots.store.folder_state import FolderState
 
 
 class Model(nn.Module):

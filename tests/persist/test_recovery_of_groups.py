@@ -24,9 +24,9 @@ from support.together import Model, killed
 from support.two_towers import stores
 from tierbed.engine.errors import SnapshotError, StoreError
 from tierbed.engine.persist.training_group import train_together
-from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control.client import ask_save
+from tierbed.snapshots.store.folder import StoreFolder
 
 TWO = ("host", "host")
 

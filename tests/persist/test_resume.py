@@ -25,7 +25,7 @@ from tierbed.engine import (
 )
 from tierbed.engine.options.inputs import Lookup
 from tierbed.engine.store import rocksdb
-from tierbed.engine.store.folder import StoreFolder
+from tierbed.snapshots.store.folder import StoreFolder
 
 every_store = pytest.mark.parametrize("store", STORES)
 on_memory_and_disk = pytest.mark.parametrize("store", ["device", "ssd_host"])

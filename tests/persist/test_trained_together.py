@@ -15,8 +15,8 @@ from support.killed import step as one_step
 from support.stores import options
 from support.together import Model, killed, killed_at
 from tierbed.engine.errors import SnapshotError, StoreError
-from tierbed.engine.store.folder_state import FolderState
 from tierbed.snapshots import list_snapshots
+from tierbed.snapshots.store.folder_state import FolderState
 
 SLOW = pytest.mark.slow
 TWO = [("ssd", "host"), *(pytest.param(stores, marks=SLOW) for stores in (("host", "host"), ("ssd", "ssd")))]

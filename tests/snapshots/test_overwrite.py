@@ -15,9 +15,9 @@ from support.stores import STORES, options
 from support.warm import SHIMMED
 from tierbed.cli import main
 from tierbed.engine import MultiTableEmbedding, OptionError, SnapshotError
-from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control.client import ask_save
+from tierbed.snapshots.store.folder import StoreFolder
 
 
 def opened(path: Path, store: str = "device") -> MultiTableEmbedding:

@@ -19,8 +19,8 @@ from support.killed import Warm
 from support.stores import options
 from support.warm import SHIMMED
 from tierbed.engine import MultiTableEmbedding
-from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, list_snapshots
+from tierbed.snapshots.store.folder import StoreFolder
 
 CALLS = ("rename", "sync", "unlink", "mkdir")
 OLD, BASE, NEW = 2, 3, 4  # steps of the snapshot that is replaced, of the one saved last, and of the one that replaces

@@ -17,13 +17,13 @@ from support.stores import STORES, options
 from tierbed.engine.errors import ClosedError, InputError, OptionError, SnapshotError, StoreError
 from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.row_format import row_dtype
-from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.exchange import sorting
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.persistent_table import make_persistent_table_reader, make_persistent_table_writer
 from tierbed.snapshots.exchange.sorting import RowSorter
 from tierbed.snapshots.store.closed_store import load_live
+from tierbed.snapshots.store.folder import StoreFolder
 
 KINDS = (torch.int64, torch.float32)
 

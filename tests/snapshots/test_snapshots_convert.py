@@ -19,12 +19,12 @@ from support.small_snapshots import TYPES, description, form_of, make_rows, save
 from support.stores import STORES, options
 from tierbed.engine import InputError, MultiTableEmbedding, SnapshotError, StoreError, _core
 from tierbed.engine.row_format import RowForm, narrowed, overflows, widened
-from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.files.writer import check_over
 from tierbed.snapshots.inspection.comparison import compare
 from tierbed.snapshots.store.closed_store import load_live
 from tierbed.snapshots.store.converted import Types
+from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.selection import LoadReport, Selection
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

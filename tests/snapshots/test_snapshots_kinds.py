@@ -13,10 +13,10 @@ from support.kinds import TYPES, grow, kinds_of, open_at
 from support.small_snapshots import save
 from support.stores import STORES, options
 from tierbed.engine.errors import InputError, OptionError, SnapshotError
-from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files import reader
 from tierbed.snapshots.store import saving
+from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.status import store_status
 
 

@@ -20,7 +20,6 @@ from support.snapshot_parts import in_parts
 from support.stores import options
 from tierbed.engine import InputError, SnapshotError, row_optimizer
 from tierbed.engine.row_format import RowForm, narrowed, widened
-from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.export import FORMATS, export_snapshot
@@ -30,6 +29,7 @@ from tierbed.snapshots.files.writer import write_incremental
 from tierbed.snapshots.inspection.row import live_row, plain_row, snapshot_row
 from tierbed.snapshots.inspection.summary import summarise
 from tierbed.snapshots.store.converted import Types
+from tierbed.snapshots.store.folder import StoreFolder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -14,8 +14,8 @@ from support.small_snapshots import description, flip_bit, make_rows
 from support.stores import options
 from tierbed.engine.errors import OptionError, SnapshotError
 from tierbed.engine.row_format import KEY
-from tierbed.engine.store.folder import StoreFolder
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
+from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.retention import plan_prune, prune
 
 

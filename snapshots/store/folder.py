@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..durable import (
+from ...engine.durable import (
     TEMPORARY,
     fsync_dir,
     make_folder,
@@ -23,11 +23,11 @@ from ..durable import (
     unseal,
     write_atomically,
 )
-from ..errors import StoreError
-from ..signals import uninterrupted
-from .folder_state import LOCK, OWN, PLACES, FolderState, RanksRecord, saved_with, snapshot_id
-from .snapshot_place import lead_to
-from .versions import AT, GROUP, At, GroupRecord
+from ...engine.errors import StoreError
+from ...engine.signals import uninterrupted
+from ..files.format import OWN, saved_with, snapshot_id
+from ..files.versions import AT, GROUP, At, GroupRecord
+from .folder_state import LOCK, PLACES, FolderState, RanksRecord, lead_to
 
 _held: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 

@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
+import hashlib
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..durable import read_record, remedy_for, unseal
-from ..errors import StoreError
-from .snapshot_place import SNAPSHOTS, has_snapshots, led_to
-from .versions import AT, GROUP, At, GroupRecord, Saved
+from ...engine.durable import fsync_dir, make_folder, read_record, remedy_for, unseal, write_atomically
+from ...engine.errors import StoreError
+from ..files.format import OWN, SHARE, snapshot_id
+from ..files.versions import AT, GROUP, At, GroupRecord
 
 PLACES = ("live", "live-2")
 LOCK = "LOCK"
-OWN = ("base", "place", GROUP, AT)  # fields of the mark that the folder itself keeps
-MANIFEST = "manifest.msgpack"  # the manifest of a snapshot
-
-
-INSTANT = "instant"  # the field of a manifest that `Saved` has
-
-
-def saved_with(folder: Path) -> tuple[Saved | None, int]:
-    """What a snapshot says of its store's group, and its sequence; (None, -1) where no snapshot can be read."""
-    try:
-        content = unseal(read_record(folder / MANIFEST))
-        return Saved.parse(content.get(INSTANT)), int(content["sequence"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None, -1
-
-
-def snapshot_id(folder: Path) -> str:
-    """The id of a snapshot; "" where there is no snapshot, or none that can be read.
-
-    Raises StoreError where this process lacks descriptors or memory, since the id is unknown then.
-    """
-    try:
-        content = unseal(read_record(folder / MANIFEST))
-        return str(content["id"])
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            return ""
-        remedy = remedy_for(error, "free memory")
-        raise StoreError(f"it is unknown which snapshot {str(folder)!r} is: {error}: {remedy}") from error
-    except (ValueError, TypeError, KeyError):
-        return ""
 
 
 class RanksRecord(NamedTuple):
@@ -206,3 +176,121 @@ def holder(path: Path) -> int | None:
     except OSError as error:
         raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderState.remedy}") from error
     return None
+
+
+RANKS = "ranks"  # the folder of ranks' store folders in a store folder
+
+
+class Live(NamedTuple):
+    """The live rows of a share: their run, how many operations of all ranks wrote since it began, and their step."""
+
+    run: str
+    writes: int
+    step: int
+
+
+Shares = Mapping[int, Live | None]  # by rank; None where the live rows carry no mark
+
+
+def share_folder(store: Path, rank: int, ranks: int) -> Path:
+    """The store folder of a rank's share, in the store folder `store`."""
+    return store / RANKS / f"{rank}-of-{ranks}"
+
+
+def live_in(mark: Mapping[str, Any] | None, rank: int, ranks: int) -> Live | None:
+    """The live rows that the mark of a rank's share describes; None without a mark, or for that of another share."""
+    match None if mark is None else (mark.get(SHARE), mark.get("step")):
+        case ({"rank": of, "ranks": all_, "run": str(run), "writes": int(writes)}, int(step)) if (of, all_) == (
+            rank,
+            ranks,
+        ):
+            return Live(run, writes, step)
+    return None
+
+
+def marks_in(store: Path, ranks: int) -> dict[int, dict[str, Any] | None]:
+    """The marks of shares of so many ranks that are in a store folder; other hosts may have the rest. StoreError."""
+    places = {rank: share_folder(store, rank, ranks) for rank in range(ranks)}
+    return {rank: FolderState(place).read_mark() for rank, place in places.items() if place.is_dir()}
+
+
+def live_of(marks: Mapping[int, Mapping[str, Any] | None], ranks: int) -> Shares:
+    """The live rows that the marks of shares of so many ranks describe."""
+    return {rank: live_in(mark, rank, ranks) for rank, mark in marks.items()}
+
+
+def live_together(record: RanksRecord, shares: Iterable[Live | None]) -> Live | None:
+    """The live rows of the shares that are there; None where these are not whole, or not of one instant."""
+    there = {*shares}
+    live = there.pop() if len(there) == 1 else None
+    return live if live is not None and live.run == record.run else None
+
+
+def remove_other_shares(store: Path, ranks: int) -> None:
+    """Remove the shares of other than so many ranks, which no run uses again, as far as they can be removed."""
+    for place in (store / RANKS).glob("*-of-*"):
+        if not place.name.endswith(f"-of-{ranks}"):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+SNAPSHOTS = "snapshots"
+_LED = ".live-rows-"  # begins the name of a file, beside snapshots, that names a store folder which leads to them
+
+
+def place_of(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
+    """The folder of the snapshots of embedding `name`, by the store option; None for the store folder's own."""
+    return None if snapshot_path is None else Path(os.path.abspath(snapshot_path)) / name / SNAPSHOTS
+
+
+def lead_to(link: Path, place: Path) -> None:
+    """Let `link`, the snapshots of a store folder, lead to the folder `place`, durably. Both are made where missing.
+
+    Raises StoreError where other snapshots are there, OSError.
+    """
+    make_folder(place)
+    _note(link.parent, place)
+    if os.path.exists(link) and os.path.samefile(link, place):
+        return
+    if has_snapshots(link):
+        raise StoreError(
+            f"{str(link.parent)!r} has its snapshots in {os.path.realpath(link)!r}, and snapshot_path asks for "
+            f"{str(place)!r}: move them there, or leave snapshot_path as it was"
+        )
+    if link.is_symlink():
+        link.unlink()
+    elif link.exists():
+        link.rmdir()
+    link.symlink_to(place)
+    fsync_dir(link.parent)
+
+
+def _note(store: Path, place: Path) -> None:
+    path = os.fsencode(os.path.realpath(store))
+    note = place.parent / f"{_LED}{hashlib.sha256(path).hexdigest()[:16]}"
+    if not note.exists():
+        with contextlib.suppress(OSError):  # on a full disk, rows can still be read
+            write_atomically(note, path)
+
+
+def noted(place: Path) -> list[Path]:
+    """The store folders that led to `place`, a folder in another one, for their snapshots. OSError."""
+    return [Path(os.fsdecode(note.read_bytes())) for note in sorted(place.parent.glob(f"{_LED}*"))]
+
+
+def led_to(place: Path) -> list[Path]:
+    """Those of `noted` that lead there now, and are on this host. OSError."""
+    found = []
+    for store in noted(place):
+        with contextlib.suppress(OSError):
+            if os.path.samefile(store / SNAPSHOTS, place):
+                found.append(store)
+    return found
+
+
+def has_snapshots(folder: Path) -> bool:
+    """Whether anything but what a killed save left is in a folder of snapshots. Raises OSError."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(not entry.name.startswith(".") for entry in entries)
+    except FileNotFoundError:
+        return False

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.small_snapshots import description
 from tierbed.engine.durable import seal, unseal
 from tierbed.engine.errors import StoreError
-from tierbed.engine.store.folder import StoreFolder
+from tierbed.snapshots.store.folder import StoreFolder
 
 MARK = description() | {"live": "rows"}
 
@@ -44,7 +44,7 @@ def test_refused_holder_does_not_disturb_the_first(tmp_path: Path) -> None:
 
 def test_lock_of_a_killed_process_is_free_and_its_preparations_are_removed(tmp_path: Path) -> None:
     hold = (
-        "import sys, time; from pathlib import Path; from tierbed.engine.store.folder import StoreFolder\n"
+        "import sys, time; from pathlib import Path; from tierbed.snapshots.store.folder import StoreFolder\n"
         "store = StoreFolder(Path(sys.argv[1])); store.incoming.mkdir(); (store.incoming / 'x').touch()\n"
         "print('held', flush=True); time.sleep(600)"
     )
